@@ -10,7 +10,7 @@ WORKERS ?= 3
 export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test slow nightly test-gpu fuzz test-slurm test-ray test-network test-ranks mutants compare-power chaos soak lint bench bench-gpu leaderboard reference pictures docs clean
+.PHONY: help setup train test slow nightly test-gpu fuzz test-slurm test-network test-ranks mutants compare-power chaos soak lint bench bench-gpu leaderboard reference pictures docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -24,10 +24,10 @@ test: $(VENV)/.installed-test  ## run the test suite
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow and not gpu" --budget
 
 slow: $(VENV)/.installed-test $(VENV)/.installed-triton  ## run the slow tests, each on 3 of its cases
-	$(BIN)/python -m pytest -n $(WORKERS) -m "slow and not slurm and not ray and not many_ranks" --cases 3
+	$(BIN)/python -m pytest -n $(WORKERS) -m "slow and not slurm and not many_ranks" --cases 3
 
 nightly: $(VENV)/.installed-test $(VENV)/.installed-triton  ## run the slow tests on all cases, and the properties on many more examples
-	$(BIN)/python -m pytest -n $(WORKERS) -m "(slow or hypothesis) and not slurm and not ray and not many_ranks" --hypothesis-profile=thorough
+	$(BIN)/python -m pytest -n $(WORKERS) -m "(slow or hypothesis) and not slurm and not many_ranks" --hypothesis-profile=thorough
 
 test-gpu: $(VENV)/.installed-test  ## the tests that need one GPU; skipped where there is none
 	$(BIN)/python -m pytest -rs -m gpu tests/gpu
@@ -38,10 +38,6 @@ fuzz: $(VENV)/.installed-test  ## a million damaged configs, checkpoints, models
 test-slurm: $(VENV)/.installed-test  ## jobs on a real Slurm of two nodes, installed on Debian if root asks
 	@command -v slurmctld >/dev/null || ! command -v apt-get >/dev/null || apt-get install -qq -y --no-install-recommends slurm-wlm munge
 	$(BIN)/python -m pytest -rs -m slurm tests/launch
-
-test-ray: $(VENV)/.installed-test  ## tokenizing on a real Ray, which is installed into .venv
-	$(PIP) install -q ray
-	$(BIN)/python -m pytest -rs -m ray tests/prepare
 
 test-network: $(VENV)/.installed-test  ## a run on two machines whose network is cut: namespaces of Linux, iproute2 installed on Debian if root asks
 	@command -v ip >/dev/null || ! command -v apt-get >/dev/null || apt-get install -qq -y --no-install-recommends iproute2

@@ -26,7 +26,7 @@ import numpy as np
 import yaml
 
 import kenotron as kn
-from kenotron.data.formats import FORMATS, open_writer
+from kenotron.data.formats import WRITERS, open_writer, written_suffix
 from kenotron.text.byte_level_bpe import train_byte_level_bpe
 from kenotron.text.file_documents import python_stdlib
 from kenotron.text.json_lines import LONGEST_LINE
@@ -114,8 +114,7 @@ class Inputs:
 
     def tokens(self, format: str) -> str:
         """One document of size / 2 ids of two bytes."""
-        suffix = {"datatrove": ".ds", "megatron": ".bin", "litdata": "", "numpy": ".npy"}[format]
-        path = self.folder / f"document-{format}{suffix}"
+        path = self.folder / f"document-{format}{written_suffix(format)}"
         if not path.exists():
             block = np.random.default_rng(0).integers(0, 32000, 1 << 22).astype(np.uint16)
             left = self.size // 2
@@ -123,7 +122,7 @@ class Inputs:
                 while left:
                     ids = block[:left]
                     left -= len(ids)
-                    writer.append(ids, np.array([len(ids)] if not left and format != "numpy" else [], np.int64))
+                    writer.append(ids, np.array([] if left else [len(ids)], np.int64))
         return str(path)
 
 
@@ -196,15 +195,14 @@ def cases(folder: Path, inputs: Inputs, tokenizer: str) -> Iterator[Case]:
                     run_of(folder, {"text_files": inputs(text), **extra}, tokenizer),
                 ],
             )
-    for source in FORMATS:
+    for source in WRITERS:
         yield f"inspect {source}", lambda s=source: [*CLI, "data", "inspect", inputs.tokens(s)]
         yield f"show {source}", lambda s=source: [*CLI, "data", "show", inputs.tokens(s), *SHOWN]
-        for to in FORMATS:
+        for to in WRITERS:
             yield (
                 f"convert {source} to {to}",
                 lambda s=source, to=to: [*CLI, "data", "convert", inputs.tokens(s), out, "--to", to],
             )
-    for source in ("datatrove", "megatron", "litdata"):
         for how in ((), ("--shuffle",)):
             yield (
                 " ".join(("merge", source, *how)),
@@ -216,8 +214,7 @@ def cases(folder: Path, inputs: Inputs, tokenizer: str) -> Iterator[Case]:
                 def which(s: str = source, packing: str = packing, asked: tuple[str, str] = asked) -> list[str]:
                     path = inputs.tokens(s)
                     if asked[0] == "--document":
-                        chunk = f"{path}/chunk-0-0.bin" if s == "litdata" else path
-                        asked = ("--document", f"{chunk}:0")
+                        asked = ("--document", f"{path}:0")
                     return [
                         *CLI,
                         "data",

@@ -38,6 +38,7 @@ DATASET = "data_stages.0.data.dataset"
         (["metrics_logging.log_level=1"], "metrics_logging.log_level: 1"),
         (["metrics_logging={log_detail_interval: 10}"], "metrics_logging.log_detail_interval: 10"),
         (["tokens.limit_test_batches=1"], "tokens.limit_test_batches: 1"),
+        (["checkpoints.local={path: x, interval: 1, copy_to_next_machine: true}"], "copy_to_next_machine (removed; "),
     ],
 )
 def test_it_is_refused_by_name(minimal: dict[str, Any], overrides: list[str], named: str) -> None:
@@ -115,7 +116,11 @@ def test_the_line_of_a_url_is_named(minimal: dict[str, Any], write: Callable[[st
 
 OFF = {
     "general": {"benchmark_csv_path": None},
-    "checkpoints": {"checkpointing_engine": "TORCH", "datastates": None},
+    "checkpoints": {
+        "checkpointing_engine": "TORCH",
+        "datastates": None,
+        "local": {"path": "/dev/shm/runs", "interval": 5, "copy_to_next_machine": False},
+    },
     "metrics_logging": {"log_level": 0, "log_detail_interval": 10},
     "tokens": {"limit_test_batches": 0},
     "lighteval": None,
@@ -124,7 +129,7 @@ OFF = {
 
 def test_values_that_ask_for_nothing_are_left_out(minimal: dict[str, Any]) -> None:
     """Configs that older versions wrote name every key with its default."""
-    expected = load(minimal)
+    expected = load(minimal, ["checkpoints.local={path: /dev/shm/runs, interval: 5}"])
     for section, keys in OFF.items():
         minimal[section] = minimal.get(section, {}) | keys if isinstance(keys, dict) else keys
     assert load(minimal) == expected

@@ -167,15 +167,16 @@ def test_the_example_runs_by_the_commands_of_its_readme(slurm: Cluster, tmp_path
     assert "Saved checkpoint at checkpoints/slurm/60" in said
 
 
-def test_texts_are_tokenized_by_tasks_of_slurm(slurm: Cluster, tmp_path: Path) -> None:
+def test_texts_are_tokenized_by_the_tasks_of_a_job(slurm: Cluster, tmp_path: Path) -> None:
     (tmp_path / "texts.jsonl").write_text(
         "".join(json.dumps({"text": f"text number {n} " * 20}) + "\n" for n in range(90))
     )
     kenotron(tmp_path, "data", "train-tokenizer", "texts.jsonl", "--vocab-size", "300", "--output", "tokenizer")
     command = ("data", "tokenize", "texts.jsonl", "--tokenizer", "tokenizer", "--output")
     kenotron(tmp_path, *command, "here")
-    slurm_options = ("--executor", "slurm", "--partition", "all", "--time", "5")
-    kenotron(tmp_path, *command, "there", *slurm_options)
+    share = f"{shlex.join([*KENOTRON, *command, 'there'])} --share $SLURM_PROCID/$SLURM_NTASKS"
+    job = ["sbatch", "--nodes=2", "--ntasks-per-node=1", f"--wrap=srun bash -c {shlex.quote(share)}"]
+    subprocess.run(job, cwd=tmp_path, env=environment(tmp_path, PYTHONPATH=str(REPOSITORY / "src")), check=True)
     wait(lambda: (tmp_path / "there" / "manifest.json").exists(), 240, lambda: str(list((tmp_path).rglob("*"))))
     for file in (tmp_path / "here").glob("*.ds*"):
         assert (tmp_path / "there" / file.name).read_bytes() == file.read_bytes()

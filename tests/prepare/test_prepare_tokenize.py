@@ -315,7 +315,7 @@ def test_from_text_to_a_merged_file_on_the_command_line(tmp_path, monkeypatch, c
     for arguments, line in (
         (["tokenize", "a.jsonl", "--tokenizer", "tok", "--output", "s3://b/x"], "--output: expected a local path"),
         (["merge", "out", "--output", "s3://b/x"], "--output: expected a local path, found s3://b/x"),
-        (["convert", "out", "s3://b/x", "--to", "numpy"], "DST: expected a local path, found s3://b/x"),
+        (["convert", "out", "s3://b/x", "--to", "megatron"], "DST: expected a local path, found s3://b/x"),
         (["train-tokenizer", "a.jsonl", "--vocab-size", "300", "--output", "s3://b/x"], "--output: expected a local"),
         (["tokenize", "a.jsonl", "--tokenizer", "tok", "--output", "x", "--seed", "1"], "only with --shuffle-doc"),
         (["merge", "out", "--output", "x", "--seed", "1"], "--seed: expected only with --shuffle"),

@@ -579,7 +579,6 @@ OWN_TESTS = {
         NanosetDataset.vocab_size NanosetDataset.token_size_in_bytes NanosetDataset.skip_in_stream
         NanosetDataset.pad_samples_to_global_batch_size NanosetDataset.use_old_brrr_dataloader""",
     "test_local_checkpoints.py": "Checkpoints.local LocalCheckpoints.path LocalCheckpoints.interval",
-    "test_local_parts.py": "LocalCheckpoints.copy_to_next_machine",
     "test_shared_folder.py": "Checkpoints.checkpoints_path_is_shared_file_system",
     "test_uploads.py": """
         Checkpoints.staging_path Checkpoints.remove_after_upload S3Upload.upload_s3_path S3Upload.remove_after_upload

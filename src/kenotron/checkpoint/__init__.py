@@ -16,7 +16,7 @@ engine.py, engines/           how long training waits for a save: read these fir
 saving.py, loading.py         one checkpoint: the order of writes that makes it complete, and the way back
 tensors.py, index.py, plan.py its tensors, with the writers file_writer.py, tensor_writer.py, durable.py, native.py
 reading.py, averaging.py, model_files.py    for tools, in one process
-local.py, machines.py         frequent checkpoints on the machines' own disks
+local.py                      frequent checkpoints on the machines' own disks
 remote.py, upload.py          in a bucket: downloads and uploads, loaded where a config has a URL
 
 Everything but tensors is JSON or YAML; nothing is a pickle. torch is not imported before a tensor is touched.

@@ -8,7 +8,6 @@ needs. Tools that want plain tensors use `reading.read_tensors`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +35,6 @@ def load(
     optimizer: Tensors | None,
     hooks: Tensors | None = None,
     verify: bool = True,
-    fetch: Callable[[set[str]], None] | None = None,
 ) -> dict[str, Any]:
     """Fill `model`, `optimizer` and `hooks` in place from the checkpoint folder `path` and return its `state`.
 
@@ -45,7 +43,6 @@ def load(
 
     Args:
         verify: check the files' checksums first, each rank a share. False only right after `newest_complete`.
-        fetch: called, on every rank, with the names of the files that it will read.
 
     Raises:
         CheckpointError: a file is damaged, or a name, shape or dtype does not fit. No tensor was changed.
@@ -68,10 +65,8 @@ def load(
             fill_tensors(path / folder, indexes[folder], tensors)
 
     raise_on_any_rank(check)
-    from kenotron.checkpoint.tensors import files_read, fill_tensors
+    from kenotron.checkpoint.tensors import fill_tensors
 
-    if fetch is not None:
-        fetch({f"{part}/{name}" for part in parts for name in files_read(indexes[part], parts[part])})
     raise_on_any_rank(fill)
     return manifest.state
 

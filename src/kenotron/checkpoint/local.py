@@ -10,11 +10,9 @@ is new in a new folder and after --fresh; and the durable checkpoint that it fol
 1000 to go back to 500 does not want 1050. Once a newer durable one is complete, and when the run ends normally, it is
 removed.
 
-A checkpoint in parts is complete if machines of the run hold all its parts, whichever machines those are now. Each
-machine then puts together a folder that looks like the whole: links to the files of its parts, and of the other files
-those that its ranks read, which other machines send it.
-
-    run-3f9c0a1b5d2e7788/loading-0of4/1050/model/rank0.safetensors ─▶ ../../../0of4/1050/model/rank0.safetensors
+A checkpoint in parts is complete if machines of the run hold all its parts, whichever machines those are now. They then
+copy them into `checkpoints_path`, which all machines share, and the run resumes from the durable checkpoint 1050. With
+a machine that is lost its part is lost, and the run resumes from 1000.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ import re
 import secrets
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
@@ -33,12 +31,13 @@ from threading import Thread
 from typing import TYPE_CHECKING
 
 from kenotron.checkpoint import durable, leftovers
+from kenotron.checkpoint.durable import FileRecord, hash_file, refusal
 from kenotron.checkpoint.folders import Report, check_files, first_of, list_checkpoints, share_of
-from kenotron.checkpoint.machines import Machines
-from kenotron.checkpoint.manifest import MANIFEST, Manifest, render
-from kenotron.config.errors import CheckpointError, InputError, counted
+from kenotron.checkpoint.manifest import Manifest
+from kenotron.checkpoint.saving import commit, in_order
+from kenotron.config.errors import CheckpointError, InputError
 from kenotron.parallel.ranks import describe, gather, raise_on_any_rank, run_on_rank0
-from kenotron.storage.files import remove_leftovers
+from kenotron.storage.files import remove_leftovers, temporary_beside
 
 if TYPE_CHECKING:
     from kenotron.config import Config
@@ -48,6 +47,53 @@ FOLLOWS, SAVE = "durable_step", "save"
 of each part, what the parts of one save have in common."""
 
 PART = re.compile(r"(\d+)of(\d+)")
+
+
+@dataclass(frozen=True)
+class Machines:
+    """The machine of each rank, numbered in the order of their first ranks; this process is `rank`."""
+
+    of_rank: tuple[int, ...]
+    rank: int
+
+    @property
+    def number(self) -> int:
+        """The number of this rank's machine."""
+        return self.of_rank[self.rank]
+
+    @property
+    def count(self) -> int:
+        """The number of machines."""
+        return max(self.of_rank) + 1
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks of this rank's machine, in order."""
+        return [rank for rank, number in enumerate(self.of_rank) if number == self.number]
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank is the first of its machine, which looks after the folder for it."""
+        return self.ranks[0] == self.rank
+
+
+def machine_of_each(ranks: Sequence[tuple[str, int]]) -> tuple[int, ...]:
+    """The machine of each rank, from (host name, number on its machine); one host may play several machines.
+
+    >>> machine_of_each([("a", 0), ("a", 1), ("b", 0), ("b", 1)])      # torchrun
+    (0, 0, 1, 1)
+    >>> machine_of_each([("a", 0), ("b", 0), ("a", 1), ("b", 1)])      # srun --distribution=cyclic
+    (0, 1, 0, 1)
+    >>> machine_of_each([("a", 0), ("a", 0)])                          # two of torchrun on one host
+    (0, 1)
+    """
+    newest: dict[str, int] = {}
+    numbers = []
+    for host, local_rank in ranks:
+        if local_rank == 0 or host not in newest:
+            newest[host] = max(newest.values(), default=-1) + 1
+        numbers.append(newest[host])
+    return tuple(numbers)
 
 
 @dataclass(frozen=True)
@@ -70,15 +116,6 @@ class Part:
         return self.step, self.of, self.manifest.saved_at if self.of == 1 else self.manifest.state.get(SAVE, "")
 
 
-@dataclass
-class Loading:
-    """A checkpoint in parts that is read: which machines hold each file, and which have it in their folder."""
-
-    folder: Path
-    records: dict[str, durable.FileRecord]
-    holders: dict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
-
-
 class LocalTier:
     """The local checkpoints of a run. All ranks call every method at the same time, except `remove`.
 
@@ -88,33 +125,26 @@ class LocalTier:
     def __init__(self, config: Config, machines: Machines, warn: Report, say: Report) -> None:
         assert config.checkpoints.local is not None
         self.config, self.machines, self.warn, self.say = config, machines, warn, say
-        self.copies = config.checkpoints.local.copy_to_next_machine and machines.count > 1
         self.run_folder = self.root = Path()
-        self.loading: Loading | None = None
-        self.newest_step: int | None = None
-        self.copied_step: int | None = None
-        self.removal, self.copy = Thread(), Thread()
-        self.problem: str | None = None  # of the last copy
+        self.removal = Thread()
 
     # ---- before the first step ---------------------------------------------------------------------------------
 
     def newest(self, durable_one: Path | None) -> Path | None:
         """The run's local checkpoint if it is complete and ahead of `durable_one`, the newest durable one.
 
-        Any other local one is removed. Raises InputError if the folder cannot be made.
+        One in parts becomes a durable one first. Any other local one is removed. Raises InputError if the folder cannot
+        be made, and CheckpointError if the parts cannot be copied.
         """
         self._open()
         chosen = self._newest_complete()
         if chosen and not run_on_rank0(lambda: self._counts(chosen[0], durable_one)):
             chosen = []
-        kept = {part.folder for part in chosen if part.machine == self.machines.number}
-        self._on_each_machine(lambda: self._remove([folder for folder in self._folders() if folder not in kept]))
-        if not chosen:
-            return None
-        self.newest_step = chosen[0].step
-        if chosen[0].of == self.machines.count == 1:
-            return chosen[0].folder
-        return self._put_together(chosen)
+        newest = None
+        if chosen:
+            newest = chosen[0].folder if chosen[0].of == self.machines.count == 1 else self._make_durable(chosen)
+        self._on_each_machine(lambda: self._remove([folder for folder in self._folders() if folder != newest]))
+        return newest
 
     def forget(self) -> None:
         """Remove the run's local checkpoints and give it a new id, so that none elsewhere counts."""
@@ -126,46 +156,7 @@ class LocalTier:
             self.warn(f"--fresh: the local checkpoints in {self.run_folder} were removed")
         run_on_rank0(lambda: durable.new_run_id(self.config.checkpoint_folder))
 
-    def fetch(self, names: set[str]) -> None:
-        """If `newest` found parts, get those of the files `names`, which this rank reads, that its machine lacks."""
-        if (loading := self.loading) is None:
-            return
-        wanted: dict[str, set[int]] = defaultdict(set)
-        for rank, of_rank in enumerate(gather(names)):
-            for name in of_rank:
-                wanted[name].add(self.machines.of_rank[rank])
-        missing = {name: to - loading.holders[name] for name, to in wanted.items()}
-        missing = {name: missing[name] for name in sorted(missing) if missing[name]}
-        if missing:
-            size = sum(loading.records[name].bytes for name in missing) / 2**20
-            self.say(f"Fetching {counted(len(missing), 'file')} of {loading.folder}, {size:.1f} MiB, between machines")
-        for name, to in missing.items():
-            self.machines.send(loading.folder / name, loading.records[name], min(loading.holders[name]), to)
-            loading.holders[name] |= to
-
-    def loaded(self) -> None:
-        """The checkpoint that `newest` returned has been read."""
-        if (loading := self.loading) is not None:
-            gather(None)  # by all ranks
-            self._on_each_machine(lambda: shutil.rmtree(loading.folder.parent))
-            self.loading = None
-
     # ---- while the run trains ----------------------------------------------------------------------------------
-
-    def ready(self) -> bool:
-        """Whether a save may begin; not while a machine copies the last one."""
-        if not self.copies:
-            return True
-        copying, problems = zip(*gather((self.copy.is_alive(), self.problem)), strict=True)
-        if any(copying):
-            return False
-        for problem in sorted({*filter(None, problems)}):
-            self.warn(f"local checkpoint {self.newest_step} has no copy on the next machine: {problem}")
-        if not any(problems):
-            self.copied_step = self.newest_step
-        self.problem = None
-        self._keep_newest()
-        return True
 
     def state(self, durable_step: int) -> dict[str, int | str]:
         """What the manifest of a local checkpoint says in addition to a durable one's."""
@@ -173,31 +164,21 @@ class LocalTier:
         return {FOLLOWS: durable_step} | ({SAVE: token} if token else {})
 
     def saved(self, step: int) -> None:
-        """A save is complete on all machines: those before it go, or the machines copy it first."""
-        self.newest_step = step
-        if not self.copies:
-            self._keep_newest()
+        """A save is complete on all machines: those before it are removed."""
+        if not self.machines.is_first:
             return
-        folder = self.root / str(step)
-        first, _ = self.machines.is_first, self.machines.group
         try:
-            text = raise_on_any_rank(lambda: (folder / MANIFEST).read_bytes() if first else b"")
-        except (CheckpointError, OSError) as error:  # on all ranks
-            self.problem = describe(error)
-            return
-        if first:  # no daemon: the interpreter's end would abort a thread that is in gloo, and the exit code be lost
-            self.copy = Thread(target=self._copy, args=(folder, text))
-            self.copy.start()
+            self._remove([folder for folder in self._folders() if folder.name != str(step)])
+        except OSError as error:  # others go on
+            self.warn(f"checkpoints.local.path: {describe(error)}")
 
     def remove(self) -> None:
         """Remove the run's local checkpoints: they are gone at once, their bytes soon after."""
-        self.newest_step = self.copied_step = None
         if self.machines.is_first:
             self._remove([self.run_folder])
 
     def close(self) -> None:
-        """The run has ended normally: wait for background work, and remove everything."""
-        self._wait(self.copy)
+        """The run has ended normally: remove everything."""
         self.remove()
         self._wait(self.removal)
 
@@ -208,7 +189,8 @@ class LocalTier:
         name = run_on_rank0(lambda: durable.run_id(self.config.checkpoint_folder))
         assert name is not None, "the run has no id: choose_start is called in own_folder"
         self.run_folder = _run_folder(self.config, name)
-        self.root = self._part_folder(self.machines.number)
+        number, count = self.machines.number, self.machines.count
+        self.root = self.run_folder if count == 1 else self.run_folder / f"{number}of{count}"
 
         def tidy() -> None:
             try:  # now, not after the first steps
@@ -218,16 +200,10 @@ class LocalTier:
                     f"checkpoints.local.path: cannot create {self.run_folder}: {error.strerror}"
                 ) from error
             remove_leftovers(self.run_folder)
-            for left in self.run_folder.glob("loading-*"):
-                shutil.rmtree(left, ignore_errors=True)
             for root, _, _ in self._roots():
                 leftovers.tidy(root, self.warn)
 
         self._on_each_machine(tidy)
-
-    def _part_folder(self, machine: int) -> Path:
-        count = self.machines.count
-        return self.run_folder if count == 1 else self.run_folder / f"{machine}of{count}"
 
     def _roots(self) -> Iterator[tuple[Path, int, int]]:
         """The folders on this machine that have checkpoints or parts, with the part's number and of how many."""
@@ -254,7 +230,7 @@ class LocalTier:
             problems = self._problems(parts)
             intact = {part.number: part for part in parts if part not in problems}
             if len(intact) == parts[0].of:
-                return [part for part in parts if part not in problems]
+                return [intact[number] for number in range(parts[0].of)]
             lost = next(number for number in range(parts[0].of) if number not in intact)
             told = [line for part in parts if part.number == lost for line in problems.get(part, ())]
             why = first_of(told) if told else f"no machine has its part {lost} of {parts[0].of}"
@@ -263,14 +239,13 @@ class LocalTier:
 
     def _problems(self, parts: list[Part]) -> dict[Part, list[str]]:
         """What is wrong with those of `parts` that are not intact; the ranks of a machine share the reading."""
-        ranks = self.machines.ranks(self.machines.number)
 
         def check(part: Part) -> list[str]:
             if part.machine != self.machines.number:
                 return []
             if part.manifest is None:
                 return [str(part.problem)]
-            return check_files(part.folder, share_of(part.manifest.files, ranks))
+            return check_files(part.folder, share_of(part.manifest.files, self.machines.ranks))
 
         of_ranks = gather(raise_on_any_rank(lambda: [check(part) for part in parts]))
         found = {part: list(dict.fromkeys(chain(*lines))) for part, *lines in zip(parts, *of_ranks, strict=True)}
@@ -293,46 +268,29 @@ class LocalTier:
             return False
         return True
 
-    def _put_together(self, parts: list[Part]) -> Path:
-        """This machine's folder of the checkpoint: with all its files but those of tensors, which `fetch` adds."""
-        step, of, _ = parts[0].save
-        folder = self.run_folder / f"loading-{self.machines.number}of{self.machines.count}" / str(step)
-        manifests = {part.number: part.manifest for part in parts if part.manifest}
-        records = {name: record for number in range(of) for name, record in manifests[number].files.items()}
-        self.loading = Loading(folder, records)
-        for part in parts:
-            for name in manifests[part.number].files:
-                self.loading.holders[name].add(part.machine)
+    def _make_durable(self, parts: list[Part]) -> Path:
+        """Copy `parts` into checkpoints_path, where they are one checkpoint, which all ranks see."""
+        final = self.config.checkpoint_folder / str(parts[0].step)
+        manifests = [part.manifest for part in parts if part.manifest]
+        files = in_order([manifest.files for manifest in manifests])
+        state = {key: value for key, value in manifests[0].state.items() if key not in (FOLLOWS, SAVE)}
+        self.say(f"Copying the parts of the local checkpoint of step {final.name} to {final}")
+        temporary = run_on_rank0(lambda: temporary_beside(final))
 
-        def link() -> None:
-            shutil.rmtree(folder.parent, ignore_errors=True)
-            for part in (part for part in parts if part.machine == self.machines.number):
-                for name in manifests[part.number].files:
-                    (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                    with suppress(FileExistsError):  # two copies of one part, in a folder that machines share
-                        os.symlink((part.folder / name).absolute(), folder / name)
-            folder.mkdir(parents=True, exist_ok=True)
-            whole = Manifest(step, manifests[0].saved_at, manifests[0].state, records)
-            durable.write_file(folder / MANIFEST, render(whole))
+        def copy() -> None:
+            for part, manifest in zip(parts, manifests, strict=True):
+                if part.machine == self.machines.number:
+                    _copy(part.folder, temporary, share_of(manifest.files, self.machines.ranks))
 
-        self._on_each_machine(link)
-        self.fetch({name for name in records if not name.endswith(".safetensors")})
-        return folder
+        raise_on_any_rank(copy)
+        run_on_rank0(lambda: commit(temporary, final, state, files, self.warn))
+        return final
 
-    # ---- removal and copies ------------------------------------------------------------------------------------
+    # ---- removal -----------------------------------------------------------------------------------------------
 
     def _on_each_machine(self, work: Callable[[], None]) -> None:
         """Run `work` on the first rank of every machine."""
         raise_on_any_rank(lambda: work() if self.machines.is_first else None)
-
-    def _keep_newest(self) -> None:
-        if not self.machines.is_first:
-            return
-        kept = {str(self.newest_step), str(self.copied_step)}
-        try:
-            self._remove([folder for folder in self._folders() if folder.name not in kept])
-        except OSError as error:  # others go on
-            self.warn(f"checkpoints.local.path: {describe(error)}")
 
     def _remove(self, folders: list[Path]) -> None:
         """Rename `folders`, which takes no time, and remove their files while training continues."""
@@ -343,16 +301,6 @@ class LocalTier:
                 os.rename(folder, aside)
         self.removal = Thread(target=_remove_trees, args=(trash,))
         self.removal.start()
-
-    def _copy(self, folder: Path, text: bytes) -> None:
-        """In a thread: send this machine's part to the next machine, and receive that of the one before."""
-        before = (self.machines.number - 1) % self.machines.count
-        target = self._part_folder(before) / folder.name
-        try:
-            problem = self.machines.pass_on(folder, text, target)
-        except (RuntimeError, CheckpointError, OSError) as error:  # of gloo: another machine is lost
-            problem = describe(error)
-        self.problem = problem if self.newest_step == int(folder.name) else None  # it was removed meanwhile
 
     @staticmethod
     def _wait(thread: Thread) -> None:
@@ -370,6 +318,18 @@ def run_folders(config: Config) -> list[Path]:
 def _run_folder(config: Config, name: str) -> Path:
     assert config.checkpoints.local is not None
     return Path(config.checkpoints.local.path) / f"run-{name}"
+
+
+def _copy(source: Path, target: Path, files: dict[str, FileRecord]) -> None:
+    """Copy `files` from one folder to another; they are on its disk then. CheckpointError if they are not the same."""
+    try:
+        for name, record in files.items():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source / name, target / name)
+            if hash_file(target / name, sync=True) != record:
+                raise CheckpointError(f"{target / name} is not what {source / name} was when it was written")
+    except OSError as error:
+        raise refusal("save", target, error) from error
 
 
 def _remove_trees(folders: list[Path]) -> None:

@@ -48,16 +48,6 @@ def fill_tensors(folder: Path, index: Index, tensors: Tensors) -> None:
         copy_block(files, index.tensors[name], shard.offset, shard.tensor.detach())
 
 
-def files_read(index: Index, tensors: Tensors) -> set[str]:
-    """The files from which `fill_tensors` reads."""
-    return {
-        chunk.file
-        for name, shard in shards(tensors).items()
-        for chunk in index.tensors[name].chunks
-        if _overlap(chunk, shard.offset, shard.tensor.shape)
-    }
-
-
 def copy_block(files: MappedFiles, entry: Entry, offset: Sequence[int], block: Tensor) -> None:
     """Fill `block` with the elements of a tensor from `offset` on, from the chunks that have them."""
     for chunk in entry.chunks:

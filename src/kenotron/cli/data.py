@@ -120,9 +120,7 @@ def inspect(
 def convert(
     src: Source,
     dst: Annotated[Path, typer.Argument(help="A folder, or a file with the format's suffix.")],
-    to: Annotated[
-        str, typer.Option(help="datatrove (.ds), megatron (.bin, .idx), litdata (a folder of chunks) or numpy (.npy).")
-    ],
+    to: Annotated[str, typer.Option(help="datatrove (.ds) or megatron (.bin, .idx).")],
     dtype: Annotated[str | None, typer.Option(help="Dtype of the written ids; default: that of the source.")] = None,
     source_dtype: RawDtype = None,
     as_json: AsJson = False,
@@ -135,7 +133,7 @@ def convert(
     if as_json:
         print(json.dumps(done, indent=2))
         return
-    documents = "ends of documents not kept" if done["documents"] is None else counted(done["documents"], "document")
+    documents = "ends of documents not known" if done["documents"] is None else counted(done["documents"], "document")
     print(
         f"{dst}: {done['tokens']:,} tokens, {documents}, {done['dtype']}, {counted(len(done['files']), 'file')} ({to})"
     )

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from enum import StrEnum
 from pathlib import Path
-from types import ModuleType
 from typing import Annotated
 
 import typer
@@ -62,19 +62,12 @@ def tokenize(
         str | None, typer.Option(help="module.function(row, file) -> int: how many times to write a row.")
     ] = None,
     on_bad_document: OnBad = BadDocuments.ERROR,
-    executor: Annotated[
-        str | None, typer.Option(help="Run as tasks of a datatrove executor: local, slurm or ray.")
+    share: Annotated[
+        str | None, typer.Option(metavar="I/N", help="Make one of N shares of the output: 0/N to N-1/N, on N machines.")
     ] = None,
-    tasks: Annotated[int, typer.Option(help="Number of tasks of --executor; 0: one per file.", min=0)] = 0,
-    partition: Annotated[str | None, typer.Option(help="Slurm partition.")] = None,
-    time: Annotated[str | None, typer.Option(help="Slurm time limit of a task, for example 10:00:00.")] = None,
-    sbatch: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="Further sbatch options.")] = None,
 ) -> None:
-    """Tokenize text to token files. An interrupted run resumes where it stopped.
-
-    With --executor, --workers is the number of concurrent tasks (0: all; local: one per core).
-    """
-    from kenotron.prepare.tokenize import TokenizeOptions
+    """Tokenize text to token files. An interrupted run resumes where it stopped."""
+    from kenotron.prepare.tokenize import TokenizeOptions, tokenize_share
     from kenotron.prepare.tokenize import tokenize as work
     from kenotron.text.tokenizer import load_tokenizer
 
@@ -95,18 +88,10 @@ def tokenize(
         repeat=repeat,
         skip_bad=on_bad_document is BadDocuments.SKIP,
     )
-    if executor is None:
-        for name, value in {"--tasks": tasks, "--partition": partition, "--time": time, "--sbatch": sbatch}.items():
-            if value:
-                raise InputError(f"{name}: expected only with --executor")
-        made = work(inputs, load_tokenizer(tokenizer), output, options, workers or cores(), _say)
-    else:
-        tokenize_on = _executors().tokenize_on
-        at_once = workers or (cores() if executor == "local" else 0)
-        cluster = _executors().Cluster(executor, tasks, at_once, partition, time, _pairs(sbatch or [], "--sbatch"))
-        if (given := tokenize_on(cluster, inputs, tokenizer, output, options, _say)) is None:
-            return
-        made = given
+    given = inputs, load_tokenizer(tokenizer), output, options, workers or cores(), _say
+    made = work(*given) if share is None else tokenize_share(_share(share), *given)
+    if made is None:
+        return
     left_out = f"; {made['skipped']:,} left out because they cannot be read" if made["skipped"] else ""
     for problem in made.get("first_skipped", ()):
         print(f"left out: {problem}")
@@ -174,19 +159,11 @@ def train_tokenizer(
     print(f"Next: kenotron data tokenize {' '.join(inputs)} --tokenizer {output} --output tokens")
 
 
-def _executors() -> ModuleType:
-    try:
-        from kenotron.prepare import executors
-    except ImportError as error:
-        raise InputError(f"--executor: needs datatrove ({error}); pip install 'kenotron[cluster]'") from None
-    return executors
-
-
-def _pairs(texts: list[str], option: str) -> dict[str, str]:
-    for text in texts:
-        if "=" not in text.strip("="):
-            raise InputError(f"{option}: expected NAME=VALUE, found '{text}'")
-    return {name.lstrip("-"): value for name, _, value in (text.partition("=") for text in texts)}
+def _share(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    if found is None or not int(found[1]) < int(found[2]):
+        raise InputError(f"--share: expected I/N, from 0/N to N-1/N, found '{text}'")
+    return int(found[1]), int(found[2])
 
 
 def _check_seed(seed: int | None, shuffled: bool, option: str) -> None:
@@ -195,10 +172,10 @@ def _check_seed(seed: int | None, shuffled: bool, option: str) -> None:
 
 
 def _check_format(format: str) -> None:
-    from kenotron.prepare.tokenize import FORMATS
+    from kenotron.data.formats import WRITERS
 
-    if format not in FORMATS:
-        raise InputError(f"--format: expected {' or '.join(FORMATS)}, found '{format}'{nearest(format, FORMATS)}")
+    if format not in WRITERS:
+        raise InputError(f"--format: expected {' or '.join(WRITERS)}, found '{format}'{nearest(format, WRITERS)}")
 
 
 def _say(line: str) -> None:

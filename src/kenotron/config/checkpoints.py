@@ -57,11 +57,6 @@ class LocalCheckpoints(Section):
         "has a subfolder there."
     )
     interval: int = key("Steps between local checkpoints; fewer than checkpoint_interval.", ge=1)
-    copy_to_next_machine: bool = key(
-        "On several machines: copy what a machine has saved to the next one, so that a run can resume from it even if "
-        "a machine is lost.",
-        False,
-    )
 
 
 class Checkpoints(Section):

@@ -19,9 +19,17 @@ _OFF: dict[str, tuple[Any, ...]] = {
     "metrics_logging.log_level": (0,),
     "metrics_logging": (None, {}),
     "tokens.limit_test_batches": (0,),
+    "checkpoints.local.copy_to_next_machine": (False,),
     "doremi": (None,),
     "lighteval": (None,),
     "wandb": (None,),
+}
+
+# What there is instead.
+_WHY = {
+    "wandb": "numbers go to metrics.jsonl and TensorBoard, and to other trackers by a hook, docs/extend.md",
+    "checkpoints.local.copy_to_next_machine": "removed; after the loss of a machine a run resumes from the newest "
+    "checkpoint in checkpoints_path",
 }
 
 # Served key → its values that are not.
@@ -59,11 +67,18 @@ def take_unserved(data: dict[str, Any]) -> list[tuple[Keys, object]]:
     return [*_passwords(data)] or [*_keys(data), *_values(data), *_urls(data)]  # the others repeat values
 
 
+def take_removed(data: dict[str, Any]) -> None:
+    """Take out of the plain `data` of a config that a run wrote what says nothing of what it trained any more."""
+    local = _at(data, ("checkpoints", "local"))
+    if isinstance(local, dict):
+        local.pop("copy_to_next_machine", None)
+
+
 def named(keys: Sequence[str | int], value: object) -> str:
     """The dotted path of a key, with its value where that is short."""
     path = ".".join(map(str, keys))
-    if path == "wandb":
-        return "wandb (numbers go to metrics.jsonl and TensorBoard, and to other trackers by a hook, docs/extend.md)"
+    if why := _WHY.get(path):
+        return f"{path} ({why})"
     return path if isinstance(value, dict | list) else f"{path}: {value}"
 
 

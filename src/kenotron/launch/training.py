@@ -92,15 +92,13 @@ def local_tier(config: Config, ranks: Ranks) -> LocalTier | None:
     """What keeps the checkpoints of `checkpoints.local`; None without it. All ranks call it."""
     if config.checkpoints.local is None:
         return None
-    from kenotron.checkpoint.local import LocalTier
-    from kenotron.checkpoint.machines import Machines, machine_of_each
+    from kenotron.checkpoint.local import LocalTier, Machines, machine_of_each
 
     rank, size = rank_and_size()
     of_rank = (0,) * size
     if ranks.local_world_size < ranks.world_size:
         of_rank = machine_of_each(gather((socket.gethostname(), ranks.local_rank)))
-    machines = Machines(of_rank, rank, config.parallelism.timeout_seconds)
-    return LocalTier(config, machines, logger.warning, logger.info)
+    return LocalTier(config, Machines(of_rank, rank), logger.warning, logger.info)
 
 
 def name_before_start(config: Config, roots: Iterable[Path]) -> tuple[Config, Path]:

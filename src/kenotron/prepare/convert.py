@@ -1,7 +1,7 @@
-"""From one token format to another, file by file, in bounded memory.
+"""From any token format that is read to one that is written, file by file, in bounded memory.
 
-    data/a.ds, data/b/c.ds  --to megatron→  out/a.bin, out/a.idx, out/b/c.bin, out/b/c.idx
-                            --to litdata→   out/a/index.json, out/a/chunk-0-0.bin, …, out/b/c/index.json, …
+    data/a.npy, data/b/c.npy  --to datatrove→  out/a.ds, out/b/c.ds
+                              --to megatron→   out/a.bin, out/a.idx, out/b/c.bin, out/b/c.idx
 
 Ids, documents and, in `.ds`, loss masks come out as they went in, and a manifest hands on what the source's says of the
 tokenizer. A type that cannot hold the largest id is refused before anything is written.
@@ -47,14 +47,13 @@ def convert(
     report: Report = print,
 ) -> Json:
     """Write the token files of `source` as `to` under `target`, a file where it has the format's suffix, else a folder.
-    For litdata each file becomes a folder of chunks.
 
     `dtype` of the ids is the source's where the format holds it, else the narrowest. Returns what was written.
 
     Raises InputError: an invalid source file; a type too narrow; a file that exists; a loss mask
     for a format that has none.
     """
-    suffix = written_suffix(to, folders=True)
+    suffix = written_suffix(to)
     files = open_token_files(source, "SRC", source_dtype)
     check_holds_loss(files, to)
     wanted = integer_dtype(dtype, "--dtype") if dtype else _dtype(files, to)
@@ -64,7 +63,7 @@ def convert(
                 if len(chunk.ids):
                     check_range(file.path, chunk.ids, wanted, chunk.start)
     known = common_keys([source], files, strict=False)
-    if bool(suffix) and is_file_of(target, to, "DST"):
+    if is_file_of(target, to, "DST"):
         if len(files) > 1:
             raise InputError(f"DST: expected a folder for {len(files)} files, found {target}")
         if target.exists():
@@ -95,7 +94,7 @@ def _written(files: Sequence[TokenFile], targets: Sequence[Path], to: str, dtype
                     update(total + writer.tokens)
             total += writer.tokens
             documents += writer.documents
-    ends_known = to != "numpy" and all(file.ends is not None for file in files)
+    ends_known = all(file.ends is not None for file in files)
     return {"format": to, "dtype": dtype.name, "tokens": total, "documents": documents if ends_known else None}
 
 
@@ -103,18 +102,17 @@ def _dtype(files: Sequence[TokenFile], to: str) -> np.dtype:
     """The sources' common type where `to` holds it, else uint16 if the largest id fits, else its wider one."""
     held = {
         "datatrove": ("uint16", "uint32"),
-        "litdata": ("uint16", "int32", "int64"),
         "megatron": ("uint16", "int32", "int64", "uint8", "int8", "int16"),
     }
     own = {file.tokens.dtype for file in files}
-    if len(own) == 1 and (to not in held or next(iter(own)).name in held[to]):
+    if len(own) == 1 and next(iter(own)).name in held[to]:
         return next(iter(own)).newbyteorder("<")
     largest = max(
         (int(p.ids.max()) for file in files for p in token_chunks(file, CHUNK_TOKENS) if len(p.ids)), default=0
     )
     if largest < 1 << 16:
         return np.dtype("<u2")
-    if to in ("litdata", "megatron"):
+    if to == "megatron":
         return np.dtype("<i4" if largest < 1 << 31 else "<i8")
     return np.dtype("<u4")
 

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from kenotron.config.errors import InputError
 from kenotron.data.formats import (
+    WRITERS,
     TokenFile,
     TokenWriter,
     check_holds_loss,
@@ -30,7 +31,6 @@ from kenotron.data.formats.token_file import checked_loss
 from kenotron.data.manifest import MANIFEST, Json, checksums, manifests_beside, token_dtype, write_json
 from kenotron.prepare.scratch import scratch_beside
 from kenotron.prepare.shuffle import DocumentShuffle, Loss, some_documents
-from kenotron.prepare.tokenize import FORMATS
 from kenotron.storage.arrays import release
 from kenotron.storage.files import publish_folder, sync_folder
 from kenotron.storage.paths import AnyPath, as_path
@@ -106,8 +106,8 @@ def _publish_files(scratch: Path, output: Path) -> None:
 
 
 def _format_of(output: Path, files: Sequence[TokenFile]) -> str:
-    by_suffix = {written_suffix(format): format for format in FORMATS}
-    return by_suffix.get(output.suffix) or (files[0].format if files[0].format in FORMATS else "datatrove")
+    by_suffix = {written_suffix(format): format for format in WRITERS}
+    return by_suffix.get(output.suffix) or (files[0].format if files[0].format in WRITERS else "datatrove")
 
 
 def _dtype(files: Sequence[TokenFile], format: str) -> np.dtype:

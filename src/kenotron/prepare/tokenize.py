@@ -40,9 +40,6 @@ from kenotron.text.tokenizer import TextTokenizer
 WORK = "work-"
 """So begin the folders in which processes work; one that was killed leaves its own until all is done."""
 
-FORMATS = ("datatrove", "megatron")
-"""Those that keep the ends of documents."""
-
 
 @dataclass(frozen=True)
 class TokenizeOptions:
@@ -97,6 +94,44 @@ def tokenize(
                 (output / UNFINISHED / PLAN).unlink(missing_ok=True)
             raise
         return finish(work, output)
+
+
+def tokenize_share(
+    share: tuple[int, int],
+    inputs: Sequence[str],
+    tokenizer: TextTokenizer,
+    output: Path,
+    options: TokenizeOptions,
+    workers: int = 1,
+    report: Report = print,
+) -> Json | None:
+    """As `tokenize`, but only the shards i, i + n, i + 2n … for a `share` (i, n): each of n processes takes one.
+
+    Returns the manifest, which the last of them to finish writes; None if shards of others are missing.
+    """
+    number, count = share
+    work = Tokenization.plan(inputs, tokenizer, output, options)
+    if (done := finished(work, output)) is not None:
+        report(f"{output} is done already")
+        return done
+    make_folder(output)
+    with lock_output(output, report):
+        begin(work, output)
+    mine = [shard for shard in missing_shards(work, output) if shard.number % count == number]
+    if mine:
+        make_shards(work, output, mine, workers, report)
+    try:
+        with lock_output(output, report):
+            if (done := finished(work, output)) is not None:
+                return done
+            if missing := missing_shards(work, output):
+                report(f"{len(missing)} of {counted(len(work.shards), 'shard')} missing, which other shares make")
+                return None
+            return finish(work, output)
+    except FileNotFoundError:  # another process has finished everything, and removed what the lock is in
+        if (done := finished(work, output)) is None:
+            raise
+        return done
 
 
 def lock_output(output: Path, report: Report) -> AbstractContextManager[bool]:

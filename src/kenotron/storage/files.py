@@ -102,11 +102,6 @@ class AtomicFile:
         while left:
             left = left[os.write(self._file, left) :]
 
-    def overwrite_start(self, data: bytes) -> None:
-        """Replace the first bytes, a header of a length that is known at the end."""
-        os.lseek(self._file, 0, os.SEEK_SET)
-        self.write(data)
-
     def publish(self) -> None:
         """Sync the file, and give it its name."""
         if self.durable:

@@ -92,7 +92,7 @@ class CheckpointHook(Hook):
 
     def _save_local(self, run: Run, local: LocalTier) -> None:
         """Save locally, unless an earlier save is still in flight; training continues if it fails."""
-        if run.engine.in_flight or not local.ready():
+        if run.engine.in_flight:
             logger.info("No local checkpoint of step %d: the last save is still in flight", run.step)
             return
         try:

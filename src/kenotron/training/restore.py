@@ -45,7 +45,6 @@ def restore(run: Run, start: Start) -> None:
         optimizer=None if moments is None else optimizer_tensors(moments, run.parts),
         hooks=hooks or None,
         verify=not start.continues,  # the run's own newest checkpoint was verified when it was chosen
-        fetch=None if run.local is None else run.local.fetch,
     )
     run_on_rank0(lambda: _check_data(run, state.get("data", {}), start))
     if moments is not None:
@@ -59,8 +58,6 @@ def restore(run: Run, start: Start) -> None:
     if "step" in start.loads:
         load_hook_states(run.hooks, state.get("hooks", {}), hooks)  # an imported checkpoint has none
     step = manifest.read_manifest(start.path).step
-    if run.local is not None:
-        run.local.loaded()
     loaded = [name for part, name in NAMES.items() if part in start.loads and (part, moments) != ("optimizer", None)]
     logger.info("Loaded %s of %s (step %d)", ", ".join(loaded), start.path, step)
 

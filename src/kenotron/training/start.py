@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -120,8 +120,7 @@ def choose_start(
     newest = (local.newest(durable_one) if local is not None and not fresh else None) or durable_one
     if newest is None and not fresh:
         run_on_rank0(lambda: _refuse_unusable(root))
-    start = run_on_rank0(lambda: _start_at(config, newest, start_elsewhere))
-    return start if newest is None else replace(start, path=newest)  # local ones may have other names on other ranks
+    return run_on_rank0(lambda: _start_at(config, newest, start_elsewhere))
 
 
 def _refuse_unusable(root: Path) -> None:

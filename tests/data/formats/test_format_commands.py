@@ -63,12 +63,19 @@ def test_inspect_reports_an_id_beyond_the_vocabulary(corpus: Path, shell: Shell)
     assert shell("data", "inspect", corpus, "--vocab-size", 10)[0] == 0
 
 
-def test_convert_says_what_it_cannot_keep(corpus: Path, tmp_path: Path, shell: Shell) -> None:
-    code, out, _ = shell("data", "convert", corpus / "a.ds", tmp_path / "b.npy", "--to", "numpy", "--dtype", "int64")
+def test_convert_says_that_the_source_has_no_documents(tmp_path: Path, shell: Shell) -> None:
+    np.save(tmp_path / "a.npy", np.array(IDS))
+    code, out, _ = shell("data", "convert", tmp_path / "a.npy", tmp_path / "b.bin", "--to", "megatron")
     assert code == 0
-    assert "13 tokens, ends of documents not kept, int64" in out
-    assert np.load(tmp_path / "b.npy").tolist() == IDS
-    assert open_token_files(tmp_path / "b.npy", "PATH")[0].ends is None
+    assert "13 tokens, ends of documents not known, int64" in out
+    assert open_token_files(tmp_path / "b.bin", "PATH")[0].tokens.tolist() == IDS
+
+
+@pytest.mark.parametrize("to", ["litdata", "numpy"])
+def test_a_format_that_is_only_read_is_refused(corpus: Path, tmp_path: Path, shell: Shell, to: str) -> None:
+    code, _, err = shell("data", "convert", corpus, tmp_path / "out", "--to", to)
+    assert code == 2
+    assert f"--to: cannot write '{to}'; expected one of datatrove, megatron" in err
 
 
 def test_duplicates_are_estimated_where_the_table_is_full() -> None:

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kenotron.config.errors import InputError
-from kenotron.data.formats import documents_between, litdata, megatron, open_token_files, open_writer
+from kenotron.data.formats import documents_between, megatron, open_token_files, open_writer
 from kenotron.data.formats.token_file import token_chunks
 from kenotron.prepare import convert as converting
 from kenotron.prepare.convert import convert
@@ -24,8 +24,6 @@ documents = st.lists(st.lists(st.integers(0, 65535), max_size=9), max_size=8)
 WRITABLE = {
     "datatrove": ["uint16", "uint32"],
     "megatron": ["uint16", "int32", "int64"],
-    "litdata": ["uint16", "int32", "int64"],
-    "numpy": ["uint16", "uint32", "int32", "int64", "uint64"],
 }
 
 
@@ -46,34 +44,10 @@ def test_what_is_written_is_read(format: str, dtype: str, batches: list[list[lis
         assert file.format == format
         assert file.tokens.dtype == np.dtype(dtype)
         assert file.tokens.tolist() == ids.tolist()
-        if format == "numpy":
-            assert file.ends is None
-            assert np.load(file.path).tolist() == ids.tolist()
-        else:
-            assert file.ends is not None
-            assert file.ends.tolist() == np.cumsum(lengths).tolist()
+        assert file.ends is not None
+        assert file.ends.tolist() == np.cumsum(lengths).tolist()
         assert file.tokenizer == ("a|b" if format == "datatrove" else None)
         assert not list(Path(folder).rglob("*.partial"))
-
-
-@given(docs=documents, piece=st.integers(1, 20), chunk=st.integers(1, 60))
-def test_chunks_of_any_size_hold_whole_documents_in_their_order(docs: list[list[int]], piece: int, chunk: int) -> None:
-    ids, lengths = flat(docs)
-    with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(litdata, "CHUNK", chunk)
-        with open_writer(Path(folder) / "corpus", "litdata", np.dtype("uint16")) as writer:
-            ends = np.cumsum(lengths)
-            for start in range(0, max(len(ids), 1), piece):
-                first = np.searchsorted(ends, start, side="right" if start else "left")
-                last = np.searchsorted(ends, start + piece, side="right")
-                writer.append(ids[start : start + piece], ends[first:last] - start)
-        files = open_token_files(folder, "PATH")
-        assert np.concatenate([file.tokens for file in files]).tolist() == ids.tolist()
-        assert [n for file in files for n in np.diff(file.ends, prepend=0).tolist()] == lengths.tolist()
-        for file in files:  # no document that has tokens begins in a chunk that was full before it
-            starts = [0, *file.ends.tolist()][:-1]
-            full = [2 * start >= max(chunk, 2) for start, end in zip(starts, file.ends) if start < end]
-            assert not any(full)
 
 
 @given(batches=st.lists(st.tuples(documents, st.booleans()), max_size=4), seed=st.integers(0, 99))
@@ -95,8 +69,8 @@ def test_a_loss_mask_may_begin_late_and_pause(batches: list[tuple[list[list[int]
             assert file.loss is None
 
 
-@pytest.mark.parametrize("to", ["datatrove", "megatron", "litdata", "numpy"])
-@pytest.mark.parametrize("source", ["datatrove", "megatron", "litdata"])
+@pytest.mark.parametrize("to", WRITABLE)
+@pytest.mark.parametrize("source", WRITABLE)
 @given(docs=documents, piece=st.integers(1, 7))
 def test_convert_keeps_ids_and_documents_at_any_piece_size(source: str, to: str, docs: list, piece: int) -> None:
     before = converting.CHUNK_TOKENS
@@ -109,13 +83,12 @@ def test_convert_keeps_ids_and_documents_at_any_piece_size(source: str, to: str,
                     writer.write(*flat(docs))
             convert(root / "src", root / "dst", to)
             first, second = open_token_files(root / "src", "A"), open_token_files(root / "dst", "B")
-            if "litdata" not in (source, to):
-                assert [f.path.stem for f in first] == [f.path.stem for f in second]
+            assert [f.path.stem for f in first] == [f.path.stem for f in second]
             for one, other in zip(first, second, strict=True):
                 assert other.tokens.dtype == one.tokens.dtype
                 assert other.tokens.tolist() == one.tokens.tolist()
-                assert (other.ends is None) == (to == "numpy")
-                assert other.ends is None or other.ends.tolist() == np.cumsum([len(d) for d in docs]).tolist()
+                assert other.ends is not None
+                assert other.ends.tolist() == np.cumsum([len(d) for d in docs]).tolist()
     finally:
         converting.CHUNK_TOKENS = before
 
@@ -135,13 +108,13 @@ def test_convert_refuses_a_narrow_type_before_writing_anything(tmp_path: Path) -
         with open_writer(tmp_path / "src" / name, "datatrove", np.dtype("uint32")) as writer:
             writer.write(*flat([[1, 2], [last]]))
     with pytest.raises(InputError, match=r"b\.ds: token 2 is 65536, beyond uint16 \(largest 65535\)"):
-        convert(tmp_path / "src", tmp_path / "dst", "numpy", dtype="uint16")
+        convert(tmp_path / "src", tmp_path / "dst", "megatron", dtype="uint16")
     assert not (tmp_path / "dst").exists()
     with pytest.raises(InputError, match=r"cannot write 'megatrom'.*did you mean 'megatron'"):
         convert(tmp_path / "src", tmp_path / "dst", "megatrom")
-    convert(tmp_path / "src", tmp_path / "dst", "numpy")
+    convert(tmp_path / "src", tmp_path / "dst", "megatron")
     with pytest.raises(InputError, match=r"DST: .*dst already exists"):
-        convert(tmp_path / "src", tmp_path / "dst", "numpy")
+        convert(tmp_path / "src", tmp_path / "dst", "megatron")
 
 
 def test_convert_is_all_or_nothing_and_hands_the_manifest_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,16 +131,16 @@ def test_convert_is_all_or_nothing_and_hands_the_manifest_on(tmp_path: Path, mon
     assert [path.name for path in tmp_path.iterdir()] == ["src"]
     convert(tmp_path / "src", tmp_path / "dst", "megatron")
     assert known.items() <= json.loads((tmp_path / "dst" / "manifest.json").read_text()).items()
-    convert(tmp_path / "src" / "a.ds", tmp_path / "a.npy", "numpy")
-    assert known.items() <= json.loads((tmp_path / "a.npy.manifest.json").read_text()).items()
+    convert(tmp_path / "src" / "a.ds", tmp_path / "a.bin", "megatron")
+    assert known.items() <= json.loads((tmp_path / "a.bin.manifest.json").read_text()).items()
 
 
 def test_a_loss_mask_is_never_dropped(tmp_path: Path) -> None:
     with open_writer(tmp_path / "a.ds", "datatrove", np.dtype("uint16")) as writer:
         writer.write(*flat([[1, 2, 3]]), np.array([True, False, True]))
-    for target, to in (("b.bin", "megatron"), ("b", "litdata"), ("deep/b.npy", "numpy")):
-        with pytest.raises(InputError, match=r"a\.ds\.loss: \w+ files cannot hold a loss mask"):
-            convert(tmp_path / "a.ds", tmp_path / target, to)
+    for target in ("b.bin", "deep/b"):
+        with pytest.raises(InputError, match=r"a\.ds\.loss: megatron files cannot hold a loss mask"):
+            convert(tmp_path / "a.ds", tmp_path / target, "megatron")
     with pytest.raises(InputError, match="cannot hold a loss mask"):
         merge([str(tmp_path / "a.ds")], tmp_path / "b.bin")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.ds", "a.ds.index", "a.ds.loss", "a.ds.metadata"]

@@ -19,16 +19,10 @@ from kenotron.config.errors import InputError, nearest, no_such_path
 from kenotron.data.formats.token_file import TokenFile, TokenWriter, documents_between, integer_dtype, token_chunks
 from kenotron.storage.paths import AnyPath, as_path, walk
 
-FORMATS = {
-    "datatrove": "DatatroveWriter",
-    "megatron": "MegatronWriter",
-    "litdata": "LitdataWriter",
-    "numpy": "NumpyWriter",
-}
-"""Every format is a module of this folder, with a class that writes it."""
+WRITERS = {"datatrove": "DatatroveWriter", "megatron": "MegatronWriter"}
+"""Every format is a module of this folder. Two are written, by these classes; both keep the ends of documents."""
 
-SUFFIXES = {"datatrove": ".ds", "megatron": ".bin", "numpy": ".npy"}
-"""The formats that are written as files. (litdata's is a folder.)"""
+SUFFIXES = {"datatrove": ".ds", "megatron": ".bin"}
 
 UNFINISHED, PLAN, MANIFEST = ".unfinished", "plan.json", "manifest.json"
 """A folder in that of a tokenization, with a file that says what is being done; and what says that it is done."""
@@ -36,10 +30,10 @@ UNFINISHED, PLAN, MANIFEST = ".unfinished", "plan.json", "manifest.json"
 EXPECTED = ".ds, .bin with .idx, litdata's index.json, .npy, raw .bin"
 
 __all__ = [
-    "FORMATS",
     "MANIFEST",
     "PLAN",
     "UNFINISHED",
+    "WRITERS",
     "TokenFile",
     "TokenWriter",
     "check_holds_loss",
@@ -92,11 +86,11 @@ def find_token_files(path: str | AnyPath, where: str) -> list[tuple[AnyPath, str
 
 
 def open_writer(path: Path, format: str, dtype: np.dtype, tokenizer: str | None = None) -> TokenWriter:
-    """A writer of one file of `format`, whose suffix is added to `path` where it is missing, or of litdata's folder.
+    """A writer of one file of `format`, whose suffix is added to `path` where it is missing.
 
     Raises InputError: an unknown format, or one that cannot hold `dtype`; the folder cannot be written.
     """
-    suffix = written_suffix(format, folders=True)
+    suffix = written_suffix(format)
     return _writer(format)(path if path.suffix == suffix else path.with_name(path.name + suffix), dtype, tokenizer)
 
 
@@ -108,24 +102,24 @@ def check_holds_loss(files: Sequence[TokenFile], format: str) -> None:
         raise InputError(f"{name}: {format} files cannot hold a loss mask; write datatrove's .ds instead")
 
 
-def written_suffix(format: str, folders: bool = False) -> str:
-    """The suffix of files of `format`; with `folders` also litdata's, empty. Raises InputError: not written."""
-    known = SUFFIXES | ({"litdata": ""} if folders else {})
-    if format not in known:
-        raise InputError(f"--to: cannot write '{format}'; expected one of {', '.join(known)}{nearest(format, known)}")
-    return known[format]
+def written_suffix(format: str) -> str:
+    """The suffix of files of `format`. Raises InputError: it is not written."""
+    if format not in SUFFIXES:
+        expected = f"expected one of {', '.join(SUFFIXES)}{nearest(format, SUFFIXES)}"
+        raise InputError(f"--to: cannot write '{format}'; {expected}")
+    return SUFFIXES[format]
 
 
 def is_file_of(path: Path, format: str, key: str) -> bool:
     """Whether `path` names one file of `format`, not a folder. Raises InputError: a file of another format."""
     suffix = written_suffix(format)
-    if path.suffix in SUFFIXES.values() and path.suffix != suffix:
+    if path.suffix in (*SUFFIXES.values(), ".npy") and path.suffix != suffix:
         raise InputError(f"{key}: expected a folder, or a file that ends in {suffix} ({format}), found {path}")
     return path.suffix == suffix
 
 
 def _writer(format: str) -> type[TokenWriter]:
-    return vars(_module(format))[FORMATS[format]]
+    return vars(_module(format))[WRITERS[format]]
 
 
 def _module(format: str) -> ModuleType:

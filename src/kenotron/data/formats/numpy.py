@@ -10,18 +10,15 @@ These files do not record where documents end.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from kenotron.config.errors import InputError
-from kenotron.data.formats.token_file import PartialFile, TokenFile, TokenWriter, check_width, map_array, readable
+from kenotron.data.formats.token_file import TokenFile, check_width, map_array, readable
 from kenotron.storage.paths import AnyPath
 
 SUFFIX = ".npy"
-HEADER_BYTES = 128
 
 LLM_C = {20240520: (1, "<u2"), 20240801: (7, "<u4")}
 """The first number of llm.c's header (and modded-nanogpt's): the version of the header and the dtype of the ids behind
@@ -108,30 +105,3 @@ def _npy(path: AnyPath, where: str, dtype: np.dtype | None) -> NDArray[np.intege
             f"byte {size}"
         )
     return map_array(path, found, start)
-
-
-class NumpyWriter(TokenWriter):
-    """A `.npy`; ends of documents are not kept."""
-
-    def __init__(self, path: Path, dtype: np.dtype, tokenizer: str | None) -> None:
-        super().__init__(path, dtype, tokenizer)
-        self._ids = PartialFile(path)
-        self._ids.write(self._header())
-
-    def _header(self) -> bytes:
-        """Always as long as this: the length is known at the end only."""
-        text = f"{{'descr': '{self.dtype.str}', 'fortran_order': False, 'shape': ({self.tokens},), }}"
-        text = text.ljust(HEADER_BYTES - 11) + "\n"
-        return npy.magic(1, 0) + len(text).to_bytes(2, "little") + text.encode()
-
-    def _append(self, ids: NDArray[np.integer], ends: NDArray[np.uint64], loss: NDArray[np.bool_] | None) -> None:
-        self._ids.write(ids)
-
-    def close(self) -> None:
-        """Write the number of ids into the header and publish the file."""
-        self._ids.overwrite_start(self._header())
-        self._ids.publish()
-
-    def discard(self) -> None:
-        """Remove the partial file."""
-        self._ids.discard()

@@ -244,11 +244,6 @@ class PartialFile:
             with self._explained():
                 self._file.write(memoryview(data if isinstance(data, bytes) else data.data.cast("B")))
 
-    def overwrite_start(self, data: bytes) -> None:
-        """Replace the first bytes of the file."""
-        with self._explained():
-            self._file.overwrite_start(data)
-
     def publish(self) -> None:
         """Sync it and give it its name."""
         with self._explained():
