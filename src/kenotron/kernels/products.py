@@ -5,7 +5,7 @@ times a matrix of 2048: 205 with MKL, 450 with oneDNN, and 205 -> 420, 218 -> 40
 
 oneDNN's operator, which Inductor uses, too, is private to torch, returns new memory, and reads its first factor row by
 row: for ``dy^T x`` one of the two is transposed before. On other CPUs, and in other dtypes, everything here is torch's
-own product; with ``KENOTRON_KERNELS=torch`` everywhere (but in decoding, `generation.packed`).
+own product; with ``KENOTRON_KERNELS=torch`` everywhere.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def has_onednn() -> bool:
 
 
 def onednn(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
-    """x ``[..., in]``, matrix ``[out, in]`` or packed, bias ``[out]`` → ``x M^T + b``, ``[..., out]``."""
-    if not (matrix.is_mkldnn or matrix.is_contiguous() or matrix.t().is_contiguous()):
+    """x ``[..., in]``, matrix ``[out, in]``, bias ``[out]`` → ``x M^T + b``, ``[..., out]``."""
+    if not (matrix.is_contiguous() or matrix.t().is_contiguous()):
         matrix = matrix.contiguous()  # with gaps, oneDNN would take a thousand times as long
     return torch.ops.mkldnn._linear_pointwise(x, matrix, bias, "none", [], "")
 
