@@ -80,7 +80,7 @@ def save(size: str, root: Path) -> None:
 
 
 def against_transformers(folder: Path, arguments: argparse.Namespace) -> None:
-    """Tokens per second of both, in turns; and whether texts are the same (in bf16 rounding decides near ties)."""
+    """The best round of both, in turns; and whether texts are the same (in bf16 rounding decides near ties)."""
     from transformers import AutoModelForCausalLM
 
     from kenotron.generation import SamplingOptions, generate
@@ -106,17 +106,18 @@ def against_transformers(folder: Path, arguments: argparse.Namespace) -> None:
             return found[:, PROMPT:].tolist()
 
         same = ours() == theirs()  # to warm up, too
-        rounds = [(timed(ours), timed(theirs)) for _ in range(arguments.rounds)]
-        speeds = [batch * count / min(seconds) for seconds in zip(*rounds)]
-        ratio = statistics.median(t / o for o, t in rounds)
-        told = f"ours {speeds[0]:.0f} tokens/s, transformers {speeds[1]:.0f} ({ratio:.2f}x, same texts: {same})"
+        rounds = [(*timed(ours), *timed(theirs)) for _ in range(arguments.rounds)]
+        wall, processor, peers_wall, peers_processor = (min(seconds) for seconds in zip(*rounds))
+        told = f"ours {batch * count / wall:.0f} tokens/s, transformers {batch * count / peers_wall:.0f}"
+        told += f" ({peers_wall / wall:.2f}x; processor time {peers_processor / processor:.2f}x, same texts: {same})"
         print(f"{dtype}, {batch} prompt(s) at once: {told}", flush=True)
 
 
-def timed(work: Callable[[], object]) -> float:
-    started = time.perf_counter()
+def timed(work: Callable[[], object]) -> tuple[float, float]:
+    """Seconds, and those of processors, which other work on the machine lengthens less."""
+    started, before = time.perf_counter(), time.process_time()
     work()
-    return time.perf_counter() - started
+    return time.perf_counter() - started, time.process_time() - before
 
 
 def prompts_of(batch: int) -> list[list[int]]:

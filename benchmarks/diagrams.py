@@ -3,7 +3,7 @@
     python benchmarks/diagrams.py                  draws all of them into docs/pictures
     python benchmarks/diagrams.py --only mesh      one of zero, mesh, mixture, lazy, schedules, badges
 
-zero       what a rank of dp 8 holds at each `zero_stage`, as torch shards it and `launch.memory_needed` estimates it
+zero       what a rank of dp 8 holds at each `zero_stage`, as torch shards it and `launch.memory` estimates it
 mesh       the ranks of two machines and the groups that they form, as `parallel.mesh` makes them
 mixture    the samples of every step of two stages, as `data.provenance` looks them up, and the weights of the config
 lazy       a checkpoint of the engine `datastates` beside the steps of a run, timed
@@ -96,7 +96,7 @@ def bytes_of_rank(config: Config) -> dict[str, float]:
     weights at work is counted, so that differences give the other parts.
     """
     import kenotron as kn
-    from kenotron.launch.memory_needed import state_bytes
+    from kenotron.launch.memory import state_bytes
 
     stage = config.zero_stage
     everything = state_bytes(config, stage)

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 import kenotron as kn
-from kenotron.observers.state_hash import SLICES, state_hash
+from kenotron.observers.consistency import SLICES, state_hash
 from kenotron.parallel.mesh import Mesh
 from kenotron.training.build import build_run
 from kenotron.training.run import close

@@ -32,14 +32,13 @@ NAMES = {
     "torch.distributed.distributed_c10d._set_pg_timeout": "parallel/torch_internals.py",
     "torch.distributed.distributed_c10d._world.pg_map": "parallel/torch_internals.py",
     "torch.distributed.distributed_c10d._world.pg_names.items": "parallel/torch_internals.py",
+    "torch.distributed._symmetric_memory": "parallel/fused.py",
     "torch.ops._c10d_functional": "parallel/collectives.py",
-    "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu": "kernels/attention.py launch/memory_needed.py",
+    "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu": "kernels/attention.py launch/memory.py",
     "torch.ops.aten._softmax_backward_data.out": "kernels/attention.py",
-    "torch.ops.mkldnn._is_mkldnn_bf16_supported": "generation/packed.py",
     "torch.ops.mkldnn._linear_pointwise": "kernels/products.py",
-    "torch.ops.mkldnn._reorder_linear_weight": "generation/packed.py",
-    "torch.utils._python_dispatch.TorchDispatchMode": "launch/memory_needed.py",
-    "torch.utils._pytree.tree_leaves": "launch/memory_needed.py models/document_separation.py observers/nonfinite.py "
+    "torch.utils._python_dispatch.TorchDispatchMode": "launch/memory.py",
+    "torch.utils._pytree.tree_leaves": "launch/memory.py models/document_separation.py observers/nonfinite.py "
     "parallel/partial_gradients.py",
     "gcsfs.core.GCSFileSystem._request.__wrapped__": "storage/google.py",
 }

@@ -431,14 +431,6 @@ COMMANDS = [
     (("data", "inspect", "nowhere"), "error: token files: no such file or folder: nowhere"),
     (("data", "show", "nowhere", "--sequence-length", "4"), "error: token files: no such file or folder: nowhere"),
     (
-        ("compare", "tiny.yaml", "parallelism.tp=2", "--steps", "1", "--picture", "s3://bucket/compare.png"),
-        "error: --picture: expected the path of a file on this machine, found s3://bucket/compare.png",
-    ),
-    (
-        ("compare", "tiny.yaml", "parallelism.tp=2", "--steps", "1", "--picture", "nowhere/compare.png"),
-        "error: --picture: no such file or folder: nowhere",
-    ),
-    (
         (
             "train",
             "tiny.yaml",

@@ -20,8 +20,8 @@ from kenotron.data import open_run
 from kenotron.data.batch import NO_LOSS
 from kenotron.data.provenance import SampleOrigin, step_origins
 from kenotron.data.text_records import records_of_step
+from kenotron.observers.consistency import SLICES, bits_sum, slice_of, state_hash
 from kenotron.observers.replay import labels_of
-from kenotron.observers.state_hash import SLICES, _slice, state_hash
 from kenotron.parallel.mesh import axes, build_mesh
 from kenotron.training.build import build_run
 from kenotron.training.run import close
@@ -37,10 +37,12 @@ pytestmark = pytest.mark.budget(10, reason="trains a run and parts of it again")
 @example([65, 0], 1)  # a rank without rows of a weight
 def test_slices_have_every_weight_once_with_its_number(lengths: list[int], most: int) -> None:
     tensors = [torch.arange(start, start + length) for start, length in zip(_starts(lengths), lengths)]
-    with patch("kenotron.observers.state_hash.PIECE", most):
-        pieces = [each for number in range(SLICES) for each in _slice(tensors, number)]
-    assert [number for _, piece in pieces for number in piece.tolist()] == list(range(sum(lengths)))
-    assert all(first == int(piece[0]) and len(piece) <= most for first, piece in pieces)
+    parts = [each for number in range(SLICES) for each in slice_of(tensors, number)]
+    assert [number for _, flat in parts for number in flat.tolist()] == list(range(sum(lengths)))
+    assert all(first == int(flat[0]) for first, flat in parts)
+    for first, flat in parts:
+        with patch("kenotron.observers.consistency.PIECE", most):  # as of a model that is hashed in pieces
+            assert bits_sum(flat, first) == sum(each * (2 * each + 1) for each in flat.tolist())
 
 
 def _starts(lengths: list[int]) -> list[int]:

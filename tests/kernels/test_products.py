@@ -16,7 +16,7 @@ from kenotron.kernels.linear_cross_entropy import linear_cross_entropy
 from kenotron.kernels.products import backward_in_halves, is_zen_5, linear, on_onednn, rows_by_matrix, rows_by_rows
 
 TOLERANCE = 2e-6  # of the largest element
-pytestmark = pytest.mark.skipif(not products.has_onednn(), reason="this torch has no oneDNN")
+pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
 
 
 def of_processor(vendor: str, family: int, *flags: str) -> str:

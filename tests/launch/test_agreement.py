@@ -18,7 +18,7 @@ from kenotron.cli import main
 from kenotron.config.errors import InputError, RunFailed
 from kenotron.launch import agreement, start_process_group
 from kenotron.launch.agreement import check_started_alike
-from kenotron.observers.same_data import SameData
+from kenotron.observers.consistency import SameData
 from support.ranks import run_ranks
 from support.tiny_run import environment, tiny_config, tiny_yaml
 

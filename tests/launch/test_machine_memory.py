@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kenotron.launch import environment, machine_limits, machine_memory
+from kenotron.launch import environment, machine_memory, memory
 from support.tiny_run import tiny_config
 
 GIB = 1 << 30
@@ -79,13 +79,13 @@ def test_kills_for_lack_of_memory_are_those_that_the_kernel_counts(monkeypatch: 
 def test_memory_is_named_as_the_cause_when_the_kernel_has_killed_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kills: int | None, number: int, said: str | None
 ) -> None:
-    monkeypatch.setattr(machine_limits, "out_of_memory_kills", lambda: kills)
-    monkeypatch.setattr(machine_limits, "available_memory", lambda: 100_000)
+    monkeypatch.setattr(memory, "out_of_memory_kills", lambda: kills)
+    monkeypatch.setattr(memory, "available_memory", lambda: 100_000)
     config = tiny_config(tmp_path, "parallelism.dp=2")
-    assert machine_limits.why_killed(config, 6, number) == said
-    monkeypatch.setattr(machine_limits, "accelerators", lambda: 2)  # where weights are not in host memory
+    assert memory.why_killed(config, 6, number) == said
+    monkeypatch.setattr(memory, "accelerators", lambda: 2)  # where weights are not in host memory
     on_gpus = "out of host memory? The kernel has killed processes for lack of it since the run began"
-    assert machine_limits.why_killed(config, 6, number) == (on_gpus if said == ADVICE else said)
+    assert memory.why_killed(config, 6, number) == (on_gpus if said == ADVICE else said)
 
 
 def test_a_warning_precedes_a_run_whose_states_do_not_fit(
@@ -93,8 +93,8 @@ def test_a_warning_precedes_a_run_whose_states_do_not_fit(
 ) -> None:
     config = tiny_config(tmp_path)
     for free, warnings in ((100_000, 0), (95_000, 1), (None, 0)):
-        monkeypatch.setattr(machine_limits, "free_memory", lambda *_, free=free: free)
-        with machine_limits.machine_limits(config, torch.device("cpu"), warn=True):
+        monkeypatch.setattr(memory, "free_memory", lambda *_, free=free: free)
+        with memory.machine_limits(config, torch.device("cpu"), warn=True):
             pass
         assert capsys.readouterr().err.count("warning: weights, gradients and optimizer state need") == warnings
 

@@ -32,8 +32,8 @@ MUTANTS = [
     Mutant(
         name="a-path-with-gloo-in-it-is-another-ranks-end",
         file="parallel/ranks.py",
-        find="        if type(found) is RuntimeError and re.search(",
-        replace="        if re.search(",
+        find="        of_gloo = type(found) is RuntimeError and re.search(",
+        replace="        of_gloo = re.search(",
         why="a rank that cannot open such a file waits for another rank's error, and reports its own late",
         tests=("launch/test_failing_ranks.py",),
     ),

@@ -27,7 +27,7 @@ from kenotron.kernels.attention import attention as sdpa
 from kenotron.kernels.attentions.choice import by_documents
 from kenotron.kernels.attentions.packed import torch_flash
 from kenotron.models import build, named_parameters
-from kenotron.observers.state_hash import StateHash
+from kenotron.observers.consistency import StateHash
 from kenotron.optim.build import build_optimizer
 from kenotron.parallel.mesh import Mesh, axes, build_mesh
 from kenotron.training.hooks import Hook

@@ -11,7 +11,7 @@ import torch
 
 from kenotron.config.errors import RunFailed
 from kenotron.observers import observers
-from kenotron.observers.replicas import replica_difference
+from kenotron.observers.consistency import replica_difference
 from kenotron.parallel.mesh import axes, build_mesh
 from kenotron.training import train
 from support.ranks import run_ranks

@@ -39,7 +39,6 @@ def compare(
     dtype: Annotated[
         Dtype | None, typer.Option(help="Run both layouts in this dtype; float32 sees much smaller faults.")
     ] = None,
-    picture: Annotated[str | None, typer.Option(help="Plot both runs to this PNG file (needs matplotlib).")] = None,
 ) -> None:
     """Train a few steps on two layouts, and check that they agree up to rounding.
 
@@ -60,16 +59,15 @@ def compare(
     if second is not None and not second.exists():
         raise no_such_path("expected an override key=value, or another config", second)
     other = on_layout(second or file, plain, [*overrides[second is not None :], *both])
-    _check(plain, other, steps, picture)
+    _check(plain, other, steps)
     from kenotron.interop import resolve_architecture
     from kenotron.launch import work_on_ranks
     from kenotron.launch.training import record
-    from kenotron.training.compare import SEEDS, backward_order, distances, draw, judge
+    from kenotron.training.compare import SEEDS, backward_order, distances, judge
 
-    layout = " ".join(overrides)
     runs = [("as it is", plain, 0)]
     runs += [("weights changed as rounding might", plain, seed) for seed in SEEDS]
-    runs += [(layout, other, 0)]
+    runs += [(" ".join(overrides), other, 0)]
     measured = []
     names = backward_order(resolve_architecture(plain))
     with tempfile.TemporaryDirectory(prefix="kenotron-compare-") as temporary:
@@ -87,9 +85,6 @@ def compare(
     a, *rounding, b = measured
     comparison = judge(a, rounding, b)
     _print(comparison, plain.model.dtype)
-    if picture is not None:
-        draw(comparison, Path(picture), ("as it is", layout))
-        print(f"Picture: {picture}")
     if not comparison.agrees:
         raise typer.Exit(1)
 
@@ -122,12 +117,9 @@ def at_one_batch_size(file: Path | Config, plain: Config, overrides: Sequence[st
     return [*overrides, *split]
 
 
-def _check(plain: Config, other: Config, steps: int, picture: str | None) -> None:
+def _check(plain: Config, other: Config, steps: int) -> None:
     """Everything that is wrong with the two configs, before the first run."""
-    from importlib.util import find_spec
-
     from kenotron.config import refuse_unsupported, same_run_difference, to_dict
-    from kenotron.config.remote import is_remote
 
     for config in (plain, other):
         refuse_unsupported(config)
@@ -141,14 +133,6 @@ def _check(plain: Config, other: Config, steps: int, picture: str | None) -> Non
     fewest = min(plain.tokens.train_steps, other.tokens.train_steps)
     if steps > fewest:
         raise InputError(f"--steps: expected at most tokens.train_steps {fewest}, found {steps}")
-    if picture is None:
-        return
-    if is_remote(picture):
-        raise InputError(f"--picture: expected the path of a file on this machine, found {picture}")
-    if not Path(picture).absolute().parent.is_dir():
-        raise no_such_path("--picture", str(Path(picture).parent))
-    if find_spec("matplotlib") is None:
-        raise InputError("--picture: drawing needs matplotlib: pip install 'kenotron[plots]'")
 
 
 def _print(comparison: Comparison, dtype: str) -> None:

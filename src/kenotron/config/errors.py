@@ -43,8 +43,7 @@ class PeerFailed(Exception):
         self.machine = machine
 
 
-FOR_USERS = (InputError, RunFailed, PeerFailed)
-"""Errors whose message says all: nobody needs a traceback."""
+FOR_USERS = (InputError, RunFailed, PeerFailed)  # the message says all: nobody needs a traceback
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:

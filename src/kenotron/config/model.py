@@ -71,8 +71,8 @@ class Model(Section):
     ddp_bucket_cap_mb: int = key("Gradient bucket size of the all-reduce at zero_stage 0, in MiB.", 25, ge=1)
     compile: bool = key("Compile each block with torch.compile.", False, mark=OURS)
     kernels: Literal["torch", "triton"] | None = key(
-        "triton: Kénotron's kernels on a GPU, and the packages for Mamba where they are installed; torch: torch's "
-        "operators alone. null: what is fastest by measurement.",
+        "triton: our kernels on a GPU, and the packages for Mamba if installed; torch: torch's operators alone. null: "
+        "what is fastest by measurement.",
         None,
         mark=OURS,
     )

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from kenotron.config.config import Config
 from kenotron.config.errors import InputError, NotSupportedYet
-from kenotron.config.unserved import named, take_removed, take_unserved
+from kenotron.config.unserved import named, take_unserved
 
 CODE = "# imported"
 """Begins the lines at the end of a checkpoint's config.yaml that say where a user's modules were."""
@@ -23,7 +23,6 @@ CODE = "# imported"
 def resolved(saved: dict[str, Any]) -> Config:
     """The config of plain data that a run wrote. Raises pydantic's ValidationError for another schema."""
     data = deepcopy(saved)
-    take_removed(data)
     if found := take_unserved(data):
         raise NotSupportedYet("; ".join(named(*each) for each in found))
     return Config.model_validate(data)

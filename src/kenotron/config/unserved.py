@@ -25,13 +25,6 @@ _OFF: dict[str, tuple[Any, ...]] = {
     "wandb": (None,),
 }
 
-# What there is instead.
-_WHY = {
-    "wandb": "numbers go to metrics.jsonl and TensorBoard, and to other trackers by a hook, docs/extend.md",
-    "checkpoints.local.copy_to_next_machine": "removed; after the loss of a machine a run resumes from the newest "
-    "checkpoint in checkpoints_path",
-}
-
 # Served key → its values that are not.
 _VALUES: dict[str, tuple[str, ...]] = {
     "model.dtype": (
@@ -67,18 +60,11 @@ def take_unserved(data: dict[str, Any]) -> list[tuple[Keys, object]]:
     return [*_passwords(data)] or [*_keys(data), *_values(data), *_urls(data)]  # the others repeat values
 
 
-def take_removed(data: dict[str, Any]) -> None:
-    """Take out of the plain `data` of a config that a run wrote what says nothing of what it trained any more."""
-    local = _at(data, ("checkpoints", "local"))
-    if isinstance(local, dict):
-        local.pop("copy_to_next_machine", None)
-
-
 def named(keys: Sequence[str | int], value: object) -> str:
     """The dotted path of a key, with its value where that is short."""
     path = ".".join(map(str, keys))
-    if why := _WHY.get(path):
-        return f"{path} ({why})"
+    if path == "wandb":
+        return "wandb (numbers go to metrics.jsonl and TensorBoard, and to other trackers by a hook, docs/extend.md)"
     return path if isinstance(value, dict | list) else f"{path}: {value}"
 
 

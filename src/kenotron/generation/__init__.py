@@ -10,7 +10,6 @@ options.py     how prompts are continued, checked
 decode.py      the loop: one for all layouts
 kv_cache.py, recurrent_states.py    what it remembers; sampling.py, text.py: from logits to tokens to text
 chat.py        turns of a conversation
-packed.py      weights in oneDNN's own order, on CPUs
 ranks.py       a model that several ranks hold together
 load.py        from a checkpoint onto a layout; layout.py: which layouts a model can be decoded on
 request.py     what `kenotron generate` asks of every rank; printing.py: what rank 0 prints

@@ -24,7 +24,6 @@ from kenotron.config.errors import NotSupportedYet
 from kenotron.config.model import WEIGHT_DTYPES, Model
 from kenotron.config.parallelism import Parallelism
 from kenotron.generation.layout import check_layout
-from kenotron.generation.packed import pack
 from kenotron.generation.ranks import ModelOnRanks
 from kenotron.interop.sources import Source, check_shape, open_source
 from kenotron.kernels.tensor_shard import TensorShard
@@ -78,7 +77,6 @@ def load_for_generation(
     def read() -> None:
         for part in parts:
             fill(part, source)
-            pack(part)
 
     on_all(read)
     tokenizer = load_tokenizer(source.tokenizer) if source.tokenizer else None

@@ -110,7 +110,7 @@ def _with_room(order: Tensor, weights: Tensor, sizes: Tensor, dtype: torch.dtype
     routing has ever new ones. Eight numbers between powers of two stay in its cache. Else the third is None.
     """
     w = weights.reshape(-1).index_select(0, order).to(dtype)
-    if not reads_are_free(sizes) or not (dtype.itemsize == 2 or (products.uses_onednn() and dtype == torch.float32)):
+    if not reads_are_free(sizes) or not (dtype.itemsize == 2 or (products.ONEDNN and dtype == torch.float32)):
         return order, w[:, None], None, sizes
     room = sizes + -sizes % torch.tensor([max(16, 1 << max(count.bit_length() - 4, 0)) for count in sizes.tolist()])
     before = (room - sizes).cumsum(0) - (room - sizes)

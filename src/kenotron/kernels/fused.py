@@ -7,8 +7,6 @@
     model.kernels: torch      torch's operators alone, those for matrices too (see `kernels.products`)
     null                      as with triton on NVIDIA's GPUs; elsewhere the packages, and torch's operators else
 
-A run computes within `use_kernels`, which holds its choice.
-
 On an H200 a step of Llama 1B takes 144 ms with those in Triton and 167 without (docs/benchmarks.md); no GPU of AMD's
 has measured them. Compiled blocks (`model.compile`) take torch's operators in any case: the compiler fuses them by
 itself. The loss and the experts are not compiled, so their kernels are used there, too.

@@ -5,7 +5,7 @@ times a matrix of 2048: 205 with MKL, 450 with oneDNN, and 205 -> 420, 218 -> 40
 
 oneDNN's operator, which Inductor uses, too, is private to torch, returns new memory, and reads its first factor row by
 row: for ``dy^T x`` one of the two is transposed before. On other CPUs, and in other dtypes, everything here is torch's
-own product; with ``model.kernels: torch`` everywhere (but in decoding, `generation.packed`).
+own product; with ``model.kernels: torch`` everywhere.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def has_onednn() -> bool:
 
 
 def onednn(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
-    """x ``[..., in]``, matrix ``[out, in]`` or packed, bias ``[out]`` → ``x M^T + b``, ``[..., out]``."""
-    if not (matrix.is_mkldnn or matrix.is_contiguous() or matrix.t().is_contiguous()):
+    """x ``[..., in]``, matrix ``[out, in]``, bias ``[out]`` → ``x M^T + b``, ``[..., out]``."""
+    if not (matrix.is_contiguous() or matrix.t().is_contiguous()):
         matrix = matrix.contiguous()  # with gaps, oneDNN would take a thousand times as long
     return torch.ops.mkldnn._linear_pointwise(x, matrix, bias, "none", [], "")
 
@@ -45,9 +45,8 @@ def is_zen_5(cpuinfo: str) -> bool:
     return "AuthenticAMD" in cpuinfo and "avx512f" in cpuinfo and family is not None and int(family[1]) >= ZEN_5
 
 
-_possible = torch.backends.mkl.is_available() and has_onednn()
-_cpuinfo = Path("/proc/cpuinfo")
-ONEDNN = _possible and _cpuinfo.exists() and is_zen_5(_cpuinfo.read_text())  # a constant: compiled blocks have one kind
+_cpuinfo = Path("/proc/cpuinfo")  # of a processor that does not change: compiled blocks have one kind of product
+ONEDNN = torch.backends.mkl.is_available() and has_onednn() and _cpuinfo.exists() and is_zen_5(_cpuinfo.read_text())
 _whole = True  # by `backward_in_halves`
 
 
@@ -62,15 +61,10 @@ def backward_in_halves(halves: bool) -> Iterator[None]:
         _whole = before
 
 
-def uses_onednn() -> bool:
-    """Whether products in fp32 go through oneDNN on this processor in this run."""
-    return ONEDNN and chosen() != "torch"
-
-
 def on_onednn(x: Tensor, matrix: Tensor) -> bool:
     """Whether the product of x ``[..., in]`` and matrix ``[out, in]`` is computed by oneDNN here."""
-    suits = uses_onednn() and x.dtype == matrix.dtype == torch.float32 and x.device.type == "cpu"
-    return suits and x.numel() * matrix.shape[0] >= SMALL
+    suits = x.dtype == matrix.dtype == torch.float32 and x.device.type == "cpu" and chosen() != "torch"
+    return ONEDNN and suits and x.numel() * matrix.shape[0] >= SMALL
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

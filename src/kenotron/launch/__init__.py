@@ -17,8 +17,8 @@ agreement.py        whether all ranks were started alike
 shared_folder.py    whether all machines see one folder of checkpoints
 environment.py      torchrun's variables; devices and threads shared among the ranks
 failures.py         a rank that raises or dies ends all of them, and is reported as the cause
-machine_limits.py   a machine whose memory or disk is too small
-memory_needed.py    what a rank needs, and what would fit; machine_memory.py, what the machine has
+memory.py           what a rank needs, what would fit, and a memory or disk that is too small
+machine_memory.py   what the machine has
 error_records.py    how a rank's error reaches the launcher
 hangs.py            a collective that some rank does not join: which one, and who
 """
@@ -90,18 +90,18 @@ def launch(config: Config, *, fresh: bool = False, reopen: bool = False, spares:
     if not spares and (started_as_rank() or config.parallelism.world_size == 1):
         return work_on_ranks(config, train, fresh=fresh, reopen=reopen)
     from kenotron.checkpoint.local import run_folders
-    from kenotron.launch import machine_limits
     from kenotron.launch.machine_memory import out_of_memory_kills
+    from kenotron.launch.memory import why_killed
 
     fetch_checkpoints(config, fresh)
     config, logs = name_before_start(config, () if fresh else run_folders(config))
     if not fresh and finished_before_start(config):
         return None
-    why_killed = partial(machine_limits.why_killed, config, out_of_memory_kills())
+    reason = partial(why_killed, config, out_of_memory_kills())
     if spares:
-        _start_with_spares(config, train, fresh, logs, spares, why_killed)
+        _start_with_spares(config, train, fresh, logs, spares, reason)
         return None
-    return work_on_ranks(config, train, logs=logs, why_killed=why_killed, fresh=fresh)
+    return work_on_ranks(config, train, logs=logs, why_killed=reason, fresh=fresh)
 
 
 def _start_with_spares(

@@ -13,7 +13,7 @@ from kenotron.checkpoint import folders
 from kenotron.config.errors import InputError
 from kenotron.config.families import is_users_own
 from kenotron.launch.environment import Ranks, ranks_from_environment
-from kenotron.launch.machine_limits import machine_limits
+from kenotron.launch.memory import machine_limits
 from kenotron.launch.shared_folder import check_shared
 from kenotron.models.document_separation import check_blocks
 from kenotron.observers import observers

@@ -6,11 +6,9 @@ data_stall.py     a step that waits long for its batches
 stragglers.py     a rank that is slower than the others
 nonfinite.py      where NaN or infinity comes from
 module_buffers.py     buffers that a foreign module writes
-same_data.py      whether all ranks read the same data
-replicas.py       what several ranks hold alike, compared
+consistency.py    whether ranks read the same data and hold the same weights, and a hash of the weights for metrics
 spikes.py         steps with spikes of loss or gradient are left out
 snapshot.py       a copy of weights and optimizer in host memory
-state_hash.py     a hash of the weights in every line of metrics
 replay.py         what `kenotron replay` adds to a run
 progress.py       a bar or a line with the ETA
 tensorboard.py    the metrics as TensorBoard's curves
@@ -33,6 +31,7 @@ from typing import TYPE_CHECKING
 from kenotron.models.foreign import ForeignArchitecture
 from kenotron.observers.benchmark import Benchmark
 from kenotron.observers.compression import Compressors
+from kenotron.observers.consistency import Replicas, SameData, StateHash
 from kenotron.observers.data_stall import LONG_S, DataStall
 from kenotron.observers.expert_load import ExpertLoad
 from kenotron.observers.export import ExportHook
@@ -40,7 +39,6 @@ from kenotron.observers.nonfinite import NonFiniteCause
 from kenotron.observers.profiler import AnomalyMode, ProfilerHook
 from kenotron.observers.progress import Pace, Progress
 from kenotron.observers.signals import Signals
-from kenotron.observers.state_hash import StateHash
 from kenotron.observers.tensorboard import TensorBoard
 from kenotron.observers.validation import Validation
 
@@ -57,14 +55,11 @@ def observers(config: Config, mesh: Mesh) -> list[Hook]:
     if config.profiler is not None and config.profiler.detect_anomaly:
         hooks.append(AnomalyMode())
     if mesh.world_size > 1:
-        from kenotron.observers.same_data import SameData
         from kenotron.observers.stragglers import Stragglers
 
         hooks += [SameData(), Stragglers()]
         if not config.general.ignore_sanity_checks:
-            from kenotron.observers.replicas import ReplicaCheck
-
-            hooks.append(ReplicaCheck())
+            hooks.append(Replicas())
     if config.logging.state_hash:
         hooks.append(StateHash())
     if config.optimizer.spikes is not None:

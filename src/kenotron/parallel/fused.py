@@ -15,10 +15,8 @@ torch, so nothing outside this file names them.
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Sequence
-from contextlib import suppress
 from itertools import permutations
 
 import torch
@@ -36,18 +34,15 @@ def available(group: dist.ProcessGroup) -> bool:
     """
     if not torch.cuda.is_available():
         return False
-    with suppress(ImportError):
-        importlib.import_module("torch.distributed._symmetric_memory")  # defines the operators
-    if not hasattr(_ops, "fused_all_gather_matmul"):
-        return False
+    from torch.distributed import _symmetric_memory  # noqa: F401 - defines the operators
+
     ranks = dist.get_process_group_ranks(group)
     here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
     devices = [rank % here for rank in ranks]
     if len({rank // here for rank in ranks}) > 1 or max(devices) >= torch.cuda.device_count():
         return False
-    return torch.cuda.get_device_capability() >= LEAST_CAPABILITY and all(
-        torch.cuda.can_device_access_peer(one, other) for one, other in permutations(devices, 2)
-    )
+    suits = hasattr(_ops, "fused_all_gather_matmul") and torch.cuda.get_device_capability() >= LEAST_CAPABILITY
+    return suits and all(torch.cuda.can_device_access_peer(one, other) for one, other in permutations(devices, 2))
 
 
 def gather_and_multiply(

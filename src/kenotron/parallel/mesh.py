@@ -14,9 +14,6 @@ asks the mesh, by the name of an axis or of a group of axes:
     mesh.rank("batch")        which of them this one is
     mesh.submesh("shard")     the `DeviceMesh` that FSDP2 shards over
 
-A ``DeviceMesh`` holds only axes larger than 1, because torch creates process groups for size-1 axes too; `Mesh` has
-every axis.
-
 Experts of a mixture are laid out over the same ranks in another way, by axes that count the ranks of `gradient`, which
 all hold the same other weights, once more: expert_replicas x ep. Eight of them at ep 4, the experts in four parts:
 

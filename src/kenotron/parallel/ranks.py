@@ -122,17 +122,13 @@ def describe(error: BaseException) -> str:
 
 
 def comes_from_another_rank(error: BaseException) -> bool:
-    """Whether this is how another rank's end shows: a connection of gloo, NCCL or the store was closed.
-
-    gloo alone has no error of its own: a RuntimeError says in which of its files it was raised.
-    """
+    """Whether this is how another rank's end shows: a connection of gloo, NCCL or the store was closed."""
     import torch.distributed as dist
 
     found: BaseException | None = error
     while found is not None:
-        if isinstance(found, PeerFailed | dist.DistError):
-            return True
-        if type(found) is RuntimeError and re.search(r"\bgloo\b", str(found), re.IGNORECASE):
+        of_gloo = type(found) is RuntimeError and re.search(r"\bgloo\b", str(found), re.IGNORECASE)
+        if of_gloo or isinstance(found, PeerFailed | dist.DistError):
             return True
         found = found.__cause__ or found.__context__
     return False

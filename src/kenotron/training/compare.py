@@ -411,23 +411,3 @@ def _tensors(others: Sequence[dict[str, float]], b: dict[str, float]) -> list[Pa
 def _kind(name: str) -> str:
     """The name of a parameter or layer without the number of the layer."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
-
-
-def draw(comparison: Comparison, path: Path, labels: tuple[str, str]) -> None:
-    """A PNG: the losses of both runs, and how far apart they are beside what rounding explains."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    curves, apart = figure.subplots(1, 2)
-    for name, colour in (("lm_loss", "tab:blue"), ("grad_norm", "tab:orange")):
-        numbers = [each for each in comparison.numbers if each.name == name]
-        steps = [each.step for each in numbers]
-        curves.plot(steps, [each.a for each in numbers], color=colour, label=f"{name}, {labels[0]}")
-        curves.plot(steps, [each.b for each in numbers], "--", color=colour, label=f"{name}, {labels[1]}")
-        apart.plot(steps, [abs(each.a - each.b) for each in numbers], color=colour, label=f"{name}: difference")
-        apart.plot(steps, [each.allowed for each in numbers], ":", color=colour, label=f"{name}: rounding explains")
-    curves.set(xlabel="step", title="both layouts")
-    apart.set(xlabel="step", yscale="log", title="how far apart")
-    for axes in (curves, apart):
-        axes.legend(fontsize=8)
-    figure.savefig(path, dpi=150)

@@ -12,7 +12,6 @@ the true number would be a new constant of a compiled model with every batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from inspect import signature
 from typing import Any
 
@@ -39,14 +38,9 @@ def torch_flash(
 ) -> Tensor:
     """`kernels.attention` by ``torch.nn.attention.varlen``: FlashAttention 2, or what `activate` put in its place."""
     grouped: dict[str, Any] = {"enable_gqa": q.shape[1] != k.shape[1]} if ASKS_FOR_GROUPS else {}
-
-    def kernel(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, left: int) -> Tensor:
-        borders = (starts, starts, longest, longest)
-        out = varlen_attn(q, k, v, *borders, scale=scale, window_size=(left, 0), **grouped)
-        assert isinstance(out, Tensor)
-        return out
-
-    return _flat(kernel, q, k, v, ctx, window)
+    out = varlen_attn(*_flat(q, k, v, ctx), scale=scale, window_size=_left(q, window), **grouped)
+    assert isinstance(out, Tensor)
+    return _folded(out, q)
 
 
 def flash_attn_package(
@@ -62,17 +56,15 @@ def flash_attn_package(
     """`kernels.attention` by the package flash_attn (extra `flash`), which has softcaps."""
     from flash_attn import flash_attn_varlen_func
 
-    def kernel(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, left: int) -> Tensor:
-        return flash_attn_varlen_func(
-            *(q, k, v, starts, starts, longest, longest),
-            softmax_scale=scale,
-            causal=True,
-            window_size=(left, 0),
-            softcap=softcap or 0.0,
-            deterministic=torch.are_deterministic_algorithms_enabled(),
-        )
-
-    return _flat(kernel, q, k, v, ctx, window)
+    out = flash_attn_varlen_func(
+        *_flat(q, k, v, ctx),
+        softmax_scale=scale,
+        causal=True,
+        window_size=_left(q, window),
+        softcap=softcap or 0.0,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )
+    return _folded(out, q)
 
 
 def activate(version: str) -> None:
@@ -82,11 +74,18 @@ def activate(version: str) -> None:
     activate_flash_attention_impl(version)
 
 
-def _flat(kernel: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, ctx: Documents, window: int | None) -> Tensor:
+def _flat(q: Tensor, k: Tensor, v: Tensor, ctx: Documents) -> tuple[Any, ...]:
+    """The arguments that kernels begin with: three tensors end to end, borders twice, and their bound twice."""
     sequences, _, length, _ = q.shape
     starts = document_starts(ctx, sequences, length, q.device)
-    # Of a window, kernels count the tokens to the left: the query itself is one more.
-    left = -1 if window is None or window >= length else window - 1
-    flat = (unit_stride(x).transpose(1, 2).flatten(0, 1) for x in (q, k, v))
     longest = length if ctx.longest is None else ctx.longest
-    return kernel(*flat, starts, longest, left).unflatten(0, (sequences, length)).transpose(1, 2)
+    return (*(unit_stride(x).transpose(1, 2).flatten(0, 1) for x in (q, k, v)), starts, starts, longest, longest)
+
+
+def _left(q: Tensor, window: int | None) -> tuple[int, int]:
+    """Of a window, kernels count the tokens to the left and right: the query itself is one more."""
+    return (-1 if window is None or window >= q.shape[2] else window - 1), 0
+
+
+def _folded(out: Tensor, q: Tensor) -> Tensor:
+    return out.unflatten(0, (q.shape[0], q.shape[2])).transpose(1, 2)

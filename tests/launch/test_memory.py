@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from kenotron.launch.memory_needed import sequence_bytes, state_bytes, what_fits
+from kenotron.launch.memory import sequence_bytes, state_bytes, what_fits
 from support.tiny_run import environment, tiny_config, tiny_dict, tiny_yaml, train_quietly
 
 GIB = 1 << 30

@@ -1,4 +1,11 @@
-"""What a rank's memory must hold, and overrides of the same batch that are likely to fit.
+"""What a rank's memory must hold, overrides of the same batch that are likely to fit, and when a run says so.
+
+with machine_limits(config, device):
+    train(…)              # torch.OutOfMemoryError → RunFailed("out of memory …; try tokens.micro_batch_size=2 …")
+
+Linux grants most allocations, and kills a process that then uses more than there is. So there is a warning before
+training if weights, gradients and optimizer state alone do not fit, and `why_killed` for a rank that was killed.
+`machine_memory` has what the machine offers. An estimate:
 
     free 70 GiB; weights, gradients and optimizer state 22 GiB; a sequence 9 GiB
 
@@ -12,9 +19,15 @@ only within an operation.
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import resource
+import signal
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,9 +37,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from kenotron.launch.machine_memory import available_memory
+from kenotron.config.errors import InputError, RunFailed
+from kenotron.launch.environment import accelerators, ranks_from_environment
+from kenotron.launch.local import CUT_SHORT
+from kenotron.launch.machine_memory import available_memory, out_of_memory_kills
 from kenotron.models import Context, build, named_parameters
 from kenotron.models.recomputation import Recompute
+from kenotron.storage.hub import first_line
 
 if TYPE_CHECKING:
     from kenotron.config import Config
@@ -35,7 +52,75 @@ if TYPE_CHECKING:
 WITHIN_OPERATIONS = 1.25
 GIB = 1 << 30
 LESS_AND_LESS_KEPT: tuple[Recompute, ...] = (False, "elementwise", "selective", True)
+OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
 SPLIT = "split the model: parallelism.tp, parallelism.pp, optimizer.zero_stage: 3"
+
+
+@contextmanager
+def machine_limits(config: Config, device: torch.device, *, warn: bool = False) -> Iterator[None]:
+    """Raise RunFailed, with what to do, in place of torch's and Python's errors about memory and disks.
+
+    `warn`: print a warning first if weights, gradients and optimizer state alone do not fit.
+    """
+    ranks = ranks_from_environment()
+    free = free_memory(device, ranks.local_world_size)
+    if warn and ranks.rank == 0 and free is not None and (problem := states_too_large(config, free)):
+        print(f"warning: {problem}", file=sys.stderr, flush=True)
+    try:
+        yield
+    except Exception as error:
+        if _out_of_memory(error):
+            traceback.clear_frames(error.__traceback__)  # the advice needs some of the memory that they hold
+            raise RunFailed(f"out of memory ({first_line(error)}); {_advice(config, free)}") from error
+        if type(error).__name__ == "FailOnRecompileLimitHit":  # of torch._dynamo, which takes seconds to import
+            raise RunFailed(
+                "model.compile: a function of the model was compiled as often as model_parts.COMPILATIONS allows, and "
+                "would go on uncompiled; torch's warning above says what changes; expected numbers and shapes that few "
+                "layers and batches differ in, or model.compile=false"
+            ) from error
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise RunFailed(
+                f"{error.filename or 'a file of the run'}: {error.strerror}; free space there, or set another "
+                f"logging.log_dir, checkpoints.checkpoints_path or KENOTRON_CACHE"
+            ) from error
+        raise
+
+
+def why_killed(config: Config, kills_before: int | None, number: int) -> str | None:
+    """Why a rank of `config` on this machine was killed by the signal `number`; None where that is not known.
+
+    `kills_before` is `out_of_memory_kills` before the ranks were started. "" if memory was not the reason of a SIGKILL.
+    """
+    if number == signal.SIGBUS:  # perhaps a token file is shorter than when the run mapped it into its memory
+        from kenotron.data.stage_plan import check_files
+
+        try:
+            check_files(config)
+        except InputError as error:
+            return f"{CUT_SHORT}: {error}"
+    kills = out_of_memory_kills()
+    if number != signal.SIGKILL or kills is None:
+        return None
+    if kills == kills_before:
+        return ""
+    said = "memory? The kernel has killed processes for lack of it since the run began"
+    if accelerators():  # which have the weights: the advice is not for the host's memory
+        return f"out of host {said}"
+    available, count = available_memory(), config.parallelism.world_size
+    return f"out of {said}; {_advice(config, None if available is None else available // count)}"
+
+
+def _out_of_memory(error: Exception) -> bool:
+    if isinstance(error, RuntimeError):  # torch.OutOfMemoryError and the CPU allocator's
+        return any(words in str(error) for words in OUT_OF_MEMORY)
+    return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+
+
+def _advice(config: Config, free: int | None) -> str:
+    try:
+        return what_fits(config, free)
+    except Exception:  # an estimate must not hide what it is about
+        return f"lower tokens.micro_batch_size, now {config.tokens.micro_batch_size}, or {SPLIT}"
 
 
 def free_memory(device: torch.device, ranks_on_machine: int) -> int | None:
@@ -65,9 +150,9 @@ def what_fits(config: Config, free: int | None) -> str:
     if layout.pp_engine == "afab" and tokens.batch_accumulation_per_replica > layout.pp > 1:
         return f"try parallelism.pp_engine=1f1b, which keeps activations of {layout.pp} micro-batches, not of all"
     for recompute in LESS_AND_LESS_KEPT[LESS_AND_LESS_KEPT.index(layout.recompute_layer) :]:
-        sizes = [size for size in range(tokens.micro_batch_size, 0, -1) if tokens.micro_batch_size % size == 0]
-        sizes = sizes[1:] if recompute == layout.recompute_layer else sizes
-        each = sequence_bytes(config, recompute) if free is not None and sizes else None
+        largest = tokens.micro_batch_size - (recompute == layout.recompute_layer)
+        sizes = [size for size in range(largest, 0, -1) if tokens.micro_batch_size % size == 0]
+        each = sequence_bytes(config, recompute) if free is not None else None
         if each is None and recompute not in (layout.recompute_layer, True):
             continue  # what is not known to fit is not worth a try
         for size in sizes:
@@ -86,21 +171,22 @@ def states_too_large(config: Config, free: int) -> str | None:
 
 
 def _smaller_states(config: Config, states: float, free: int) -> str:
-    stage = config.zero_stage
-    stages = [other for other in (1, 2, 3) if config.parallelism.dp > 1 and stage in (0, 1, 2) and other > stage]
-    fits = [f"optimizer.zero_stage={other}" for other in stages if state_bytes(config, other) < usable(free)]
-    ways = [*fits[:1], f"{math.ceil(states / usable(free))} times as many ranks along parallelism.tp or pp"]
-    return ", or ".join(ways)
+    more_ranks = f"{math.ceil(states / usable(free))} times as many ranks along parallelism.tp or pp"
+    for stage in (1, 2, 3) if config.parallelism.dp > 1 else ():
+        if config.zero_stage in range(stage) and state_bytes(config, stage) < usable(free):
+            return f"optimizer.zero_stage={stage}, or {more_ranks}"
+    return more_ranks
 
 
 def _overrides(config: Config, size: int, recompute: Recompute) -> str:
     tokens = config.tokens
     count = tokens.batch_accumulation_per_replica * tokens.micro_batch_size // size
-    changed = [f"tokens.micro_batch_size={size}", f"tokens.batch_accumulation_per_replica={count}"]
-    changed = changed if size < tokens.micro_batch_size else []
-    recomputed = [f"parallelism.recompute_layer={recompute}".lower()]
-    recomputed = recomputed if recompute != config.parallelism.recompute_layer else []
-    return " ".join(changed + recomputed)
+    changed = []
+    if size < tokens.micro_batch_size:
+        changed += [f"tokens.micro_batch_size={size}", f"tokens.batch_accumulation_per_replica={count}"]
+    if recompute != config.parallelism.recompute_layer:
+        changed.append(f"parallelism.recompute_layer={recompute}".lower())
+    return " ".join(changed)
 
 
 def _in_words(states: float, free: int) -> str:
@@ -136,11 +222,8 @@ def sequence_bytes(config: Config, recompute: Recompute) -> float | None:
     try:
         kept = whole = _kept(config, 2, False) - _kept(config, 1, False)
         if recompute:  # and one layer is whole in backward
-            kept = (
-                _kept(config, 2, recompute)
-                - _kept(config, 1, recompute)
-                + whole // config.model.decoder.num_hidden_layers
-            )
+            kept = _kept(config, 2, recompute) - _kept(config, 1, recompute)
+            kept += whole // config.model.decoder.num_hidden_layers
     except Exception:  # whatever torch or a model of one's own raises there
         return None
     return WITHIN_OPERATIONS * kept / (layout.tp if layout.tp_mode == "REDUCE_SCATTER" else 1)
