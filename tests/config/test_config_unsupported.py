@@ -38,7 +38,7 @@ DATASET = "data_stages.0.data.dataset"
         (["metrics_logging.log_level=1"], "metrics_logging.log_level: 1"),
         (["metrics_logging={log_detail_interval: 10}"], "metrics_logging.log_detail_interval: 10"),
         (["tokens.limit_test_batches=1"], "tokens.limit_test_batches: 1"),
-        (["checkpoints.local={path: x, interval: 1, copy_to_next_machine: true}"], "copy_to_next_machine (removed; "),
+        (["checkpoints.local={path: x, interval: 1, copy_to_next_machine: true}"], "copy_to_next_machine: True"),
     ],
 )
 def test_it_is_refused_by_name(minimal: dict[str, Any], overrides: list[str], named: str) -> None:
