@@ -21,7 +21,7 @@ from kenotron.data.batch import NO_LOSS
 from kenotron.data.provenance import SampleOrigin, step_origins
 from kenotron.data.text_records import records_of_step
 from kenotron.observers.replay import labels_of
-from kenotron.observers.state_hash import SLICES, _slice, state_hash
+from kenotron.observers.state_hash import SLICES, _slice, bits_sum, state_hash
 from kenotron.parallel.mesh import axes, build_mesh
 from kenotron.training.build import build_run
 from kenotron.training.run import close
@@ -63,6 +63,14 @@ def test_one_flipped_bit_of_any_weight_is_in_the_hash_of_its_slice(tmp_path: Pat
         bits[len(bits) // 2] ^= 1
         assert sum(one != other for one, other in zip(before, hashes())) == 1
         bits[len(bits) // 2] ^= 1
+
+
+def test_elements_that_change_places_change_the_hash() -> None:
+    """By the formula: the bits of element i as an integer, times 2 i + 1."""
+    piece = torch.tensor([1.0, 2.0, -3.0])
+    bits = piece.view(torch.int32).tolist()
+    assert int(bits_sum(piece, 5)) == sum(value * (2 * number + 1) for number, value in enumerate(bits, start=5))
+    assert int(bits_sum(piece.flip(0), 5)) != int(bits_sum(piece, 5))
 
 
 @pytest.fixture(scope="module")

@@ -73,12 +73,23 @@ def test_a_template_that_refuses_is_named(tmp_path):
 
 def test_the_command_reads_turns_from_a_pipe_and_prints_answers(path, shell, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("the cat\n\nreturn the mat\n"))
-    options = ["--system", "Be brief.", "--max-new-tokens", "12", "--temperature", "0.8", "--top-p", "0.9"]
+    options = [
+        "--system",
+        "Be brief.",
+        "--max-new-tokens",
+        "12",
+        "--temperature",
+        "0.8",
+        "--top-p",
+        "0.9",
+        "--seed",
+        "4",
+    ]
     code, out, err = shell("chat", path, *options)
     assert (code, err) == (0, "")
     loaded = load_for_generation(path)
     chat = Chat(loaded.model, loaded.tokenizer, system="Be brief.")
-    drawn = SamplingOptions(max_new_tokens=12, temperature=0.8, top_p=0.9)
+    drawn = SamplingOptions(max_new_tokens=12, temperature=0.8, top_p=0.9, seed=4)
     assert out == "".join(chat.reply(text, drawn).text + "\n" for text in ("the cat", "return the mat"))
 
 
