@@ -85,7 +85,7 @@ MUTANTS = [
         find='"checkpoints.checkpoints_path": f"{saved}-{name}",',
         replace='"checkpoints.checkpoints_path": saved,',
         why="the branch continues the parent, or its checkpoints replace those of the parent",
-        tests=("cli/test_branch.py",),
+        tests=("cli/test_branch.py::test_a_branch_anneals_from_the_rate_of_its_step_and_leaves_its_parent_alone",),
     ),
     Mutant(
         name="curves-over-steps-and-tokens-swapped",
@@ -93,7 +93,7 @@ MUTANTS = [
         find='"iteration" if steps else "consumed_tokens"',
         replace='"consumed_tokens" if steps else "iteration"',
         why="runs of other batch sizes are compared by steps under an axis that says tokens",
-        tests=("cli/test_plot.py",),
+        tests=("cli/test_plot.py::test_curves_in_the_terminal_go_from_the_highest_loss_to_the_lowest",),
     ),
     Mutant(
         name="a-column-of-a-curve-shows-its-last-step",
@@ -101,7 +101,7 @@ MUTANTS = [
         find="(at, sum(some) / len(some), MARKS",
         replace="(at, some[-1], MARKS",
         why="the curve in the terminal has the noise of single steps, and two equal runs look different",
-        tests=("cli/test_plot.py",),
+        tests=("cli/test_plot.py::test_a_column_shows_the_mean_of_its_steps",),
     ),
     Mutant(
         name="a-shuffle-of-tokenize-forgets-its-seed",
@@ -133,7 +133,7 @@ MUTANTS = [
         find="    if any(problems.values()):\n        raise typer.Exit(1)\n",
         replace="",
         why="a script that verifies a backup before it deletes the original is told that all is well",
-        tests=("checkpoint/test_checkpoint_cli.py",),
+        tests=("checkpoint/test_checkpoint_cli.py::test_verify_exits_with_1_and_names_the_file",),
     ),
     Mutant(
         name="prune-removes-in-a-dry-run",
@@ -141,6 +141,6 @@ MUTANTS = [
         find="for path in () if dry_run else [Path(entry.path) for entry in doomed]:",
         replace="for path in [Path(entry.path) for entry in doomed]:",
         why="a command that was to say what it would remove has removed it",
-        tests=("checkpoint/test_checkpoint_cli.py",),
+        tests=("checkpoint/test_checkpoint_cli.py::test_prune_says_what_it_would_remove_and_then_removes_it",),
     ),
 ]
