@@ -115,7 +115,7 @@ MUTANTS = [
         find='        first = self.store.compare_set("failure", "", ours.decode())\n',
         replace='        self.store.set("failure", ours.decode())\n        first = ours\n',
         why="a run of a thousand ranks is reported by an error that followed from the first",
-        tests=("launch/test_calls_of_the_store.py", "launch/test_failing_ranks.py"),
+        tests=("launch/test_calls_of_the_store.py::test_the_failure_that_came_first_is_the_cause_for_all",),
     ),
     Mutant(
         name="states-of-adam-take-one-moment",

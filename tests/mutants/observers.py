@@ -55,7 +55,7 @@ MUTANTS = [
         find="(tokens - self.tokens_at_start) * (total - tokens)",
         replace="tokens * (total - tokens)",
         why="a run that was resumed at 90% says that it is done in a minute, and takes a day",
-        tests=(f"{CONSOLE}::test_without_a_terminal_the_time_left_is_a_line_of_its_own",),
+        tests=(f"{CONSOLE}::test_time_left_is_reckoned_from_the_steps_of_this_start",),
     ),
     Mutant(
         name="tensorboard-keeps-the-steps-that-are-done-again",

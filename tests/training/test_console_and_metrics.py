@@ -466,6 +466,19 @@ def test_without_a_terminal_the_time_left_is_a_line_of_its_own(tmp_path: Path, m
     ]
 
 
+def test_time_left_is_reckoned_from_the_steps_of_this_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two steps were done before: the third takes a minute, and two more are left."""
+    from kenotron.observers.progress import Pace
+
+    stop = "general.hooks=[{path: support.user_parts.StopAt, kwargs: {step: 2}}]"
+    train_quietly(tiny_config(tmp_path, "tokens.train_steps=5", stop))
+    clock = iter(range(100))
+    monkeypatch.setattr(Pace, "SECONDS_BETWEEN", 0.0)
+    monkeypatch.setattr("kenotron.observers.progress.time", SimpleNamespace(perf_counter=lambda: 60.0 * next(clock)))
+    _, said = train_and_listen(tiny_config(tmp_path, "tokens.train_steps=5"))
+    assert re.findall(r"training: .*", said) == ["training: 60% | ETA 0:02:00", "training: 80% | ETA 0:01:00"]
+
+
 def test_a_run_that_is_stopped_saves_without_compressing_anything_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
