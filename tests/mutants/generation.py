@@ -35,7 +35,7 @@ MUTANTS = [
         find="        tail[:, -1] = False  # the most likely token always stays\n",
         replace="",
         why="with a small top_p no token is left, and the first of the vocabulary is drawn",
-        tests=("generation/test_sampling.py::test_the_cuts_are_those_of_transformers_in_its_order",),
+        tests=("generation/test_sampling.py::test_a_tiny_top_p_keeps_the_likeliest_token",),
     ),
     Mutant(
         name="min-p-of-all-and-not-of-the-likeliest",

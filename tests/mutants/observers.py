@@ -71,7 +71,7 @@ MUTANTS = [
         find="run.config.tokens.val_check_interval == 0 or run.finished:",
         replace="run.config.tokens.val_check_interval == 0:",
         why="the loss that is published is that of a thousand steps before the end",
-        tests=("data/test_run_data.py", f"{CONSOLE}"),
+        tests=(f"{CONSOLE}::test_the_last_step_is_validated_whatever_the_interval",),
     ),
     Mutant(
         name="the-majority-of-replicas-is-blamed",

@@ -148,6 +148,13 @@ def test_validation_is_part_of_the_line_of_its_step(watched) -> None:
     assert watched[1].count("validation: 4 / 8 | val_loss: ") == 1
 
 
+def test_the_last_step_is_validated_whatever_the_interval(tmp_path: Path) -> None:
+    validate = ("tokens.val_check_interval=2", "tokens.limit_val_batches=1", "tokens.val_fraction=0.2")
+    config = tiny_config(tmp_path, *text_overrides(tmp_path), *validate, "tokens.train_steps=5")
+    train_quietly(config)
+    assert [step["iteration"] for step in metrics(config) if "val_loss" in step] == [2, 4, 5]
+
+
 def test_tensorboard_reads_every_scalar_back(watched) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
