@@ -53,6 +53,18 @@ def test_answers_are_those_of_transformers_turn_by_turn(path, tmp_path):
     assert chat.messages == turns
 
 
+def test_the_model_reads_what_the_template_writes_and_no_more(path):
+    """Of a tokenizer that begins texts by itself, as Llama's does: its template begins them already."""
+    from tokenizers.processors import TemplateProcessing
+
+    loaded = load_for_generation(path)
+    end = loaded.tokenizer.config["eos_token"]
+    loaded.tokenizer.backend.post_processor = TemplateProcessing(f"{end} $A", special_tokens=[(end, 0)])
+    assert loaded.tokenizer.encode("the cat")[0] == 0
+    answer = Chat(loaded.model, loaded.tokenizer).reply("the cat", SamplingOptions(max_new_tokens=2))
+    assert answer.prompt == "[user]the catat\n[assistant]"
+
+
 def test_a_turn_that_does_not_fit_leaves_the_conversation_as_it_was(path):
     loaded = load_for_generation(path)
     chat = Chat(loaded.model, loaded.tokenizer)

@@ -77,7 +77,7 @@ MUTANTS = [
         find="learning_rate_scheduler, step - begun, config",
         replace="learning_rate_scheduler, step, config",
         why="a branch of a run whose schedule began at its parent's checkpoint anneals from a rate that it never had",
-        tests=("cli/test_branch.py::test_a_run_that_began_without_optimizer_state_has_branches",),
+        tests=("cli/test_branch.py::test_a_branch_of_a_branch_begins_at_the_rate_that_it_had",),
     ),
     Mutant(
         name="a-branch-saves-into-its-parents-folder",

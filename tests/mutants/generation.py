@@ -83,7 +83,7 @@ MUTANTS = [
         find="[self._text(messages, prompt=True)], special=False)",
         replace="[self._text(messages, prompt=True)], special=True)",
         why="the template has written the start of the text, and the tokenizer adds another: answers get worse",
-        tests=("generation/test_chat.py::test_answers_are_those_of_transformers_turn_by_turn",),
+        tests=("generation/test_chat.py::test_the_model_reads_what_the_template_writes_and_no_more",),
     ),
     Mutant(
         name="a-row-that-ends-takes-its-neighbours-values",

@@ -97,7 +97,7 @@ MUTANTS = [
         find="(reach == 0), ahead, stops)] > before[starts]\n",
         replace="(reach == 0), ahead, stops)] == before[starts] + (stops - starts)\n",
         why="a token that joins the prompt's last blank to the answer is never learnt",
-        tests=(f"{SFT}::test_a_token_is_in_the_loss_if_it_holds_a_byte_of_the_answer",),
+        tests=(f"{SFT}::test_a_token_of_prompt_and_answer_is_in_the_loss",),
     ),
     Mutant(
         name="an-answer-to-be-left-out-is-trained-on",

@@ -84,6 +84,13 @@ def test_a_token_is_in_the_loss_if_it_holds_a_byte_of_the_answer(
     assert found.bytes == len((prompt + answer).encode())
 
 
+def test_a_token_of_prompt_and_answer_is_in_the_loss(whole: TextTokenizer) -> None:
+    word = max((token for token in whole.backend.get_vocab() if token.isascii() and token.isalpha()), key=len)
+    found = encode(whole, [(word[:1], False), (word[1:], True)], special=True)
+    assert found.ids == [whole.backend.token_to_id(word), whole.eos_token_id]
+    assert found.loss_mask.tolist() == [True, True]
+
+
 def test_blanks_of_an_answer_are_in_the_loss_where_offsets_leave_them_out(tokenizer: TextTokenizer) -> None:
     for prompt, answer in (("a:", "    x = 1"), ("a: ", "b   c"), ("a\n", "   "), ("one", " two  "), ("  x  ", "y")):
         found = encode(tokenizer, [(prompt, False), (answer + ".", True)], special=True)
