@@ -131,7 +131,9 @@ MUTANTS = [
         find="    config = hf_config(architecture, dtype, ids",
         replace="    config = hf_config(architecture, source.model.dtype, ids",
         why="weights exported in float32 are loaded in bfloat16 by transformers, which reads it from config.json",
-        tests=("interop/test_conversion.py", "interop/test_convert_command.py"),
+        tests=(
+            "interop/test_conversion.py::test_fp32_masters_of_a_bf16_run_are_exported_in_bf16_unless_asked_otherwise",
+        ),
     ),
     Mutant(
         name="the-last-of-several-ends-of-text",
@@ -155,7 +157,7 @@ MUTANTS = [
         find='"MB": 10**6, "GB": 10**9',
         replace='"MB": 10**6, "GB": 10**6',
         why="an export is a thousand files",
-        tests=("interop/test_conversion.py", "interop/test_convert_command.py"),
+        tests=("interop/test_conversion.py::test_a_shard_size_is_the_same_in_every_unit",),
     ),
     Mutant(
         name="a-config-is-read-with-keys-of-the-overrides-lost",
