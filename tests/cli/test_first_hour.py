@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 import kenotron as kn
-from kenotron.config.dotted import find_beside, import_dotted
 from kenotron.config.errors import InputError, RunFailed, nearest_sibling
 from support.tiny_run import (
     Shell,
@@ -253,14 +252,6 @@ def test_modules_are_found_beside_the_yaml_file(tell: Shell, tmp_path: Path) -> 
     (folder / "beside_the_yaml.py").write_text("import kenotron as kn\nclass Mine(kn.Hook):\n    pass\n")
     assert tell("config", "check", "runs/tiny.yaml", "general.hooks=[beside_the_yaml.Mine]")[0] == 0
     assert tell("train", "runs/tiny.yaml", "general.hooks=[beside_the_yaml.Mine]", "tokens.train_steps=1")[0] == 0
-
-
-def test_a_module_beside_the_yaml_file_hides_no_installed_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    (tmp_path / "colorsys.py").write_text("def rgb_to_hsv(r, g, b):\n    return 'mine'\n")
-    find_beside(tmp_path / "my.yaml")
-    assert import_dotted("colorsys.rgb_to_hsv", "key")(1.0, 0.0, 0.0) == (0.0, 1.0, 1.0)
 
 
 def test_a_module_that_is_no_python_is_one_line_with_its_place(tell: Shell, tmp_path: Path) -> None:

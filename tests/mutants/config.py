@@ -69,7 +69,7 @@ MUTANTS = [
         find="        sys.path.append(folder)\n",
         replace="        sys.path.insert(0, folder)\n",
         why="a tokenizers.py or profile.py beside the YAML file is imported in place of the library",
-        tests=("cli/test_first_hour.py::test_a_module_beside_the_yaml_file_hides_no_installed_one",),
+        tests=("config/test_config_errors.py::test_a_module_beside_the_yaml_file_hides_no_installed_one",),
     ),
     Mutant(
         name="numbers-with-an-exponent-are-text",
