@@ -69,6 +69,15 @@ def test_a_branch_anneals_from_the_rate_of_its_step_and_leaves_its_parent_alone(
     assert content_of(folder / "checkpoints" / "my_run") | content_of(folder / "logs" / "tiny") == before
 
 
+def test_a_branch_of_a_branch_begins_at_the_rate_that_it_had(folder: Path) -> None:
+    """The schedule of the first one counts from step 4: at step 6 it is half over."""
+    typed("kenotron branch my.yaml --at 4 --cooldown 4 --name cool > c.yaml")
+    train_quietly(kn.load("c.yaml"))
+    typed("kenotron branch c.yaml --at 6 --cooldown 2 --name colder > d.yaml")
+    rate = kn.load("d.yaml").optimizer.learning_rate_scheduler.learning_rate
+    assert rate == pytest.approx(PEAK * (1 - math.sqrt(2 / 4)))
+
+
 def test_a_run_that_began_without_optimizer_state_has_branches(folder: Path) -> None:
     content = yaml.safe_load((folder / "my.yaml").read_text())
     content["checkpoints"]["load_optimizer"] = content["checkpoints"]["load_lr_scheduler"] = False

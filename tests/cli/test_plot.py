@@ -48,6 +48,15 @@ def test_curves_in_the_terminal_go_from_the_highest_loss_to_the_lowest(
     assert "4 steps" in capsys.readouterr().out
 
 
+def test_a_column_shows_the_mean_of_its_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Losses of 1 and 3 in turn: three steps or more have a mean between 5/3 and 7/3."""
+    noisy = written(tmp_path / "noisy", [1.0, 3.0] * (4 * WIDTH), {})
+    assert call("plot", noisy) == 0
+    lines = capsys.readouterr().out.splitlines()
+    highest, lowest = (float(lines[row].split()[0]) for row in (0, HEIGHT - 1))
+    assert 1.66 <= lowest <= highest <= 2.34
+
+
 def test_losses_that_are_not_finite_are_neither_equal_nor_drawn(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

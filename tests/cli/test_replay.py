@@ -67,6 +67,14 @@ def test_one_flipped_bit_of_any_weight_is_in_the_hash_of_its_slice(tmp_path: Pat
         bits[len(bits) // 2] ^= 1
 
 
+def test_elements_that_change_places_change_the_hash() -> None:
+    """By the formula: the bits of element i as an integer, times 2 i + 1."""
+    piece = torch.tensor([1.0, 2.0, -3.0])
+    bits = piece.view(torch.int32).tolist()
+    assert int(bits_sum(piece, 5)) == sum(value * (2 * number + 1) for number, value in enumerate(bits, start=5))
+    assert int(bits_sum(piece.flip(0), 5)) != int(bits_sum(piece, 5))
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run of nine steps with checkpoints at 4, 8 and 9."""

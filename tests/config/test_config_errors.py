@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kenotron.config import Config, InputError, dump, load, to_dict
+from kenotron.config.dotted import find_beside, import_dotted
 from kenotron.config.warnings import warnings_of
 from kenotron.config.writing import flatten
 from support.config_strategies import configs, plain
@@ -367,6 +369,14 @@ def test_whatever_is_wrong_somewhere_ends_in_a_clear_error_or_a_config(config: C
     except InputError as error:
         said = str(error)
     assert all(line.strip() for line in said.split("\n"))
+
+
+def test_a_module_beside_the_yaml_file_hides_no_installed_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "colorsys.py").write_text("def rgb_to_hsv(r, g, b):\n    return 'mine'\n")
+    find_beside(tmp_path / "my.yaml")
+    assert import_dotted("colorsys.rgb_to_hsv", "key")(1.0, 0.0, 0.0) == (0.0, 1.0, 1.0)
 
 
 def test_a_module_that_is_not_found_is_reported_with_where_it_was_looked_for(minimal: dict[str, Any]) -> None:

@@ -122,6 +122,15 @@ def test_overrides_keep_the_global_batch_on_any_number_of_replicas(
     assert same_run_difference(to_dict(saved), other) is None
 
 
+def test_overrides_for_more_replicas_keep_a_ramp_of_whole_micro_batches(minimal: dict[str, Any]) -> None:
+    """A step of 12 samples on two replicas: three micro-batches of 2 each, where 4 would not come out."""
+    ramp = "data_stages.0.batch_size_ramp={start: 8, increment: 4, samples: 40}"
+    saved = load(minimal, ["tokens.micro_batch_size=4", "tokens.batch_accumulation_per_replica=4", ramp])
+    assert same_batch_overrides(saved, 2) == ["tokens.micro_batch_size=2", "tokens.batch_accumulation_per_replica=4"]
+    other = load(saved, ["parallelism.dp=2", *same_batch_overrides(saved, 2)])
+    assert same_run_difference(to_dict(saved), other) is None
+
+
 def test_replicas_that_do_not_divide_the_global_batch_are_refused(minimal: dict[str, Any]) -> None:
     with pytest.raises(InputError, match=r"parallelism\.dp: expected a divisor of the global batch of 2, found 3"):
         same_batch_overrides(load(minimal), 3)

@@ -90,8 +90,11 @@ def test_the_page_lists_what_a_run_adds_to_the_environment_and_not_what_is_set()
     assert "a run adds" not in shown(report_of(replace(LAPTOP, settings={"TORCH_FR_BUFFER_SIZE": "100"})))
 
 
-def test_every_gpu_is_tested_alone_and_then_all_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two GPUs made up: what would be called where."""
+@pytest.mark.parametrize(("visible", "seen"), [("", ("0", "1")), ("4,5", ("4", "5"))])
+def test_every_gpu_is_tested_alone_and_then_all_together(
+    visible: str, seen: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two GPUs made up: what would be called where. Of a job that was given two of eight, it is these two."""
     calls = []
 
     def call(function: Any, *arguments: Any, seconds: float, environment: dict[str, str] | None = None) -> Any:
@@ -104,7 +107,7 @@ def test_every_gpu_is_tested_alone_and_then_all_together(tmp_path: Path, monkeyp
     for module in (doctor, doctor.self_test):
         monkeypatch.setattr(module, "call_limited", call)
     monkeypatch.setattr("kenotron.doctor.environment.processor", lambda: SERVER.processor)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     report = doctor.examine(tmp_path)
     assert [(test.where, test.passed) for test in report.self_tests] == [
         ("cpu", True),
@@ -113,7 +116,7 @@ def test_every_gpu_is_tested_alone_and_then_all_together(tmp_path: Path, monkeyp
         ("2 ranks (gloo)", True),
         ("2 GPUs (nccl)", True),
     ]
-    on_cpu, first, second = {"KENOTRON_DEVICE": "cpu"}, {"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "1"}
+    on_cpu, first, second = {"KENOTRON_DEVICE": "cpu"}, *({"CUDA_VISIBLE_DEVICES": number} for number in seen)
     expected = [(1, environment) for environment in (on_cpu, first, second) for _ in range(2)]
     expected += [(2, on_cpu), (2, {})]
     assert sorted(map(str, calls)) == sorted(map(str, expected))

@@ -53,6 +53,18 @@ def test_answers_are_those_of_transformers_turn_by_turn(path, tmp_path):
     assert chat.messages == turns
 
 
+def test_the_model_reads_what_the_template_writes_and_no_more(path):
+    """Of a tokenizer that begins texts by itself, as Llama's does: its template begins them already."""
+    from tokenizers.processors import TemplateProcessing
+
+    loaded = load_for_generation(path)
+    end = loaded.tokenizer.config["eos_token"]
+    loaded.tokenizer.backend.post_processor = TemplateProcessing(f"{end} $A", special_tokens=[(end, 0)])
+    assert loaded.tokenizer.encode("the cat")[0] == 0
+    answer = Chat(loaded.model, loaded.tokenizer).reply("the cat", SamplingOptions(max_new_tokens=2))
+    assert answer.prompt == "[user]the catat\n[assistant]"
+
+
 def test_a_turn_that_does_not_fit_leaves_the_conversation_as_it_was(path):
     loaded = load_for_generation(path)
     chat = Chat(loaded.model, loaded.tokenizer)
@@ -73,12 +85,23 @@ def test_a_template_that_refuses_is_named(tmp_path):
 
 def test_the_command_reads_turns_from_a_pipe_and_prints_answers(path, shell, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("the cat\n\nreturn the mat\n"))
-    options = ["--system", "Be brief.", "--max-new-tokens", "12", "--temperature", "0.8", "--top-p", "0.9"]
+    options = [
+        "--system",
+        "Be brief.",
+        "--max-new-tokens",
+        "12",
+        "--temperature",
+        "0.8",
+        "--top-p",
+        "0.9",
+        "--seed",
+        "4",
+    ]
     code, out, err = shell("chat", path, *options)
     assert (code, err) == (0, "")
     loaded = load_for_generation(path)
     chat = Chat(loaded.model, loaded.tokenizer, system="Be brief.")
-    drawn = SamplingOptions(max_new_tokens=12, temperature=0.8, top_p=0.9)
+    drawn = SamplingOptions(max_new_tokens=12, temperature=0.8, top_p=0.9, seed=4)
     assert out == "".join(chat.reply(text, drawn).text + "\n" for text in ("the cat", "return the mat"))
 
 

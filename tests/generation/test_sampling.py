@@ -140,6 +140,12 @@ def test_sampling_leaves_torchs_global_generator_alone():
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_a_tiny_top_p_keeps_the_likeliest_token():
+    """1 minus it is 1 in float32: nothing exceeds that."""
+    logits = torch.tensor([[0.1, 3.0, 2.0], [5.0, 1.0, 1.0]])
+    assert next_tokens(logits, SamplingOptions(temperature=1.0, top_p=1e-9), [0, 1], [0, 0]) == [1, 0]
+
+
 def test_greedy_takes_the_largest_logit():
     assert next_tokens(torch.tensor([[0.1, 3.0, 2.0], [5.0, 1.0, 1.0]]), SamplingOptions(), [0, 1], [0, 0]) == [1, 0]
 

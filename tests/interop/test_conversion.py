@@ -322,6 +322,15 @@ def test_a_shard_size_that_is_none_is_refused(size, ours, tmp_path):
         to_hf(ours, tmp_path / "out", max_shard_size=size)
 
 
+def test_a_shard_size_is_the_same_in_every_unit(ours, tmp_path):
+    for size in ("40KB", "0.04MB", "0.00004GB", "40000", 40000):
+        to_hf(ours, tmp_path / "sizes" / f"{size!r}", max_shard_size=size)
+    found = [sorted(file.name for file in folder.glob("*.safetensors")) for folder in (tmp_path / "sizes").iterdir()]
+    assert len(found) == 5
+    assert all(names == found[0] for names in found)
+    assert len(found[0]) > 1
+
+
 def test_an_unknown_dtype_is_refused_with_the_nearest(ours, tmp_path):
     with pytest.raises(InputError, match=r"dtype: expected one of .* found 'bflot16'; did you mean 'bfloat16'"):
         to_hf(ours, tmp_path / "out", dtype="bflot16")

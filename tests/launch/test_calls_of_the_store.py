@@ -81,3 +81,16 @@ def test_if_that_rank_is_gone_another_one_asks(store: CountingStore, monkeypatch
     monkeypatch.setattr(hangs, "find_hang", lambda *arguments: hangs.Hang([3], "rank 3 did not join it"))
     watch = Watch(600.0, look_every_s=0.0)
     assert str(watch._report_hang(CALL)) == "rank 3 did not join it"
+
+
+def test_the_failure_that_came_first_is_the_cause_for_all(
+    store: CountingStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks 0 and 1 fail within the half second in which they would have read of rank 2's failure."""
+    monkeypatch.setattr(failures.threading.Thread, "join", lambda thread: None)
+    ranks = watches(store)[:3]
+    cause = ValueError("the cause")
+    ranks[2].__exit__(ValueError, cause, None)  # raises nothing else: it is reported as it is
+    for other in ranks[:2]:
+        with pytest.raises(PeerFailed, match=r"^rank 2 on \S+: .*the cause"):
+            other.__exit__(OSError, OSError("a consequence"), None)

@@ -170,6 +170,20 @@ def test_cores_of_a_rank_reach_srun_whoever_names_them(tmp_path: Path) -> None:
     assert "srun --kill-on-bad-exit=1 --cpus-per-task=4 " in render(replace(job, options={}), Site(cpus_per_rank=4))
 
 
+def test_slurm_is_asked_for_what_a_requeued_run_needs(tmp_path: Path) -> None:
+    """The signal goes to the script (B:), which requeues; the log goes on; a task of an array has a config."""
+    script = render(Job("x", 1, 1, ("train",), tmp_path, "x.log", save_seconds=120, array=3), Site())
+    asked = {line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH ")}
+    assert asked >= {"--requeue", "--open-mode=append", "--signal=B:USR1@120", "--array=0-2"}
+
+
+def test_a_variable_of_the_command_wins_over_the_sites(tmp_path: Path) -> None:
+    job = Job("x", 1, 1, ("train",), tmp_path, "x.log", environment={"NCCL_SOCKET_IFNAME": "ib1"})
+    script = render(job, Site(environment={"NCCL_SOCKET_IFNAME": "ib0", "NCCL_DEBUG": "WARN"})).splitlines()
+    exports = [line for line in script if line.startswith("export ")]
+    assert sorted(exports) == ["export NCCL_DEBUG=WARN", "export NCCL_SOCKET_IFNAME=ib1"]
+
+
 def test_a_rank_that_srun_binds_to_cores_has_as_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[int] = []
     monkeypatch.setattr("torch.set_num_threads", threads.append)
@@ -311,6 +325,7 @@ def test_runs_of_an_array_share_no_folder(tmp_path: Path) -> None:
         "s3://bucket/run/1",
     ]
     assert [each.checkpoints.checkpoints_path for each in configs] == ["here/0", "here/1"]
+    assert [each.general.run for each in configs] == ["tiny-0", "tiny-1"]  # of its folder of logs
 
 
 def test_the_example_has_the_ranks_of_its_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -371,6 +386,16 @@ def test_jobs_are_recorded_listed_shown_and_cancelled(
     assert command("logs", *logs) == 0
     assert capsys.readouterr().out == "one\ntwo\n"
     assert command("logs", "102", *logs) == 2
+
+
+def test_every_job_of_a_chain_waits_for_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sbatch").write_text(SBATCH.format(folder=tmp_path))
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    assert command("submit", str(tiny_yaml(tmp_path)), "--chain", "3") == 0
+    said = (tmp_path / "sbatch.log").read_text()
+    assert re.findall(r"--dependency=(\S+)", said) == ["afterany:101", "afterany:102"]
 
 
 # ---- nanotron's launcher -----------------------------------------------------------------------------------

@@ -109,6 +109,15 @@ def test_nanotrons_keys_are_read_as_those_they_mean(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(("keys", "scaling"), [({}, "NUM_LAYERS"), ({"rescale_prenorm_residual": False}, "NONE")])
+def test_nanotron_scales_the_branches_of_a_mamba_unless_told_otherwise(
+    keys: dict[str, bool], scaling: str, tmp_path: Path
+) -> None:
+    config = config_of(tmp_path, **NANOTRONS)
+    config["model"]["init_method"] = {"initializer_range": 0.02, **keys}
+    assert load(config).model.init_method.scaling_method == scaling
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

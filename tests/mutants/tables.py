@@ -2,10 +2,44 @@
 
 from __future__ import annotations
 
-from mutants import checkpoint, data, generation, interop, launch, models, optim, parallel, training
+from mutants import (
+    checkpoint,
+    cli,
+    config,
+    data,
+    doctor,
+    generation,
+    interop,
+    launch,
+    models,
+    observers,
+    optim,
+    parallel,
+    prepare,
+    storage,
+    text,
+    training,
+)
 from mutants.mutant import Mutant, NotCounted
 
-TABLES = (models, optim, parallel, data, checkpoint, interop, generation, training, launch)
+TABLES = (
+    models,
+    optim,
+    parallel,
+    config,
+    text,
+    prepare,
+    data,
+    storage,
+    checkpoint,
+    interop,
+    generation,
+    training,
+    observers,
+    launch,
+    cli,
+    doctor,
+)
 
 MUTANTS: list[Mutant] = [mutant for table in TABLES for mutant in table.MUTANTS]
 NOT_COUNTED: list[NotCounted] = [entry for table in TABLES for entry in getattr(table, "NOT_COUNTED", [])]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import datasets
 import pytest
 
 from kenotron.config.errors import InputError
-from kenotron.prepare.inputs import open_input
+from kenotron.prepare.inputs import first_texts, open_input
 
 
 @pytest.mark.parametrize(
@@ -40,3 +41,10 @@ def test_rows_without_text_of_a_saved_dataset_are_skipped_and_counted(tmp_path: 
     assert texts.skipped == 1
     with pytest.raises(InputError, match="row 2: column 'text' must hold text, found null"):
         list(open_input(str(tmp_path / "saved")).documents())
+
+
+def test_a_tokenizer_is_trained_on_the_same_share_of_every_input(tmp_path: Path) -> None:
+    for name, letter in (("a", "x"), ("b", "y")):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": letter * 5}) + "\n" for _ in range(100)))
+    texts = [open_input(str(tmp_path / f"{name}.jsonl")) for name in "ab"]
+    assert list(first_texts(texts, 40)) == ["x" * 5] * 4 + ["y" * 5] * 4

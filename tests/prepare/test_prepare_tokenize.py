@@ -16,6 +16,7 @@ import pytest
 from kenotron.config.errors import InputError
 from kenotron.data.formats import open_token_files
 from kenotron.prepare import inputs as inputs_module
+from kenotron.prepare import tokenize as tokenize_module
 from kenotron.prepare.merge import merge
 from kenotron.prepare.tokenize import TokenizeOptions, tokenize
 from kenotron.text.byte_level_bpe import train_byte_level_bpe
@@ -138,6 +139,32 @@ def test_a_finished_folder_says_so_and_other_work_in_it_is_refused(corpus, token
         tokenize([str(folder)], tokenizer, tmp_path / "mine", SMALL, 1, quiet)
 
 
+def test_a_text_that_was_corrected_at_the_same_length_is_another_input(tokenizer, tmp_path):
+    file = tmp_path / "a.jsonl"
+    write_jsonl(file, ["one two"])
+    tokenize([str(file)], tokenizer, tmp_path / "out", TokenizeOptions(), 1, quiet)
+    before = file.stat()
+    write_jsonl(file, ["one six"])
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns + 10**9))
+    assert file.stat().st_size == before.st_size
+    with pytest.raises(InputError, match="started with content"):
+        tokenize([str(file)], tokenizer, tmp_path / "out", TokenizeOptions(), 1, quiet)
+
+
+def test_an_input_that_changes_while_it_is_read_is_refused(tokenizer, tmp_path, monkeypatch):
+    file, make = tmp_path / "a.jsonl", tokenize_module.make_shards
+    write_jsonl(file, ["one"])
+
+    def meanwhile(*arguments):
+        make(*arguments)
+        write_jsonl(file, ["one", "two"])
+
+    monkeypatch.setattr(tokenize_module, "make_shards", meanwhile)
+    with pytest.raises(InputError, match=r"a\.jsonl: changed while it was read"):
+        tokenize([str(file)], tokenizer, tmp_path / "out", TokenizeOptions(), 1, quiet)
+    assert not (tmp_path / "out" / "manifest.json").exists()
+
+
 @pytest.mark.slow
 def test_a_killed_run_goes_on_without_doing_its_finished_shards_again(corpus, tokenizer, tmp_path, nursery):
     folder, _ = corpus
@@ -196,6 +223,22 @@ def test_bos_and_eos_are_what_the_options_say(tokenizer, tmp_path):
         tokenize([str(file)], nameless, tmp_path / "x", TokenizeOptions(), 1, quiet)
 
 
+def test_a_tokenizer_that_begins_texts_by_itself_does_so_here_unless_told_otherwise(tokenizer, tmp_path):
+    from tokenizers import Tokenizer
+    from tokenizers.processors import TemplateProcessing
+
+    end = "<|endoftext|>"
+    backend = Tokenizer.from_str(tokenizer.to_json())
+    backend.post_processor = TemplateProcessing(f"{end} $A", special_tokens=[(end, tokenizer.eos_token_id)])
+    llama = TextTokenizer(backend, tokenizer.config | {"bos_token": end})
+    write_jsonl(tmp_path / "a.jsonl", ["one two"])
+    ids, border = tokenizer.encode("one two"), [tokenizer.eos_token_id]
+    for bos, expected in ((None, border + ids + border), (True, border + ids + border), (False, ids + border)):
+        out = tmp_path / str(bos)
+        tokenize([str(tmp_path / "a.jsonl")], llama, out, TokenizeOptions(bos=bos), 1, quiet)
+        assert written(out) == [expected]
+
+
 def test_shuffled_documents_are_the_same_documents_in_an_order_of_the_seed(corpus, tokenizer, tmp_path):
     folder, texts = corpus
     made = {}
@@ -224,15 +267,15 @@ def test_a_long_document_stays_one_document_in_pieces(tokenizer, tmp_path, monke
 def test_functions_of_the_user_drop_rewrite_and_repeat_rows(tokenizer, tmp_path, monkeypatch):
     (tmp_path / "my_rows.py").write_text(
         "def keep(row):\n"
-        "    return {'a': True, 'b': False, 'c': 'rewritten', 'd': ['two', 'texts']}[row['text']]\n"
+        "    return {'a': True, 'b': False, 'c': 'rewritten', 'd': ['two', 'texts'], 'e': True}[row['text']]\n"
         "def times(row, file):\n"
         "    assert file.endswith('a.jsonl')\n"
-        "    return 2 if row['text'] == 'a' else 1\n"
+        "    return {'a': 2, 'e': 0}.get(row['text'], 1)\n"
         "def wrong(row, file):\n"
         "    return 0.5\n"
     )
     monkeypatch.chdir(tmp_path)
-    write_jsonl(tmp_path / "a.jsonl", "abcd")
+    write_jsonl(tmp_path / "a.jsonl", "abcde")
     options = TokenizeOptions(filter="my_rows.keep", repeat="my_rows.times")
     tokenize(["a.jsonl"], tokenizer, tmp_path / "out", options, 1, quiet)
     assert written(tmp_path / "out") == plain_loop(tokenizer, ["a", "a", "rewritten", "two", "texts"])
@@ -330,6 +373,24 @@ def test_from_text_to_a_merged_file_on_the_command_line(tmp_path, monkeypatch, c
         assert (code, said.err.splitlines()[0].startswith("error: ")) == (2, True), arguments
         assert line in said.err.splitlines()[0]
     assert {file.name for file in tmp_path.iterdir()} == before
+
+
+def test_the_commands_shuffle_by_their_seeds(corpus, tokenizer, tmp_path):
+    from kenotron.cli import main
+
+    texts, out = str(corpus[0] / "a.jsonl"), tmp_path / "out"
+    given = ["data", "tokenize", texts, "--tokenizer", str(tokenizer.folder), "--output", str(tmp_path / "by command")]
+    for arguments in (
+        [*given, "--shuffle-documents", "--seed", "5", "--workers", "1"],
+        ["data", "merge", str(out), "--output", str(tmp_path / "merged by command"), "--shuffle", "--seed", "6"],
+    ):
+        tokenize([texts], tokenizer, out, TokenizeOptions(shuffle_documents=True, seed=5), 1, quiet)
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        assert ended.value.code == 0
+    merge([str(out)], tmp_path / "merged", shuffle=True, seed=6, report=quiet)
+    assert written(tmp_path / "by command") == written(out)
+    assert written(tmp_path / "merged by command") == written(tmp_path / "merged") != written(out)
 
 
 def test_an_endless_line_is_refused_in_bounded_memory_or_left_out(tmp_path, monkeypatch):

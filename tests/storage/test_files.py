@@ -1,13 +1,16 @@
-"""Files that survive a power failure: what a rename makes visible was synced before it."""
+"""Files that survive a power failure: what a rename makes visible was synced before it. Locks, and files cut short."""
 
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from kenotron.storage.files import publish_folder, replace_file
+from kenotron.storage.arrays import map_local_array
+from kenotron.storage.files import locked, publish_folder, replace_file
 
 
 @pytest.fixture
@@ -51,3 +54,30 @@ def test_a_folder_is_published_with_all_of_its_files_and_names_synced(
     synced = {path for _, path in events[:at]}
     assert synced == {str(temporary / name) for name in ("", "a", "inner", "inner/b")}
     assert events[at + 1 :] == [("sync", str(tmp_path))]
+
+
+def test_who_finds_a_lock_held_waits_for_it(tmp_path: Path) -> None:
+    order: list[object] = []
+    waits = threading.Event()
+
+    def second() -> None:
+        with locked(tmp_path / "lock", on_wait=waits.set) as held:
+            order.append(("second", held))
+
+    thread = threading.Thread(target=second)
+    with locked(tmp_path / "lock"):
+        thread.start()
+        assert waits.wait(30)
+        order.append("first")
+    thread.join(30)
+    assert order == ["first", ("second", True)]
+
+
+@pytest.mark.parametrize("count", [10, 10_000])
+def test_an_array_whose_file_was_cut_short_is_an_error(count: int, tmp_path: Path) -> None:
+    """Small arrays are read, large ones mapped."""
+    expected = np.arange(count, dtype="<u2")
+    expected.tofile(tmp_path / "ids")
+    np.testing.assert_array_equal(map_local_array(tmp_path / "ids", np.dtype("<u2"), 0, count), expected)
+    with pytest.raises(ValueError, match=r"ends before byte|mmap length is greater than file size"):
+        map_local_array(tmp_path / "ids", np.dtype("<u2"), 2, count)

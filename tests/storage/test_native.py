@@ -52,6 +52,12 @@ def test_a_library_is_compiled_once_for_its_content(tmp_path: Path, monkeypatch:
     assert len(compiled) == 2
 
 
+@needs_compiler
+def test_a_library_for_other_flags_is_another_one(tmp_path: Path) -> None:
+    source = written(tmp_path / "number.cpp", 'extern "C" int number() {return NUMBER;}')
+    assert [load_library(source, f"-DNUMBER={number}").number() for number in (1, 2)] == [1, 2]
+
+
 def test_without_a_compiler_one_line_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)

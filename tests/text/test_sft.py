@@ -15,6 +15,7 @@ from kenotron.config.errors import InputError
 from kenotron.data import NO_LOSS, open_run
 from kenotron.data.held_out_texts import compression_baselines
 from kenotron.text.byte_level_bpe import train_byte_level_bpe
+from kenotron.text.chat import chat_template
 from kenotron.text.documents import DocumentSource, RowHook
 from kenotron.text.file_documents import FileDocuments
 from kenotron.text.sft import Columns, Example, SftDocuments, chat_segments, encode_examples
@@ -83,6 +84,13 @@ def test_a_token_is_in_the_loss_if_it_holds_a_byte_of_the_answer(
     assert found.bytes == len((prompt + answer).encode())
 
 
+def test_a_token_of_prompt_and_answer_is_in_the_loss(whole: TextTokenizer) -> None:
+    word = max((token for token in whole.backend.get_vocab() if token.isascii() and token.isalpha()), key=len)
+    found = encode(whole, [(word[:1], False), (word[1:], True)], special=True)
+    assert found.ids == [whole.backend.token_to_id(word), whole.eos_token_id]
+    assert found.loss_mask.tolist() == [True, True]
+
+
 def test_blanks_of_an_answer_are_in_the_loss_where_offsets_leave_them_out(tokenizer: TextTokenizer) -> None:
     for prompt, answer in (("a:", "    x = 1"), ("a: ", "b   c"), ("a\n", "   "), ("one", " two  "), ("  x  ", "y")):
         found = encode(tokenizer, [(prompt, False), (answer + ".", True)], special=True)
@@ -114,6 +122,14 @@ def test_conversations_are_those_of_transformers(template: str, tmp_path: Path) 
     assert found.loss_mask.tolist() == [bool(mask) for mask in expected["assistant_masks"]]
     answer = ours.decode([token for token, in_loss in zip(found.ids, found.loss_mask) if in_loss])
     assert answer == "".join(m["content"] + END for m in CHAT if m["role"] == "assistant")
+
+
+def test_of_several_templates_the_default_is_taken(tmp_path: Path) -> None:
+    """As in transformers, which takes it unless another one is asked for by its name."""
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path, PLAIN))
+    named = [{"name": name, "template": name} for name in ("tool_use", "default", "rag")]
+    assert chat_template(TextTokenizer(tokenizer.backend, {"chat_template": named})) == "default"
+    assert chat_template(TextTokenizer(tokenizer.backend, {"chat_template": named[:1]})) is None
 
 
 def test_a_template_file_is_read_and_an_end_is_added_where_none_is(tmp_path: Path) -> None:

@@ -79,9 +79,24 @@ def test_special_tokens_are_found_in_either_file_and_either_form(trained, tmp_pa
     last = trained.vocab_size - 1
     word = trained.backend.id_to_token(last)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": {"content": word}, "eos_token": None}))
-    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"pad_token": END_OF_TEXT}))
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"pad_token": END_OF_TEXT, "bos_token": END_OF_TEXT}))
     loaded = load_tokenizer(tmp_path)
     assert (loaded.bos_token_id, loaded.eos_token_id, loaded.pad_token_id) == (last, None, 0)
+
+
+def test_a_revision_in_the_cache_is_the_one_asked_for(trained, tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    repository = tmp_path / "models--someone--words"
+    (repository / "refs").mkdir(parents=True)
+    made = {"main": trained, "v2": train_byte_level_bpe(TEXTS, 290)}
+    for commit, (name, tokenizer) in zip("ab", made.items()):
+        (repository / "refs" / name).write_text(commit * 40)
+        tokenizer.save(repository / "snapshots" / (commit * 40))
+    for revision, name in ((None, "main"), ("main", "main"), ("v2", "v2"), ("b" * 40, "v2")):
+        assert load_tokenizer("someone/words", revision).hash == made[name].hash
 
 
 def test_truncation_and_padding_kept_in_a_file_are_off(trained, tmp_path):

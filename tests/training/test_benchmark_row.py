@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kenotron.config import InputError
+from kenotron.config import InputError, load
+from kenotron.observers.benchmark import columns_of
 from support.tiny_run import metrics, tiny_config, train_and_listen, train_quietly
 
 # Of nanotron's benchmark table.
@@ -67,6 +68,12 @@ def test_a_run_adds_one_row_with_its_speed_and_config(tmp_path: Path, monkeypatc
     }
     assert {name: row[name] for name in given} == given
     assert {row[name] for name in ("nodes", "dp", "pp", "tp", "cp", "ep")} == {"1"}
+
+
+def test_the_batch_of_a_row_is_that_of_all_replicas(tmp_path: Path) -> None:
+    run = train_quietly(tiny_config(tmp_path, "tokens.train_steps=1"))
+    run.config = load(run.config, ["parallelism.dp=4"])
+    assert columns_of(run, {})["gbs"] == 4 * 4
 
 
 def test_runs_share_a_file_and_a_short_one_counts_all_of_its_steps(tmp_path: Path) -> None:

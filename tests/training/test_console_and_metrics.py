@@ -148,6 +148,13 @@ def test_validation_is_part_of_the_line_of_its_step(watched) -> None:
     assert watched[1].count("validation: 4 / 8 | val_loss: ") == 1
 
 
+def test_the_last_step_is_validated_whatever_the_interval(tmp_path: Path) -> None:
+    validate = ("tokens.val_check_interval=2", "tokens.limit_val_batches=1", "tokens.val_fraction=0.2")
+    config = tiny_config(tmp_path, *text_overrides(tmp_path), *validate, "tokens.train_steps=5")
+    train_quietly(config)
+    assert [step["iteration"] for step in metrics(config) if "val_loss" in step] == [2, 4, 5]
+
+
 def test_tensorboard_reads_every_scalar_back(watched) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -464,6 +471,19 @@ def test_without_a_terminal_the_time_left_is_a_line_of_its_own(tmp_path: Path, m
         "training: 60% | ETA 0:02:00",
         "training: 80% | ETA 0:01:00",
     ]
+
+
+def test_time_left_is_reckoned_from_the_steps_of_this_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two steps were done before: the third takes a minute, and two more are left."""
+    from kenotron.observers.progress import Pace
+
+    stop = "general.hooks=[{path: support.user_parts.StopAt, kwargs: {step: 2}}]"
+    train_quietly(tiny_config(tmp_path, "tokens.train_steps=5", stop))
+    clock = iter(range(100))
+    monkeypatch.setattr(Pace, "SECONDS_BETWEEN", 0.0)
+    monkeypatch.setattr("kenotron.observers.progress.time", SimpleNamespace(perf_counter=lambda: 60.0 * next(clock)))
+    _, said = train_and_listen(tiny_config(tmp_path, "tokens.train_steps=5"))
+    assert re.findall(r"training: .*", said) == ["training: 60% | ETA 0:02:00", "training: 80% | ETA 0:01:00"]
 
 
 def test_a_run_that_is_stopped_saves_without_compressing_anything_first(

@@ -10,11 +10,13 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 
+from kenotron.observers.signals import Signals
 from kenotron.text.hash_split import text_hash
 from kenotron.training.run import Run
 from soak import run as soak
@@ -261,6 +263,28 @@ def test_ctrl_c_under_torchrun_comes_twice_and_is_one_request(nursery: Nursery, 
     finished = child.wait()
     assert (finished.code, finished.stderr) == (0, "")
     assert "SIGINT: saving after step" in finished.stdout
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "ends"),
+    [(signal.SIGUSR1, signal.SIGTERM, False), (signal.SIGTERM, signal.SIGTERM, True)],
+    ids=["Slurm's at the time limit", "another one"],
+)
+def test_the_time_limit_after_its_warning_is_the_same_request(first: int, second: int, ends: bool) -> None:
+    asked: list[str] = []
+    hook = Signals()
+    run: Any = SimpleNamespace(stop=asked.append, mesh=SimpleNamespace(is_first=False))
+    ended = False
+    hook.on_train_start(run)
+    try:
+        signal.raise_signal(first)
+        hook.received_at -= 60  # a minute ago: the run is being saved
+        signal.raise_signal(second)
+    except KeyboardInterrupt:
+        ended = True
+    finally:
+        hook.on_close(run)
+    assert (ended, asked) == (ends, [signal.Signals(first).name])
 
 
 def test_a_second_signal_leaves_at_once_with_exit_code_130(nursery: Nursery, tmp_path: Path) -> None:

@@ -225,6 +225,11 @@ def test_a_stage_is_not_judged_by_the_one_before_also_after_a_return(
     assert all(steps.do(9.0) for _ in range(3))
 
 
+def test_a_loss_that_falls_far_is_no_spike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Steps(tmp_path, monkeypatch)
+    assert all(steps.do(loss) for loss in (2.0, 2.1, 2.0, 0.5))  # 36 standard deviations below
+
+
 def test_a_step_that_another_hook_refuses_is_no_spike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = Steps(tmp_path, monkeypatch)
     for loss in (2.0, 2.1, 2.0):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kenotron.data.formats import open_token_files, open_writer
-from kenotron.prepare.inspect import Duplicates
+from kenotron.prepare.inspect import Duplicates, inspect
 from support.tiny_run import Shell
 
 DOCS = [[1, 2, 3], [4, 5], [1, 2, 3], [9, 9, 9, 9, 9]]
@@ -54,6 +54,12 @@ def test_inspect_counts(corpus: Path, shell: Shell) -> None:
     code, out, _ = shell("data", "inspect", corpus)
     assert code == 0
     assert "█" in out
+
+
+def test_a_window_that_ends_with_its_file_is_looked_at(tmp_path: Path) -> None:
+    for name, ids in (("twice", [1, 2, 3, 1, 2, 3]), ("and more", [1, 2, 3, 1, 2, 3, 1, 2])):
+        np.save(tmp_path / f"{name}.npy", np.array(ids, "<u2"))
+        assert inspect(tmp_path / f"{name}.npy", window=3)["duplicate_windows"] == 1
 
 
 def test_inspect_reports_an_id_beyond_the_vocabulary(corpus: Path, shell: Shell) -> None:

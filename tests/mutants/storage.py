@@ -1,0 +1,130 @@
+"""Bugs of files here and elsewhere: damaged, old or other bytes taken for the right ones; failures that need not be."""
+
+from __future__ import annotations
+
+from mutants.mutant import Mutant
+
+FAILURES = "storage/test_remote_failures.py"
+
+MUTANTS = [
+    Mutant(
+        name="a-damaged-block-of-the-cache-is-read",
+        file="storage/blocks.py",
+        find="                if xxhash.xxh3_64_digest(whole[:size]) != whole[size:]:\n",
+        replace="                if False:\n",
+        why="a block that was half on the disk at a power cut is read as tokens in every later run",
+        tests=(f"{FAILURES}::test_damaged_and_lost_blocks_are_fetched_again",),
+    ),
+    Mutant(
+        name="the-most-recently-used-go-first",
+        file="storage/blocks.py",
+        find="        for _, bytes_of, path in sorted(files):\n",
+        replace="        for _, bytes_of, path in sorted(files, reverse=True):\n",
+        why="a full cache throws away what the run reads now: everything is fetched again and again",
+        tests=(f"{FAILURES}::test_least_recently_used_go_first",),
+    ),
+    Mutant(
+        name="a-file-of-the-same-size-is-the-same-version",
+        file="storage/fetching.py",
+        find="        if found != (file.size, file.version):\n",
+        replace="        if found[0] != file.size:\n",
+        why="a file that was replaced during the run gives samples of two versions",
+        tests=(f"{FAILURES}::test_a_changed_file_is_an_error",),
+    ),
+    Mutant(
+        name="a-short-answer-is-kept",
+        file="storage/fetching.py",
+        find="        if len(data) != expected:\n",
+        replace="        if False:\n",
+        why="a connection that breaks off leaves a short block in the cache, and samples of zeros or an error later",
+        tests=(f"{FAILURES}::test_a_short_answer_is_tried_again",),
+    ),
+    Mutant(
+        name="too-many-requests-is-final",
+        file="storage/fetching.py",
+        find="        return status not in PASSING\n",
+        replace="        return True\n",
+        why="a hub or store that asks for a pause (429) ends a run of a thousand ranks",
+        tests=("storage/test_remote_hub.py::test_the_hub_may_ask_to_be_waited_for",),
+    ),
+    Mutant(
+        name="a-server-may-ask-to-be-waited-for-an-hour",
+        file="storage/fetching.py",
+        find="            return min(float(text), LONGEST_WAIT)\n",
+        replace="            return float(text)\n",
+        why="one answer with Retry-After: 3600 stops all GPUs for an hour, without a line",
+        tests=(f"{FAILURES}::test_a_server_may_ask_to_be_waited_for",),
+    ),
+    Mutant(
+        name="a-password-in-a-url-is-used-and-repeated",
+        file="storage/drivers.py",
+        find='    if "@" in rest.split("/")[0]:\n',
+        replace="    if False:\n",
+        why="the URL with its password stands in every error, and in the log",
+        tests=("training/test_secrets.py::test_a_file_is_not_read_by_a_url_with_a_password",),
+    ),
+    Mutant(
+        name="a-file-that-was-cut-gives-fewer-tokens",
+        file="storage/arrays.py",
+        find="        if len(found) < count:\n",
+        replace="        if False:\n",
+        why="an index of which half was copied names half of the documents, and nothing is said",
+        tests=("storage/test_files.py::test_an_array_whose_file_was_cut_short_is_an_error",),
+    ),
+    Mutant(
+        name="a-tag-that-is-no-md5-is-the-right-one",
+        file="storage/stores.py",
+        find="            return len(tag) == 32 and tag == _md5(file, size).hex()\n",
+        replace="            return len(tag) != 32 or tag == _md5(file, size).hex()\n",
+        why="with KMS encryption an upload is never compared: a damaged checkpoint is taken for the copy",
+        tests=("storage/test_remote_checkpoint_stores.py::test_an_object_whose_tag_is_no_md5_is_read_back",),
+    ),
+    Mutant(
+        name="a-file-in-more-parts-than-s3-allows",
+        file="storage/stores.py",
+        find="    return max(PART, -(-size // MOST_PARTS))\n",
+        replace="    return max(PART, size // MOST_PARTS)\n",
+        why="the upload of a shard of 160 GB fails at its last part",
+        tests=("storage/test_remote_checkpoint_stores.py::test_parts_of_a_huge_file_are_fewer_than_s3_allows",),
+    ),
+    Mutant(
+        name="a-library-for-other-flags-is-taken",
+        file="storage/native.py",
+        find="content = repr((source.read_bytes(), FLAGS, flags, sys.platform",
+        replace="content = repr((source.read_bytes(), FLAGS, sys.platform",
+        why="a library that was compiled with -DDEBUG is loaded in place of the one asked for",
+        tests=("storage/test_native.py::test_a_library_for_other_flags_is_another_one",),
+    ),
+    Mutant(
+        name="hidden-folders-are-read",
+        file="storage/paths.py",
+        find='sorted(name for name in folders if not name.startswith("."))',
+        replace="sorted(folders)",
+        why="files of an unfinished tokenization, or of .git, are trained on",
+        tests=("text/test_documents.py::test_folders_are_read_in_a_fixed_order_without_hidden_and_foreign_files",),
+    ),
+    Mutant(
+        name="a-linked-folder-is-read-twice",
+        file="storage/paths.py",
+        find="        seen.add(real)\n",
+        replace="",
+        why="a corpus with a link to itself or to a neighbour is trained on twice",
+        tests=("text/test_documents.py::test_linked_folders_are_read_once",),
+    ),
+    Mutant(
+        name="a-revision-of-a-tokenizer-is-ignored-in-the-cache",
+        file="storage/hub.py",
+        find="hub.try_to_load_from_cache(repo, file, revision=revision)",
+        replace="hub.try_to_load_from_cache(repo, file)",
+        why="the pinned tokenizer is that of main, with other ids for some texts",
+        tests=("text/test_tokenizer.py::test_a_revision_in_the_cache_is_the_one_asked_for",),
+    ),
+    Mutant(
+        name="a-lock-that-nobody-waits-for",
+        file="storage/files.py",
+        find="            if deadline is None:\n",
+        replace="            if deadline is None:\n                return False\n            if False:\n",
+        why="two runs write into one folder, or one cache, at the same time",
+        tests=("storage/test_files.py::test_who_finds_a_lock_held_waits_for_it",),
+    ),
+]
