@@ -79,6 +79,8 @@ def test_a_larger_global_batch_and_random_tokens_are_said(path: Path) -> None:
     result = runner.invoke(command.app, ["check", str(path), "parallelism.dp=32"])
     assert "parallelism.dp=32: the global batch is now 64 sequences and not 2, 16.4K tokens a step" in result.stderr
     assert "data_stages.0.data.dataset is null: random tokens" in result.stderr
+    steps = "tokens.train_steps=9"
+    assert "global batch is" in runner.invoke(command.app, ["check", str(path), "parallelism.dp=2", steps]).stderr
     split = "tokens.micro_batch_size=1"
     assert "global batch" not in runner.invoke(command.app, ["check", str(path), "parallelism.dp=2", split]).stderr
     assert f"to keep it, add {split}" in runner.invoke(command.app, ["check", str(path), "parallelism.dp=2"]).stderr

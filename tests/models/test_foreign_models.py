@@ -17,6 +17,8 @@ from torch import nn
 
 from kenotron.config import Config, dump, load
 from kenotron.config.errors import InputError
+from kenotron.config.resolved import read_resolved
+from kenotron.config.writing import to_dict
 from kenotron.generation import SamplingOptions, generate
 from kenotron.generation.load import load_for_generation
 from kenotron.interop import from_hf, open_source, resolve_architecture, to_hf
@@ -29,7 +31,7 @@ from kenotron.training.model_parts import build_parts
 from kenotron.training.step import count_real_tokens, forward_backward
 from support.foreign_models import MODELS, folder_of, plain_config, random_model
 from support.layout_runs import prepared
-from support.tiny_run import equal_bits, losses, saved_weights, train_and_listen, train_quietly
+from support.tiny_run import equal_bits, losses, saved_weights, tiny_config, train_and_listen, train_quietly
 
 PROMPTS = [[3, 14, 15], [9], [2, 6, 5, 3, 5, 8, 9]]
 
@@ -437,6 +439,16 @@ def test_a_checkpoint_says_where_its_code_was(user: Path, monkeypatch: pytest.Mo
         InputError, match=rf"model\.model_config: .*cannot import 'running'.*its run imported .*{there}"
     ):
         open_source(user / "checkpoints")
+
+
+def test_a_checkpoint_says_where_the_code_of_its_family_was(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    config = to_dict(tiny_config(tmp_path))
+    config["model"]["model_config"] = {"family": "my_neox.MyNeoX", "hidden_size": 16}
+    file.write_text(f"{yaml.safe_dump(config)}# imported my_neox from /code/my_neox.py\n")
+    there = "cannot import 'my_neox'.*; its run imported my_neox from /code/my_neox.py"
+    with pytest.raises(InputError, match=rf"config.yaml: model.model_config.family: {there}"):
+        read_resolved(file)
 
 
 def test_its_longest_text_ends_a_completion(user: Path) -> None:

@@ -23,13 +23,16 @@ def warnings_before_start(file: str | Path, config: Config, overrides: Sequence[
     return [*changed_batch(file, config, overrides), *warnings_of(config)]
 
 
+OF_THE_BATCH = ("tokens=", "tokens.micro_batch_size", "tokens.batch_accumulation_per_replica")
+
+
 def changed_batch(file: str | Path, config: Config, overrides: Sequence[str]) -> Iterator[str]:
     """A line where `overrides` of the layout have changed the global batch that `file` has.
 
     Every replica has its own micro-batches, so that 32 times as many train on 32 times as many tokens a step.
     """
     dp = [text for text in overrides if text.startswith("parallelism")]
-    if not dp or any(text.startswith("tokens") for text in overrides):
+    if not dp or any(text.startswith(OF_THE_BATCH) for text in overrides):
         return
     try:
         before = load(file, report=lambda line: None)

@@ -82,6 +82,7 @@ _FIELD_NAMES = {
 
 _PER_STEP = "; a run is as long as tokens.train_steps says, in steps; `kenotron config check` prints its tokens"
 _DROPOUT = "; there is none: pretraining sees most tokens once; optimizer.weight_decay is what regularizes"
+_RESUME = "; a run resumes by itself from its newest checkpoint; checkpoints.resume_checkpoint_path names another run's"
 _SHARDS = "; data-parallel ranks (parallelism.dp) shard weights, gradients and moments with optimizer.zero_stage=3"
 _TRACKER = "; numbers go to metrics.jsonl and TensorBoard (logging.tensorboard), to others by a hook (docs/extend.md)"
 # Names of what is done another way here.
@@ -90,6 +91,7 @@ _OTHERWISE = (
     | dict.fromkeys(["max_tokens", "train_tokens", "total_tokens", "num_tokens", "token_budget"], _PER_STEP)
     | dict.fromkeys(["dropout", "attention_dropout", "hidden_dropout", "resid_pdrop", "attn_pdrop"], _DROPOUT)
     | dict.fromkeys(["fsdp", "fsdp_degree", "fsdp_size", "dp_shard", "use_fsdp", "deepspeed", "zero"], _SHARDS)
+    | dict.fromkeys(["resume", "resume_from", "resume_training", "auto_resume"], _RESUME)
     | dict.fromkeys(["wandb", "wandb_project", "use_wandb", "report_to", "mlflow", "comet", "tracker"], _TRACKER)
 )
 

@@ -35,10 +35,12 @@ def read_resolved(file: Path) -> Config:
         return resolved(yaml.safe_load(text))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise InputError(f"{file}: cannot be read: {str(error).splitlines()[0]}") from error
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"] if not str(part).startswith("(")) or "config"
+    except (ValidationError, InputError) as error:
+        what = str(error)
+        if isinstance(error, ValidationError):
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"] if not str(part).startswith("(")) or "config"
+            what = f"{where}: {first['msg']}"
         code = ", ".join(line.removeprefix(f"{CODE} ") for line in text.splitlines() if line.startswith(CODE))
-        of_the_user = code and "cannot import" in first["msg"]
-        why = f"its run imported {code}" if of_the_user else "another version of kenotron wrote it"
-        raise InputError(f"{file}: {where}: {first['msg']}; {why}") from error
+        why = f"its run imported {code}" if code and "cannot import" in what else "another version of kenotron wrote it"
+        raise InputError(f"{file}: {what}; {why}") from error

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from typing import IO
 
+from kenotron.config.errors import InputError
 from kenotron.storage.paths import AnyPath
 from kenotron.text.documents import NoText, RowHook, missing_column, whole_characters
 
@@ -55,6 +56,11 @@ def _to_line_end(stream: IO[bytes]) -> int:
     return read
 
 
+def _found_array(where: str) -> InputError:
+    """The error for a file that is one array: no line of it could be skipped with the others right."""
+    return InputError(f"{where}: expected one JSON object a line, found a JSON array; `jq -c '.[]'` writes it as lines")
+
+
 def _json_row(
     line: bytes, where: str, column: str, file: AnyPath, hook: RowHook | None, bad: Callable[[str], None]
 ) -> list[str]:
@@ -65,10 +71,11 @@ def _json_row(
         return []
     except (ValueError, RecursionError) as error:
         if line.lstrip().startswith(b"["):
-            bad(f"{where}: expected one JSON object a line, found one JSON array; `jq -c '.[]'` writes it as lines")
-            return []
+            raise _found_array(where) from error
         bad(f"{where}: expected one JSON object a line, found: {error}")
         return []
+    if isinstance(row, list):
+        raise _found_array(where)
     if hook is not None and isinstance(row, dict):
         try:
             return [whole_characters(text) for text in hook(row, str(file))]

@@ -148,10 +148,8 @@ class Run:
 
     def sync_stop_request(self) -> None:
         """Set `stop_reason` on all ranks once any was asked to stop: a signal reaches ranks at different steps."""
-        if self.stop_reason is not None:
-            return
-        if self.mesh.world_size == 1:
-            self.stop_reason = self.stop_requested
+        if self.stop_reason is not None or self.mesh.world_size == 1:
+            self.stop_reason = self.stop_reason or self.stop_requested
         elif any_rank(self.stop_requested is not None, self.mesh.world_size, self.device):
             self.stop_reason = next(reason for reason in gather(self.stop_requested) if reason)
 

@@ -89,10 +89,17 @@ def test_what_is_no_text_is_refused_under_a_texts_name(tmp_path: Path) -> None:
 
 
 def test_a_null_and_an_array_are_named(tmp_path: Path) -> None:
-    for text, line in (('{"text": null}', "must hold text, found null"), ("[\n{}]", "found one JSON array; `jq -c")):
+    array = "a.jsonl:1: expected one JSON object a line, found a JSON array; `jq -c"
+    for text, line in (
+        ('{"text": null}', "must hold text, found null"),
+        ("[\n{}]", array),
+        ('[{"text": "a"}, {"text": "b"}]', array),
+    ):
         (tmp_path / "a.jsonl").write_text(text)
         with pytest.raises(InputError, match=line):
             texts_of(tmp_path)
+    with pytest.raises(InputError, match=array):  # with most of its lines left out the rest would be trained on
+        list(FileDocuments("f", find_files(tmp_path, "test"), skip_bad=True).documents())
 
 
 def test_categories_of_pandas_are_texts(tmp_path: Path) -> None:
