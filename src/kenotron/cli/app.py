@@ -57,8 +57,6 @@ def _without_dashes(option: str, context: typer.Context | None) -> str:
     name = option.lstrip("-").replace("-", "_")
     if name in ("config", "config_file"):
         return "; the YAML file is the first argument: my.yaml"
-    if name in ("resume", "continue"):
-        return hint_of("resume")
     paths = [name] if "." in name else paths_of(name)
     return f"; a key is set without dashes: {paths[0]}=…" if paths else hint_of(name)
 

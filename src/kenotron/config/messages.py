@@ -91,7 +91,7 @@ _OTHERWISE = (
     | dict.fromkeys(["max_tokens", "train_tokens", "total_tokens", "num_tokens", "token_budget"], _PER_STEP)
     | dict.fromkeys(["dropout", "attention_dropout", "hidden_dropout", "resid_pdrop", "attn_pdrop"], _DROPOUT)
     | dict.fromkeys(["fsdp", "fsdp_degree", "fsdp_size", "dp_shard", "use_fsdp", "deepspeed", "zero"], _SHARDS)
-    | dict.fromkeys(["resume", "resume_from", "resume_training", "auto_resume"], _RESUME)
+    | dict.fromkeys(["resume", "resume_from", "resume_training", "auto_resume", "continue"], _RESUME)
     | dict.fromkeys(["wandb", "wandb_project", "use_wandb", "report_to", "mlflow", "comet", "tracker"], _TRACKER)
 )
 
