@@ -72,14 +72,9 @@ def tokenize(
 
     Raises InputError: invalid inputs; `output` holds other work.
     """
-    work = Tokenization.plan(inputs, tokenizer, output, options)
-    if (done := finished(work, output)) is not None:
-        report(f"{output} is done already")
+    work, done = _planned(inputs, tokenizer, output, options, report)
+    if done is not None:
         return done
-    for source in work.texts:
-        if isinstance(source, FileDocuments) and (line := unread_files(source.name)):
-            report(line)
-    make_folder(output)
     with lock_output(output, report):
         if (done := finished(work, output)) is not None:  # by the process that was waited for
             return done
@@ -96,6 +91,21 @@ def tokenize(
         return finish(work, output)
 
 
+def _planned(
+    inputs: Sequence[str], tokenizer: TextTokenizer, output: Path, options: TokenizeOptions, report: Report
+) -> tuple[Tokenization, Json | None]:
+    """Plan the work and make its folder; the manifest if all is done already. Says what of the inputs is not read."""
+    work = Tokenization.plan(inputs, tokenizer, output, options)
+    if (done := finished(work, output)) is not None:
+        report(f"{output} is done already")
+        return work, done
+    for source in work.texts:
+        if isinstance(source, FileDocuments) and (line := unread_files(source.name)):
+            report(line)
+    make_folder(output)
+    return work, None
+
+
 def tokenize_share(
     share: tuple[int, int],
     inputs: Sequence[str],
@@ -110,11 +120,9 @@ def tokenize_share(
     Returns the manifest, which the last of them to finish writes; None if shards of others are missing.
     """
     number, count = share
-    work = Tokenization.plan(inputs, tokenizer, output, options)
-    if (done := finished(work, output)) is not None:
-        report(f"{output} is done already")
+    work, done = _planned(inputs, tokenizer, output, options, report)
+    if done is not None:
         return done
-    make_folder(output)
     with lock_output(output, report):
         begin(work, output)
     mine = [shard for shard in missing_shards(work, output) if shard.number % count == number]
