@@ -38,6 +38,9 @@ def json_documents(
             return
         number += 1
         where = f"{file}: line at byte {place:,}" if start else f"{file}:{number}"
+        if place == 0 and line.lstrip().startswith(b"["):  # no line of it could be left out with the others right
+            array = "expected one JSON object a line, found a JSON array; `jq -c '.[]'` writes it as lines"
+            raise InputError(f"{where}: {array}")
         place += len(line)
         if len(line) > LONGEST_LINE:
             place += _to_line_end(stream)
@@ -56,11 +59,6 @@ def _to_line_end(stream: IO[bytes]) -> int:
     return read
 
 
-def _found_array(where: str) -> InputError:
-    """The error for a file that is one array: no line of it could be skipped with the others right."""
-    return InputError(f"{where}: expected one JSON object a line, found a JSON array; `jq -c '.[]'` writes it as lines")
-
-
 def _json_row(
     line: bytes, where: str, column: str, file: AnyPath, hook: RowHook | None, bad: Callable[[str], None]
 ) -> list[str]:
@@ -70,12 +68,8 @@ def _json_row(
         bad(f"{where}: not UTF-8 (byte {error.start} of the line: {error.reason})")
         return []
     except (ValueError, RecursionError) as error:
-        if line.lstrip().startswith(b"["):
-            raise _found_array(where) from error
         bad(f"{where}: expected one JSON object a line, found: {error}")
         return []
-    if isinstance(row, list):
-        raise _found_array(where)
     if hook is not None and isinstance(row, dict):
         try:
             return [whole_characters(text) for text in hook(row, str(file))]
