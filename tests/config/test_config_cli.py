@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import typer
 from typer.testing import CliRunner
@@ -37,6 +38,16 @@ class Section(LlamaArchitecture):
 class Own(Llama):
     section = Section
     plan = replace(Llama.plan, row=("model.layers.*.mlp.down",))
+
+class Uncovered(Llama):
+    section = Section
+
+    def init_rules(self, std, scaling):
+        return [rule for rule in super().init_rules(std, scaling) if "norm" not in rule.pattern and rule.pattern != "*"]
+
+class NoColumn(Llama):
+    section = Section
+    plan = replace(Llama.plan, column=tuple(each for each in Llama.plan.column if ".mlp." not in each))
 """
 
 runner = CliRunner()
@@ -125,6 +136,22 @@ def test_check_refuses_an_optimizer_without_a_rate_and_a_plan_that_names_nothing
     own += "num_attention_heads: 2, num_key_value_heads: 2, max_position_embeddings: 64}"
     with pytest.raises(InputError, match=r"plan.row: 'model.layers.\*.mlp.down' matches no module.*mlp.down_proj'"):
         output("check", path, f"model.model_config={own}")
+    uncovered, no_column = (f"model.model_config={own.replace('.Own', name)}" for name in (".Uncovered", ".NoColumn"))
+    with pytest.raises(InputError, match=r"no rule of the family covers the parameter 'model.*norm.weight'"):
+        output("check", path, uncovered)
+    output("check", path, no_column)
+    for mode in ("ALL_REDUCE", "REDUCE_SCATTER"):
+        with pytest.raises(InputError, match=r"plan.row: model.layers.0.mlp.down_proj of own_parts.NoColumn gets all"):
+            output("check", path, no_column, "parallelism.tp=2", f"parallelism.tp_mode={mode}")
+
+
+def test_check_and_submit_say_the_epochs_of_token_files(path: Path, tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.zeros(15 * 2 * 256 // 3 + 1, np.uint16))  # a third of what 15 steps read
+    dataset = f"data_stages.0.data.dataset={{tokens: {tmp_path}/a.npy}}"
+    assert output("check", path, dataset, "tokens.limit_val_batches=0").endswith("; after step 15: 3 epochs of a.npy\n")
+    (tmp_path / "a.txt").write_text("text")
+    said = output("check", path, f"data_stages.0.data.dataset={{text_files: {tmp_path}/a.txt}}")
+    assert said.endswith("in all; `kenotron train` says the epochs, once the text is tokenized\n")
 
 
 def test_check_refuses_what_is_wrong_and_what_is_not_supported(path: Path) -> None:

@@ -223,7 +223,7 @@ MUTANTS = [
     Mutant(
         name="a-lookup-before-the-first-checkpoint-forgets-the-parents-data",
         file="cli/data_which.py",
-        find="start_elsewhere(config, resolve(named))",
+        find="place_elsewhere(config, resolve(named))",
         replace="Start()",
         why="a restart's steps are looked up at other samples than it reads, until it has saved",
         tests=("training/test_restart_modes.py",),

@@ -131,7 +131,7 @@ def test_a_folder_of_other_files_gives_all_of_them(tmp_path):
         ("a.jsonl", b'{"txt": "x"}\n', r"did you mean 'txt'"),
         ("a.jsonl", b'{"text": 5}\n', r"a\.jsonl:1: column 'text' must hold text, found int"),
         ("a.jsonl", b'{"text": "x"}\n{"text"\n', r"a\.jsonl:2: expected one JSON object a line"),
-        ("a.jsonl", b'{"text": "x"}\n[1, 2]\n', r"jsonl:2: expected a JSON object with a text column 'text', found list"),
+        ("a.jsonl", b'{"text": "x"}\n[1]\n', r"jsonl:2: expected a JSON object with a text column 'text', found list"),
         ("a.jsonl", b'{"text": "\xff"}\n', r"a\.jsonl:1: not UTF-8"),
         ("a.txt", b"good \xe9t\xe9", r"a\.txt: not UTF-8 \(byte 0xe9"),
         ("a.txt.gz", b"no gzip at all", r"a\.txt\.gz: damaged gzip file"),

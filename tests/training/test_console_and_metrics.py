@@ -163,7 +163,9 @@ def test_tensorboard_reads_every_scalar_back(watched) -> None:
     events.Reload()
     steps = metrics(config)
     assert set(events.Tags()["scalars"]) == {tag_of(name) for step in steps for name in step} - {"train/iteration"}
-    assert {tag.split("/")[0] for tag in events.Tags()["scalars"]} == {"train", "val", "speed", "memory"}
+    groups = {"train", "val", "optimizer", "data", "speed", "memory"}
+    assert {tag.split("/")[0] for tag in events.Tags()["scalars"]} == groups
+    assert min(tag for tag in events.Tags()["scalars"] if tag.startswith("train/")) == "train/lm_loss"
     assert {"train/lm_loss", "val/loss", "speed/tokens_per_sec"} < set(events.Tags()["scalars"])
     for name in ("lm_loss", "lr", "grad_norm", "consumed_tokens", "val_loss", "tokens_per_sec"):
         found = [(event.step, event.value) for event in events.Scalars(tag_of(name))]
@@ -553,3 +555,5 @@ def test_a_metric_that_is_no_number_is_one_clear_error(tmp_path: Path) -> None:
     for value in ("hello", None, [1, 2]):
         with pytest.raises(InputError, match="record_metric: note: expected a number, found "):
             run.record_metric("note", value)
+    with pytest.raises(InputError, match="record_metric: expected a name, found 3"):
+        run.record_metric(3, 1.0)  # type: ignore[arg-type]

@@ -22,6 +22,7 @@ from kenotron.cli import main
 from kenotron.cli.data_which import start_of
 from kenotron.config import Config, InputError, dump, load
 from kenotron.config.checkpoints import LOAD_MODES
+from kenotron.data import open_run
 from support.nursery import Nursery
 from support.pages import blocks, files, read_page, sections
 from support.tiny_run import (
@@ -121,18 +122,23 @@ def restarted(parent: Config, folder: Path, mode: str, *overrides: str) -> Confi
 
 def samples_of(config: Config, step: int) -> list[list[int]]:
     """The first two tokens of every sample of a step of the config's data, from the data alone."""
-    from kenotron.data import open_run
-
     with open_run(config, step, report=lambda line: None) as data:
         return [row for batch in data.batch(step) for row in batch.tokens[:, :2].tolist()]
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_mode_takes_what_it_says_and_nothing_else(mode: str, parent: Config, seen: Seen, tmp_path: Path) -> None:
+def test_a_mode_takes_what_it_says_and_nothing_else(
+    mode: str, parent: Config, seen: Seen, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     model, optimizer, data, schedule, first, last = MODES[mode]
     config = restarted(parent, tmp_path, mode)
     # For `data which`, which answers the same before the run has saved anything
+    caplog.clear()
     before = start_of(config, None).in_run_steps(config)
+    assert not caplog.messages  # what a run would warn of
+    with open_run(before, last, report=lambda line: None) as data, pytest.raises(InputError) as missing:
+        data.stage_at(last + 1)
+    assert f"step {last + 1} is not in the run: its steps are {first} to {last}" in str(missing.value)
     train_quietly(config)
 
     path, initial = checkpoint_of(parent), train_start(parent)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from kenotron.config import Config, load
 from kenotron.config.errors import InputError
+from kenotron.config.remote import is_remote
 from kenotron.config.runs import same_batch_overrides
 from kenotron.config.warnings import amount, warnings_of
 
@@ -46,3 +47,23 @@ def changed_batch(file: str | Path, config: Config, overrides: Sequence[str]) ->
     except InputError:
         keep = ""
     yield f"{' '.join(dp)}: the global batch is now {new} sequences and not {old}, {amount(config)}{keep}"
+
+
+def epochs(config: Config) -> str:
+    """``; after step 1000: 0.52 epochs of code`` for a run on token files of this machine; "" if none could be said.
+
+    Raises InputError: a token file that cannot be read.
+    """
+    from kenotron.data.run import RunData, run_settings
+    from kenotron.data.source import TextSpec
+    from kenotron.data.stage_plan import plan_stages
+
+    stages = [stage for stage in plan_stages(config) if stage.start <= config.tokens.train_steps]
+    specs = [source.spec for stage in stages for source in stage.sources]
+    if any(isinstance(spec, TextSpec) and not spec.is_stream for spec in specs):
+        return "; `kenotron train` says the epochs, once the text is tokenized"
+    here = all(spec.splits_files and not any(map(is_remote, spec.paths()[1])) for spec in specs)
+    if not here or not hasattr(config.model.architecture, "vocab_size"):
+        return ""
+    with RunData(config, run_settings(config, report=lambda line: None), stages) as data:
+        return data.describe_epochs(config.tokens.train_steps)

@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from kenotron.cli.before_start import warnings_before_start
+from kenotron.cli.before_start import epochs, warnings_before_start
 from kenotron.config import Config, dump, load, refuse_unsupported
 from kenotron.config import diff as differences
 from kenotron.config.architecture import HFArchitecture
@@ -53,7 +53,7 @@ def check(file: File, overrides: Overrides = None) -> None:
         length = f"up to {length}"
     typer.echo(
         f"{file}: valid: {config.tokens.train_steps} steps of {samples} sequences of {length} tokens, "
-        f"{counted(len(stages), 'stage')}; {amount(config)}"
+        f"{counted(len(stages), 'stage')}; {amount(config)}{epochs(config)}"
     )
 
 
@@ -122,11 +122,19 @@ def _check_architecture(config: Config) -> None:
     elif isinstance(architecture, DecoderArchitecture) and is_users_own(architecture.family):
         import torch
 
-        from kenotron.models import build
+        from kenotron.models import build, named_parameters
         from kenotron.models.document_separation import check_blocks
+        from kenotron.models.init_rules import rule_for
 
         with torch.device("meta"):
-            build(config.model)
+            model = build(config.model)
+        rules = model.init_rules(std=0.02, scaling="NONE")
+        for name, _ in named_parameters(model):
+            rule_for(name, rules)
+        if config.parallelism.tp > 1:
+            from kenotron.parallel.partial_gradients import check_gradients
+
+            check_gradients(model, model.plan, config.parallelism.tp_mode == "REDUCE_SCATTER")
         if config.masks_documents:
             check_blocks(architecture, min(CHECKED_TOKENS, *config.sequence_lengths.values()))
 

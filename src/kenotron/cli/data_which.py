@@ -59,7 +59,7 @@ def start_of(config: Config, saved: CheckpointFolder | None) -> Start:
     A run that has saved none is about to begin, by the same rule as in training. Raises InputError if it cannot.
     """
     from kenotron.checkpoint.folders import resolve
-    from kenotron.training.restart import start_elsewhere
+    from kenotron.training.restart import place_elsewhere
     from kenotron.training.start import Start
 
     if saved is not None:
@@ -68,7 +68,7 @@ def start_of(config: Config, saved: CheckpointFolder | None) -> Start:
         return Start()
     if "://" in (url := config.checkpoints.resume_checkpoint_path or "") and not named.exists():
         raise InputError(f"checkpoints.resume_checkpoint_path: {url} was not fetched yet; `kenotron train` fetches it")
-    return start_elsewhere(config, resolve(named))
+    return place_elsewhere(config, resolve(named))
 
 
 def of_step(data: RunData, step: int | None) -> tuple[dict[str, object], list[str]]:

@@ -7,6 +7,7 @@ kenotron submit my.yaml --gpus-per-node 8 --array optimizer.learning_rate_schedu
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
 import shutil
@@ -205,7 +206,7 @@ def _advise(
 
     Raises InputError: the run in the same folder has another global batch.
     """
-    from kenotron.cli.before_start import warnings_before_start
+    from kenotron.cli.before_start import epochs, warnings_before_start
     from kenotron.config.warnings import amount
     from kenotron.launch.slurm.sites import GENERIC
 
@@ -218,7 +219,10 @@ def _advise(
         )
     for line in lines:
         print(f"warning: {line}", file=sys.stderr)
-    print(f"{config.tokens.train_steps} steps: {amount(config)}", file=sys.stderr)
+    read = ""
+    with contextlib.suppress(InputError):  # the data may be where the job will run, and only there
+        read = epochs(config)
+    print(f"{config.tokens.train_steps} steps: {amount(config)}{read}", file=sys.stderr)
 
 
 def _check_time(limit: str | int | None, save_seconds: int) -> None:

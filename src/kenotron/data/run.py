@@ -41,6 +41,7 @@ from kenotron.data.stream_states import RunStreams
 from kenotron.text.progress import Report
 from kenotron.text.tokenizer import TextTokenizer, end_of_text, load_tokenizer
 
+SOME_EPOCHS = 1e-4  # random tokens, which have no end, come to fewer
 AHEAD = 16
 """Steps whose blocks of remote files are fetched while the steps before them run."""
 
@@ -139,7 +140,8 @@ class RunData:
         for stage in self.stages:
             if stage.start <= step < stage.stop:
                 return stage
-        raise InputError(f"step {step} is not in the run: its steps are 1 to {self.config.tokens.train_steps}")
+        first, last = max(1, self.stages[0].start), self.config.tokens.train_steps
+        raise InputError(f"step {step} is not in the run: its steps are {first} to {last}")
 
     def samples_before(self, step: int) -> int:
         """Samples of the run's steps before `step`."""
@@ -181,6 +183,12 @@ class RunData:
                     epochs = drawn[number] / len(self.sources.source(stage, number))
                 found[source.label] = before + (drawn[number] - mixing.offsets[number]) * stage.sequence_length, epochs
         return found
+
+    def describe_epochs(self, step: int) -> str:
+        """``; after step 1000: 0.52 epochs of code``, for the sources of that step's stage that have an end."""
+        read = {name: epochs or 0.0 for name, (_, epochs) in self.consumption(step).items()}
+        epochs = ", ".join(f"{each:.3g} epochs of {name}" for name, each in read.items() if each > SOME_EPOCHS)
+        return f"; after step {step}: {epochs}" if epochs else ""
 
     def _spent(self, stage: StagePlan, number: int) -> str:
         source = stage.sources[number]

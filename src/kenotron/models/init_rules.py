@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
+from kenotron.config.errors import InputError
+
 if TYPE_CHECKING:
     from kenotron.kernels.tensor_shard import TensorShard
 
@@ -44,8 +46,8 @@ class InitRule:
 
 
 def rule_for(name: str, rules: Sequence[InitRule]) -> Normal | Constant | FilledBy:
-    """The distribution of parameter `name`. Raises ValueError where no rule covers it."""
+    """The distribution of parameter `name`. Raises InputError where no rule covers it."""
     for rule in rules:
         if fnmatchcase(name, rule.pattern):
             return rule.distribution
-    raise ValueError(f"no initialisation rule covers parameter {name!r}")
+    raise InputError(f"init_rules: no rule of the family covers the parameter {name!r}: add an InitRule")

@@ -16,7 +16,16 @@ if TYPE_CHECKING:
     from kenotron.training.run import Run
     from kenotron.training.step import StepResult
 
-SPEED = ("tokens_per_sec", "elapsed_time", "model_tflops", "hardware_tflops", "data_wait", "mfu", "matmul_share")
+GROUPS = {
+    "val": ("val_",),
+    "optimizer": ("grad_norm", "lr", "skipped"),
+    "experts": ("expert_",),
+    "data": ("consumed_tokens", "global_batch_size", "real_tokens", "sequence_length"),
+    "speed": ("tokens_per_sec", "elapsed_time", "model_tflops", "hardware_tflops", "data_wait", "mfu", "matmul_share"),
+    "memory": ("cuda_", "cpu_", "hd_"),
+}
+"""How the names begin of the curves in each group. TensorBoard sorts the curves of a group by name, so that `train`,
+which has all others, begins with the losses."""
 
 
 class TensorBoard(Hook):
@@ -68,10 +77,7 @@ class TensorBoard(Hook):
 
 def tag_of(name: str) -> str:
     """The TensorBoard tag of a metric, whose first part groups its curves: ``val_loss`` → ``val/loss``."""
-    if name.startswith("val_"):
-        return f"val/{name.removeprefix('val_')}"
-    if name.startswith(("cuda_", "cpu_", "hd_")):
-        return f"memory/{name}"
-    if name.startswith(SPEED):
-        return f"speed/{name}"
-    return name if "/" in name and not name.startswith("consumed_tokens/") else f"train/{name}"
+    for group, beginnings in GROUPS.items():
+        if name.startswith(beginnings):
+            return f"{group}/{name.removeprefix('val_')}"
+    return name if "/" in name else f"train/{name}"

@@ -14,6 +14,7 @@ one process, and those of its part on a rank. The features are the last dimensio
 from __future__ import annotations
 
 from copy import deepcopy
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,10 +52,12 @@ def check_gradients(model: Decoder, plan: Plan, on_sequence_shards: bool) -> Non
         buffers = {each: torch.empty_like(each, device="cpu") for each in model.buffers()}
     model = deepcopy(model, {id(each): other for each, other in (weights | buffers).items()})
     title = getattr(model.config, "title", model.config.family)
-    flow = _Flow({id(each): name for name, each in model.named_parameters()})
+    flow = _Flow({id(each): name for name, each in model.named_parameters()}, on_sequence_shards)
     for field, part in RETURNS_A_PART.items():
-        for _, module in modules(model, *getattr(plan, field)):
-            flow.plan(module, part or on_sequence_shards, features=field == "column")
+        for name, module in modules(model, *getattr(plan, field)):
+            if field in ("row", "inner_row"):
+                module.register_forward_pre_hook(partial(flow.note_whole_input, name))
+            flow.plan(module, part, features=field == "column")
             if field == "experts":  # how many tokens each gets is not known
                 module.forward = lambda x, *_, **__: x.clone()
     for _, module in modules(model, *plan.sequence, *plan.per_head):
@@ -68,6 +71,11 @@ def check_gradients(model: Decoder, plan: Plan, on_sequence_shards: bool) -> Non
             f"parallelism.tp: expected 1: the forward pass of {title} needs data to be followed "
             f"({type(error).__name__}: {' '.join(str(error).split())[:200]})"
         ) from error
+    if flow.unsplit is not None:
+        raise InputError(
+            f"plan.row: {flow.unsplit} of {title} gets all features, and with parallelism.tp a rank's part of them: "
+            f"expected the layers that make them in plan.column or plan.channels"
+        )
     if flow.found is not None:
         raise InputError(
             f"parallelism.tp: {flow.found}, or what comes of it, is whole on every rank and meets what a rank has only "
@@ -88,8 +96,11 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, *args: Any, **options: Any) -> T
 class _Flow(TorchFunctionMode):
     """Follows tensors by identity. `found`: the weight behind the first one that is whole and meets a part."""
 
-    def __init__(self, weights: dict[int, str]) -> None:
+    def __init__(self, weights: dict[int, str], on_sequence_shards: bool) -> None:
         super().__init__()
+        self.on_sequence_shards = on_sequence_shards
+        self.split: set[int] = set()  # those of `parts` that are features of a rank, not tokens
+        self.unsplit: str | None = None  # the first row layer whose input is not
         self.weight_of = dict(weights)  # of all that needs a gradient: the weight that it comes of, by id
         self.parts: set[int] = set()
         self.alive: list[Any] = []  # ids are those of living tensors
@@ -106,6 +117,7 @@ class _Flow(TorchFunctionMode):
         learned = [each for each in given if id(each) in self.weight_of]
         whole = [each for each in learned if id(each) not in self.parts]
         has_part = any(id(each) in self.parts for each in given)
+        is_split = any(id(each) in self.split for each in given)
         if has_part and whole and not self.inside:
             self.found = self.found or self.weight_of[id(whole[-1])]
         self._follow_widths(func, args, kwargs or {}, result, given)
@@ -114,6 +126,8 @@ class _Flow(TorchFunctionMode):
                 self.alive.append(each)
                 if has_part:
                     self.parts.add(id(each))
+                if is_split:
+                    self.split.add(id(each))
                 if learned:  # of activations and a weight, the weight: it comes last
                     self.weight_of[id(each)] = self.weight_of[id(learned[-1])]
         return result
@@ -132,16 +146,23 @@ class _Flow(TorchFunctionMode):
                 mixed = mixed or not (name in VIEWS or name.startswith("new_"))
         self.mixed = self.mixed or (name if mixed else None)
 
-    def plan(self, module: nn.Module, part: bool | None = None, features: bool = False) -> None:
-        """Check nothing within `module`; its output is a `part`, or not (None: as its input), of its `features`."""
+    def note_whole_input(self, name: str, _: nn.Module, inputs: tuple[Any, ...]) -> None:
+        """A row layer, whose weight is split by input features, is about to run."""
+        if not any(id(each) in self.split for each in inputs):
+            self.unsplit = self.unsplit or name
+
+    def plan(self, module: nn.Module, split: bool | None = None, features: bool = False) -> None:
+        """Check nothing within `module`; its output is `split`, or not (None: as its input), of its `features`."""
+        part = split or self.on_sequence_shards
 
         def enter(*_: Any) -> None:
             self.inside += 1
 
         def leave(_: Any, __: Any, output: Any) -> None:
             self.inside -= 1
-            for each in tree_leaves(output) if part is not None else ():
+            for each in tree_leaves(output) if split is not None else ():
                 (self.parts.add if part else self.parts.discard)(id(each))
+                (self.split.add if split else self.split.discard)(id(each))
                 self.widths.pop(id(each), None)
                 if features:
                     self.widths[id(each)] = each.shape[-1]

@@ -102,12 +102,16 @@ class DocumentSource(Protocol):
 
 
 class MayBeBad:
-    """The documents of a source that cannot be read: the first one is an error, or all are left out and counted."""
+    """The documents of a source that cannot be read: the first one is an error, or all are left out and counted.
+
+    `tell`, if it is set, gets a line about the first few of them, the 10th, the 100th and so on: a stream has no end.
+    """
 
     FIRST = 3  # so many are named
 
     def __init__(self, skip: bool, advice: str) -> None:
         self.skip_bad, self._advice = skip, advice
+        self.tell: Callable[[str], None] | None = None
         self.count_anew()
 
     def count_anew(self) -> None:
@@ -121,10 +125,14 @@ class MayBeBad:
         self.skipped += 1
         if len(self.first_skipped) < self.FIRST:
             self.first_skipped.append(problem)
+        if self.tell is not None and (self.skipped <= self.FIRST or str(self.skipped).strip("0") == "1"):
+            self.tell(f"left out as not readable ({self.skipped:,} so far): {problem}")
 
 
 class StreamableDocuments(DocumentSource, Protocol):
-    """Documents in several parts, each of which can be read from a place in it."""
+    """Documents in several parts, each of which can be read from a place in it; `tell` as in `MayBeBad`."""
+
+    tell: Callable[[str], None] | None
 
     @property
     def parts(self) -> int:

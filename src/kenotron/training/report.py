@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 LOGS = {"plain": "kenotron.training.report.RunLog", "nanotron": "kenotron.training.nanotron_log.NanotronLog"}
 """The lines of each `logging.format`."""
-SOME_EPOCHS = 1e-4  # random tokens, which have no end, come to fewer
 
 
 class RunLog:
@@ -95,10 +94,8 @@ def _amount(run: Run) -> str:
     now = run.data.stage_at(step)
     a_step = now.batch_size(step) * now.sequence_length
     last = min(now.stop - 1, run.last_step)
-    read = {name: epochs or 0.0 for name, (_, epochs) in run.data.consumption(last).items()}
-    epochs = ", ".join(f"{each:.3g} epochs of {name}" for name, each in read.items() if each > SOME_EPOCHS)
-    after = f"; after step {last}: {epochs}" if epochs else ""
-    return f"{human_format(run.total_tokens)} tokens in all, {human_format(a_step)} a step{after}"
+    epochs = run.data.describe_epochs(last)
+    return f"{human_format(run.total_tokens)} tokens in all, {human_format(a_step)} a step{epochs}"
 
 
 def parameter_counts(skeleton: Decoder, parts: Sequence[Decoder]) -> dict[str, int]:

@@ -36,8 +36,25 @@ def start_elsewhere(config: Config, path: Path) -> Start:
 
     Warns of settings of the model that its weights were trained with and `config` changes.
 
-    Raises InputError if no step is left, if the data are to continue but differ so far, or if the optimizer's state is
-    another optimizer's or missing.
+    Raises InputError as `place_elsewhere`, or if the optimizer's state is another optimizer's or missing.
+    """
+    start = place_elsewhere(config, path)
+    if (path / "config.yaml").exists():
+        before = read_resolved(path / "config.yaml")
+        if "model" in start.loads:
+            for line in changed_settings(before.model.decoder, config.model.decoder, path):
+                logger.warning(line)
+        if "optimizer" in start.loads:
+            _check_optimizer(config, before, start)
+        if "scheduler" in start.loads or start.loads >= {"data", "step"}:
+            warn_of_higher_rate(config, before, start)
+    return start
+
+
+def place_elsewhere(config: Config, path: Path) -> Start:
+    """The start of a new run of `config` at the checkpoint `path`, as its steps and data have it; nothing is logged.
+
+    Raises InputError if no step is left, or if the data are to continue but differ so far.
     """
     start = _start(config, path)
     if start.step >= start.end(config):
@@ -45,17 +62,8 @@ def start_elsewhere(config: Config, path: Path) -> Start:
             f"{KEY}: {path} is at step {start.step} and tokens.train_steps is {config.tokens.train_steps}, so no step "
             f"is left; raise tokens.train_steps, or start at step 0 (checkpoints.load_mode: transfer)"
         )
-    if (path / "config.yaml").exists() and start.loads & {"model", "optimizer", "data"}:
-        before = read_resolved(path / "config.yaml")
-        if "model" in start.loads:
-            for line in changed_settings(before.model.decoder, config.model.decoder, path):
-                logger.warning(line)
-        if "data" in start.loads:
-            _check_data_position(config, before, start)
-        if "optimizer" in start.loads:
-            _check_optimizer(config, before, start)
-        if "scheduler" in start.loads or start.loads >= {"data", "step"}:
-            warn_of_higher_rate(config, before, start)
+    if (path / "config.yaml").exists() and "data" in start.loads:
+        _check_data_position(config, read_resolved(path / "config.yaml"), start)
     return start
 
 

@@ -162,6 +162,8 @@ class Run:
         those of all ranks instead, and all of them have to make the call. A name that the line has already is an
         error when the line is written.
         """
+        if not isinstance(name, str):
+            raise InputError(f"record_metric: expected a name, found {name!r}")
         try:
             number = float(value)
         except (TypeError, ValueError, RuntimeError) as error:  # of a text, a list, a tensor of several

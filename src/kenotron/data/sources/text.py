@@ -182,7 +182,9 @@ class TextDataset(TextSpec):
             run.report(line)
         rules = EncodeRules(run.eos, run.max_document_tokens, examples=self.has_answers)
         if not isinstance(section, SFTDataset | SFTFiles) and section.streaming is not None:
-            return open_stream(cast(StreamableDocuments, texts), run.tokenizer, rules, section.streaming, opening)
+            streamed = cast(StreamableDocuments, texts)
+            streamed.tell = None if isinstance(section, EmbeddedCorpus) else run.report
+            return open_stream(streamed, run.tokenizer, rules, section.streaming, opening)
         chosen = opening.reserved - {chosen_hash(texts, run.val_fraction)} if opening.reserved else frozenset()
         cache = open_tokens(
             texts,
