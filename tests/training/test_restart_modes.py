@@ -136,9 +136,10 @@ def test_a_mode_takes_what_it_says_and_nothing_else(
     caplog.clear()
     before = start_of(config, None).in_run_steps(config)
     assert not caplog.messages  # what a run would warn of
-    with open_run(before, last, report=lambda line: None) as data, pytest.raises(InputError) as missing:
-        data.stage_at(last + 1)
-    assert f"step {last + 1} is not in the run: its steps are {first} to {last}" in str(missing.value)
+    with open_run(before, last, report=lambda line: None) as opened, pytest.raises(InputError) as missing:
+        opened.stage_at(last + 1)
+    begins = max(1, before.data_stages[0].start_training_step)
+    assert f"step {last + 1} is not in the run: its steps are {begins} to {last}" in str(missing.value)
     train_quietly(config)
 
     path, initial = checkpoint_of(parent), train_start(parent)

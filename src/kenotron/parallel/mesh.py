@@ -176,7 +176,9 @@ def sharding_ranks(config: HasLayout, ranks_on_machine: int = 1) -> int:
 
 
 def build_mesh(degrees: Mapping[str, int], world_size: int, device_type: str) -> Mesh:
-    """A mesh of `degrees` (missing axes are 1) over `world_size` ranks; the default group must exist if > 1.
+    """A mesh of `degrees` (missing axes are 1, and `expert_replicas` follows from ep) over `world_size` ranks.
+
+    The default group must exist if there are several.
 
     Creates the process groups of all `GROUPS`, so every rank calls it. Raises `InputError` where the degrees do not
     multiply to `world_size`, or where ep does not divide the ranks of `gradient`.
@@ -188,7 +190,10 @@ def build_mesh(degrees: Mapping[str, int], world_size: int, device_type: str) ->
         raise InputError(f"parallelism: {arithmetic} = {mesh.world_size} ranks, but {world_size} were started")
     if world_size == 1:
         return mesh
-    experts, equal = prod(full[axis] for axis in EXPERT_NAMES), mesh.degree("gradient")
+    equal = mesh.degree("gradient")
+    if full["ep"] > 1 and "expert_replicas" not in degrees:
+        full["expert_replicas"] = equal // full["ep"]
+    experts = prod(full[axis] for axis in EXPERT_NAMES)
     if experts not in (1, equal):
         raise InputError(f"parallelism.expert_parallel_size: expected a divisor of dp x cp {equal}, found {full['ep']}")
     expert_mesh = None
