@@ -191,7 +191,7 @@ class Saving:
         self.way, self.run, self.folder, self.times = way, run, folder, times
         self.export = ExportHook() if way == "export" else None
         if engine is not None:
-            run.engine = engine
+            run.checkpoints.engine = engine
 
     def call(self) -> None:
         if self.way == "dcp":
@@ -201,18 +201,18 @@ class Saving:
 
     def step(self) -> float:
         seconds, started = step(self.run), time.perf_counter()
-        if self.run.engine.in_flight and self.run.engine.settled():
-            self._complete(self.run.engine.collect())
+        if self.run.checkpoints.engine.in_flight and self.run.checkpoints.engine.settled():
+            self._complete(self.run.checkpoints.engine.collect())
         if self.export is not None:
             self.export.after_step(self.run, None)  # type: ignore[arg-type]
         return seconds + time.perf_counter() - started
 
     @property
     def in_flight(self) -> bool:
-        return self.run.engine.in_flight or (self.export is not None and self.export.background is not None)
+        return self.run.checkpoints.engine.in_flight or (self.export is not None and self.export.background is not None)
 
     def finish(self) -> None:
-        self._complete(self.run.engine.collect())
+        self._complete(self.run.checkpoints.engine.collect())
         if self.export is not None:
             self.export.on_train_end(self.run)
 

@@ -4,31 +4,22 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kenotron.cli.replay import _config
-from kenotron.config.errors import InputError
+from kenotron.config import dump
 from kenotron.data import open_run
-from kenotron.data.batch import NO_LOSS
-from kenotron.data.provenance import SampleOrigin, step_origins
+from kenotron.data.provenance import step_origins
 from kenotron.data.text_records import records_of_step
 from kenotron.observers.consistency import SLICES, bits_sum, slice_of, state_hash
-from kenotron.observers.replay import labels_of
-from kenotron.parallel.mesh import axes, build_mesh
-from kenotron.training.build import build_run
-from kenotron.training.run import close
-from kenotron.training.step import train_step
 from support.nursery import Nursery
 from support.tiny_run import Shell, text_overrides, tiny_config, tiny_yaml, train_quietly
-from support.written_tokens import write_ds
 
 pytestmark = pytest.mark.budget(10, reason="trains a run and parts of it again")
 
@@ -123,12 +114,12 @@ def test_a_replay_writes_to_no_store(tmp_path: Path) -> None:
         "checkpoints.checkpointing_engine=async",
     )
     assert config.upload_url == "s3://bucket/run"
-    found = _config(config, tmp_path / "replay", 3, [], [])
+    found = _config(config, tmp_path / "replay", 3, [])
     assert (found.upload_url, found.s3_upload, found.profiler, found.general.benchmark_csv_path) == (None,) * 4
     straight = tiny_config(
         tmp_path, "checkpoints.checkpoints_path=s3://bucket/run", f"checkpoints.staging_path={tmp_path}/staged"
     )
-    found = _config(straight, tmp_path / "replay", 3, ["profiler={detect_anomaly: true}"], [])
+    found = _config(straight, tmp_path / "replay", 3, ["profiler={detect_anomaly: true}"])
     assert (found.upload_url, found.checkpoints.staging_path) == (None, None)
     assert found.profiler is not None
 
@@ -218,49 +209,6 @@ def test_a_file_of_yaml_is_not_taken_for_a_run(tmp_path: Path, shell: Shell) -> 
     assert "expected a run's folder of checkpoints" in error
 
 
-def test_a_step_without_a_document_is_the_step_with_its_labels_masked(tmp_path: Path, shell: Shell) -> None:
-    """Document 7 alone has token 63; the reference masks that label and knows nothing of documents."""
-    rng = np.random.default_rng(1)
-    documents = [[63] * 30 if number == 7 else rng.integers(0, 62, 20).tolist() for number in range(40)]
-    file = write_ds(tmp_path / "data" / "a.ds", documents, tokenizer=None)
-    keys = (f"data_stages.0.data.dataset={{tokens: {file.parent}}}", "tokens.train_steps=12")
-    config = tiny_config(tmp_path, *keys, "checkpoints.checkpoint_interval=4")
-    train_quietly(config)
-    run = build_run(config, build_mesh(axes(config), 1, "cpu"), torch.device("cpu"))
-    step = next(step for step in range(1, 13) if any((b.labels == 63).any() for b in run.data.batch(step)))
-    for run.step in range(step):
-        batches = run.data.batch(run.step + 1)
-        if run.step + 1 == step:
-            batches = [replace(b, labels=np.where(b.labels == 63, NO_LOSS, b.labels)) for b in batches]
-        result = train_step(run, batches)
-    (name,) = {origin.file for origin in step_origins(run.data, step)}
-    close(run)
-    code, said, _ = shell("replay", tmp_path / "checkpoints", "--step", step, "--without", f"{name}:7")
-    assert code == 0
-    assert f"and is {result.lm_loss!r} without these documents" in said
-    assert f"and is {result.grad_norm!r} without these documents" in said
-    code, _, error = shell("replay", tmp_path / "checkpoints", "--step", step, "--without", f"{name}:99")
-    assert (code, error.startswith(f"error: --without: the step has no label of {name}:99")) == (2, True)
-
-
-@pytest.mark.slow
-def test_documents_of_cached_text_go_by_their_records(tmp_path: Path, shell: Shell) -> None:
-    config = tiny_config(tmp_path, *text_overrides(tmp_path), "tokens.train_steps=3")
-    train_quietly(config)
-    with open_run(config, 1, lambda line: None) as data:
-        origins = step_origins(data, 2)
-        documents = {
-            str(record): f"{file}:{number}" for (file, number), record in records_of_step(data, 2, origins).items()
-        }
-    record, document = next((r, d) for r, d in documents.items() if _has_label(origins, d))
-    assert record.startswith(f"{tmp_path}/texts.jsonl:")
-    said = [
-        shell("replay", tmp_path / "checkpoints", "--step", "2", "--without", name)[1] for name in (record, document)
-    ]
-    assert "without these documents" in said[0]
-    assert said[0] == said[1]
-
-
 def test_documents_of_small_texts_are_found_behind_a_checkpoint(tmp_path: Path, shell: Shell) -> None:
     """Each text holds out one that no fraction chose: the checkpoint says which, and so names their tokens."""
     for name in ("a", "b"):
@@ -275,17 +223,12 @@ def test_documents_of_small_texts_are_found_behind_a_checkpoint(tmp_path: Path, 
     assert len(run.data.held_out_hashes()) == 2
     with open_run(config, 1, lambda line: None) as data:
         origins = step_origins(data, 4)
-        named = {str(record): f"{file}:{n}" for (file, n), record in records_of_step(data, 4, origins).items()}
-    record = next(record for record, document in named.items() if _has_label(origins, document))
-    code, said, _ = shell("replay", tmp_path / "checkpoints", "--step", "4", "--without", record)
-    assert (code, "without these documents" in said) == (0, True)
-
-
-def _has_label(origins: list[SampleOrigin], document: str) -> bool:
-    try:
-        return bool(labels_of(origins, [document]))
-    except InputError:
-        return False
+        named = [str(record) for record in records_of_step(data, 4, origins).values()]
+        assert named
+    (tmp_path / "run.yaml").write_text(dump(config))
+    code, said, _ = shell("data", "which", tmp_path / "run.yaml", "--step", "4")
+    assert code == 0
+    assert all(record in said for record in named)
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kenotron.checkpoint.start import Start
 from kenotron.cli import main
 from kenotron.config import dump
 from kenotron.config.errors import InputError
@@ -21,7 +22,6 @@ from kenotron.data.provenance import document_ranges, document_sightings, step_o
 from kenotron.data.sources.text import CachedText
 from kenotron.data.text_records import documents_of, records, records_of, records_of_step
 from kenotron.text.file_documents import FileDocuments
-from kenotron.training.start import Start
 from support.data_runs import quiet, run_config, write_texts
 from support.tiny_run import Shell
 from support.written_tokens import counting, write_ds

@@ -319,18 +319,18 @@ def saved(data: RunData, step: int) -> dict[str, bytes]:
 
 
 def test_what_a_stream_leaves_out_is_said_while_it_is_read(tmp_path: Path, tokenizer: TextTokenizer) -> None:
-    lines = [f'{{"text": "{"word " * 40}{number}"}}' for number in range(30)]
+    lines = [f'{{"text": "{"word " * 4}{number}"}}' for number in range(30)]
     lines[3:3], lines[20:20] = ['{"text": null}'] * 9, ['{"text": 5}'] * 3
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     dataset = {"text_files": str(tmp_path / "a.jsonl"), "streaming": {"shuffle_buffer": 1}, "on_bad_document": "skip"}
     config = run_config(dataset, val_check_interval=-1, tokenizer__tokenizer_name_or_path=str(tokenizer.folder))
     said: list[str] = []
     with open_run(config, report=said.append) as data:
-        data.batch(1)
+        steps_of(data, range(1, 13))
     left_out = [line for line in said if "left out as not readable" in line]
-    assert [line.partition(" so far)")[0].rpartition("(")[2] for line in left_out] == ["1", "2", "3", "10"]
+    assert [line.partition(" so far)")[0].rpartition("(")[2] for line in left_out][:4] == ["1", "2", "3", "10"]
     assert left_out[0].endswith("a.jsonl:4: column 'text' must hold text, found null")
-    assert "must hold text, found int" in left_out[-1]
+    assert "must hold text, found int" in left_out[3]
 
 
 @pytest.mark.parametrize(("shards", "masking"), [(1, True), SLOW(3, False), (4, True), SLOW(6, False)])

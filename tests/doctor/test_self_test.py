@@ -13,8 +13,8 @@ import pytest
 from kenotron.doctor import self_test
 
 if TYPE_CHECKING:
+    from kenotron.checkpoint.start import Start
     from kenotron.training import Run
-    from kenotron.training.start import Start
 
 pytestmark = pytest.mark.budget(10, reason="trains a tiny model twice")
 

@@ -27,6 +27,7 @@ import torch
 from safetensors.torch import load_file
 
 from kenotron.checkpoint import folders, manifest
+from kenotron.checkpoint.checkpoints import Checkpoints
 from kenotron.config import Config, refuse_unsupported
 from kenotron.config.errors import InputError
 from kenotron.interop import initial_tensors
@@ -34,7 +35,6 @@ from kenotron.parallel.mesh import axes, build_mesh
 from kenotron.training.build import build_run
 from kenotron.training.checkpoint_hook import save
 from kenotron.training.run import Run, close
-from kenotron.training.start import begin_afresh, choose_start, own_folder, run_name
 from kenotron.training.step import train_step
 from support.layout_runs import ATTENTION, FAMILIES, HYBRIDS, SAMPLES, SHORT, SPARSE, STATE_SPACES, Problem, prepared
 from support.nursery import Nursery
@@ -136,13 +136,14 @@ def go_on(rank: int, problem: str, layout: str, checkpoints: Path, again: Path) 
     """Resume as `train` does, save into `again` at once, and train to the end."""
     config = config_of(problem, layout, checkpoints)
     mesh = build_mesh(axes(config), config.parallelism.world_size, "cpu")
-    start = choose_start(config, fresh=False)
+    start = Checkpoints(config).start()
     assert (start.continues, start.step) == (True, SAVED)
-    run = build_run(config, mesh, torch.device("cpu"), start, initial_tensors)
+    checkpoints = Checkpoints(_into(config, again))
+    run = build_run(config, mesh, torch.device("cpu"), start, initial_tensors, checkpoints=checkpoints)
     try:
         with fp32_products():
             assert run.step == SAVED
-            run.config = _into(run.config, again)
+            run.config = checkpoints.config
             save(run)
             return steps_until(run, LAST)
     finally:
@@ -405,12 +406,12 @@ def say_once(rank: int, layout: str, checkpoints: Path, fresh: bool) -> tuple[in
     try:
         config = config_of("plain", layout, checkpoints)
         config = config.model_copy(update={"general": config.general.model_copy(update={"run": "another"})})
-        with own_folder(config):
-            start = choose_start(config, fresh)
+        checkpoints = Checkpoints(config, fresh=fresh)
+        with checkpoints.held():
+            start = checkpoints.start()
             if fresh:
-                begin_afresh(config, None)
-        name = run_name(config, start.path if start.continues else None)
-        return start.step if start.continues else None, name, lines
+                checkpoints.set_aside()
+        return start.step if start.continues else None, start.name, lines
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from kenotron.checkpoint.start import Start
 from kenotron.config import Config
 from kenotron.interop import initial_tensors
 from kenotron.models import named_parameters
@@ -23,7 +24,6 @@ from kenotron.parallel.shards import shard_of
 from kenotron.training.build import build_run
 from kenotron.training.checkpoint_hook import save as save_checkpoint
 from kenotron.training.run import Run, close
-from kenotron.training.start import Start
 from support.layout_runs import Problem, prepared
 from support.ranks import run_ranks
 

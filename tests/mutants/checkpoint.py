@@ -123,7 +123,7 @@ MUTANTS = [
     Mutant(
         name="a-stop-after-a-local-checkpoint-saves-nothing",
         file="training/checkpoint_hook.py",
-        find="            self.saved_step = self.durable_step if run.start.continues else run.step\n",
+        find="            self.saved_step = run.checkpoints.durable_step if run.start.continues else run.step\n",
         replace="            self.saved_step = run.step\n",
         why="a run that is stopped where it resumed loses its local checkpoint at the end, and has no other",
         tests=(f"{LOCAL}::test_a_run_that_is_stopped_at_its_local_checkpoint_saves_a_durable_one",),
@@ -219,7 +219,7 @@ MUTANTS = [
     Mutant(
         name="no-fence-before-the-update",
         file="training/step.py",
-        find="    run.engine.fence()\n",
+        find="    run.checkpoints.fence()\n",
         replace="",
         why="the update races with the copies: a checkpoint of two steps at once, whole by every checksum (DataStates)",
         tests=("training/test_engine_runs.py",),

@@ -90,14 +90,6 @@ MUTANTS = [
         tests=("training/test_replicas.py::test_the_ranks_that_differ_are_those_in_the_minority",),
     ),
     Mutant(
-        name="a-document-left-out-of-a-replay-begins-a-token-late",
-        file="observers/replay.py",
-        find="(token - origin.first_token - 1 for token",
-        replace="(token - origin.first_token for token",
-        why="the first token of the document stays in the loss, and one of the next is left out",
-        tests=("cli/test_replay.py::test_a_step_without_a_document_is_the_step_with_its_labels_masked",),
-    ),
-    Mutant(
         name="every-element-of-a-weight-has-one-weight-in-its-hash",
         file="observers/consistency.py",
         find="torch.arange(2 * first + 1, 2 * (first + len(piece)) + 1, 2, device=piece.device)",

@@ -150,9 +150,9 @@ MUTANTS = [
     ),
     Mutant(
         name="a-weight-of-a-split-region-is-not-looked-for",
-        file="parallel/tensor.py",
-        find="        check_gradients(complete, plan,",
-        replace="        (lambda *_, **__: None)(complete, plan,",
+        file="launch/training.py",
+        find="        check_plan(found.model, found.parallelism)\n",
+        replace="",
         why="a learned activation that no plan names gets one rank's gradient, and the replicas drift apart",
         tests=(
             "layouts/test_foreign_on_layouts.py::test_a_weight_that_transformers_plan_leaves_out_is_refused_on_ranks",
@@ -177,8 +177,8 @@ MUTANTS = [
     Mutant(
         name="sequence-shards-are-taken-for-the-whole",
         file="parallel/partial_gradients.py",
-        find="part or on_sequence_shards, ",
-        replace="part, ",
+        find="part = split or self.on_sequence_shards\n",
+        replace="part = split\n",
         why="a norm that the plan's sequence leaves out gets the gradient of one rank's tokens",
         tests=("layouts/test_partial_gradients.py",),
     ),

@@ -132,9 +132,9 @@ MUTANTS = [
     ),
     Mutant(
         name="a-named-checkpoint-not-verified",
-        file="training/restore.py",
-        find="        verify=not start.continues,",
-        replace="        verify=False,",
+        file="checkpoint/checkpoints.py",
+        find="            verify=not start.continues,",
+        replace="            verify=False,",
         why="resume_checkpoint_path loads flipped bytes (it survived once)",
         tests=("training/test_starting_points.py",),
     ),
@@ -148,7 +148,7 @@ MUTANTS = [
     ),
     Mutant(
         name="a-restarts-positions-forgotten",
-        file="training/start.py",
+        file="checkpoint/start.py",
         find="saved.state.get(name, default) for name",
         replace="default for name",
         why="a cooldown that is resumed from its own checkpoint reads the parent's schedule",
@@ -164,7 +164,7 @@ MUTANTS = [
     ),
     Mutant(
         name="a-new-mix-read-from-the-old-position",
-        file="training/restart.py",
+        file="checkpoint/restart.py",
         find='data_start=there.data_start + moved if "data" in loads else step,',
         replace="data_start=there.data_start + moved,",
         why="with transfer, the first samples of the new data are never read",

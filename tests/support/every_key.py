@@ -106,8 +106,8 @@ def attention(o: Outcome) -> Any:
 
 def engine(o: Outcome) -> Any:
     """What saves, and what it works with: test_engines.py shows what comes of it."""
-    names = ("most_bytes", "threads", "pin")
-    return type(o.run.engine), o.run.engine.open_file, [getattr(o.run.engine, name, None) for name in names]
+    engine, names = o.run.checkpoints.engine, ("most_bytes", "threads", "pin")
+    return type(engine), engine.open_file, [getattr(engine, name, None) for name in names]
 
 
 def warnings(o: Outcome) -> Any:

@@ -428,7 +428,7 @@ class WaitsForTheWriter(Hook):
     priority = -60
 
     def after_step(self, run: Any, result: Any) -> None:
-        while not run.engine.settled():
+        while not run.checkpoints.engine.settled():
             time.sleep(0.01)
 
 

@@ -69,10 +69,12 @@ class FullDisk(kn.Hook):
         self.steps = range(first, last + 1)
 
     def after_step(self, run: Any, result: Any) -> None:
-        while not run.engine.settled():
+        while not run.checkpoints.engine.settled():
             time.sleep(0.01)
         most = 20_000 if run.step in self.steps else resource.RLIM_INFINITY
-        resource.prlimit(run.engine.writer.process.pid, resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
+        resource.prlimit(
+            run.checkpoints.engine.writer.process.pid, resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY)
+        )
 
 
 def full_disk(folder: Path, first: int, last: int) -> Any:
@@ -136,7 +138,7 @@ class Counting(SynchronousEngine):
 
 def test_an_engine_of_ones_own_is_named_by_its_path(tmp_path: Path) -> None:
     run: Any = train_quietly(engine_config(tmp_path, "training.test_engine_runs.Counting"))
-    assert run.engine.saved == 3
+    assert run.checkpoints.engine.saved == 3
     with pytest.raises(InputError, match=r"checkpointing_engine: expected a dotted path .*datastates.*datastate"):
         train_quietly(engine_config(tmp_path / "wrong", "datastate"))
     with pytest.raises(InputError, match=r"expected a subclass of kenotron.checkpoint.engine.Engine, found 'trai"):

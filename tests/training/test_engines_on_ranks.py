@@ -150,9 +150,9 @@ class FullDisk(kn.Hook):
 
     def after_step(self, run: Any, result: Any) -> None:
         if run.mesh.rank("world") == 1:
-            run.engine.writer.wait(lambda: run.engine.writer.state != WRITING)
+            run.checkpoints.engine.writer.wait(lambda: run.checkpoints.engine.writer.state != WRITING)
             limits = (self.most[run.step - 1], resource.RLIM_INFINITY)
-            resource.prlimit(run.engine.writer.process.pid, resource.RLIMIT_FSIZE, limits)
+            resource.prlimit(run.checkpoints.engine.writer.process.pid, resource.RLIMIT_FSIZE, limits)
 
     def on_save(self, run: Any, path: Path) -> None:
         self.saved.append(path.name)

@@ -270,8 +270,8 @@ class LittleRoomAt(kn.Hook):
         self.steps = steps
 
     def after_step(self, run: Any, result: Any) -> None:
-        writer = getattr(run.engine, "writer", None)
-        while not run.engine.settled():
+        writer = getattr(run.checkpoints.engine, "writer", None)
+        while not run.checkpoints.engine.settled():
             pass
         most = 20_000 if run.step in self.steps else resource.RLIM_INFINITY
         resource.prlimit(writer.process.pid if writer else 0, resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))

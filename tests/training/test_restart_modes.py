@@ -405,7 +405,7 @@ def test_another_optimizer_or_batch_is_refused_before_the_model_is_built(parent:
 
 
 def start(config: Config) -> Any:
-    from kenotron.training.restart import start_elsewhere
+    from kenotron.checkpoint.restart import start_elsewhere
 
     return start_elsewhere(config, Path(config.checkpoints.resume_checkpoint_path or ""))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,10 @@ import pytest
 import torch
 
 import kenotron as kn
+from kenotron.checkpoint.checkpoints import Checkpoints
 from kenotron.checkpoint.local import run_folders
 from kenotron.config import InputError
 from kenotron.launch.training import name_before_start
-from kenotron.training.start import choose_start
 from support.tiny_run import (
     equal_bits,
     largest_difference,
@@ -82,14 +83,14 @@ def test_another_global_batch_is_refused_with_overrides_that_keep_it(earlier: An
     """Before the ranks of the other layout start, and by each of them under torchrun; with the overrides both go on."""
     folder, layout = Path(earlier.checkpoints.checkpoints_path).parent, ("parallelism.dp=2", "parallelism.tp=2")
     wrong = tiny_config(folder, RATES, "tokens.train_steps=8", *layout)
-    for start, argument in ((name_before_start, run_folders(wrong)), (choose_start, False)):
+    for start in (partial(name_before_start, wrong, run_folders(wrong)), Checkpoints(wrong).start):
         with pytest.raises(InputError, match="has a global batch of 4 sequences, this config has 8 ") as refused:
-            start(wrong, argument)
+            start()
     told = re.findall(r"tokens\.\w+=\d+", str(refused.value))
     right = tiny_config(folder, RATES, "tokens.train_steps=8", *layout, *told)
     assert (right.tokens.micro_batch_size, right.global_batch_size) == (2, 4)
     assert name_before_start(right, run_folders(right))[1] == folder / "logs" / "tiny" / "ranks"
-    assert choose_start(right, False).step == 8
+    assert Checkpoints(right).start().step == 8
 
 
 @pytest.mark.parametrize("folder", ["model", "optimizer"])
@@ -273,8 +274,8 @@ def test_checkpoints_of_nanotron_are_not_taken_for_none(tmp_path: Path) -> None:
     (config.checkpoint_folder / "4").mkdir(parents=True)
     (config.checkpoint_folder / "4" / "checkpoint_metadata.json").write_text("{}")
     with pytest.raises(InputError, match=r"^checkpoints\.checkpoints_path: .* holds checkpoints of nanotron"):
-        choose_start(config, fresh=False)
-    assert choose_start(config, fresh=True).path is None
+        Checkpoints(config).start()
+    assert Checkpoints(config, fresh=True).start().path is None
 
 
 def test_an_imported_hugging_face_checkpoint_is_trained_on(earlier: Any, tmp_path: Path) -> None:

@@ -11,8 +11,10 @@
     <root>/<step>/config.yaml, model_config.json, tokenizer/
     <root>/<step>/model/, optimizer/, hooks/     index.json and one safetensors file a rank (see `tensors.py`)
 
+checkpoints.py                all that a run in training knows of its checkpoints: read this first
+start.py, restart.py          where a run starts: its own newest checkpoint, or another run's
 folders.py, manifest.py       which checkpoints a folder has, and whether one is complete; leftovers.py, retention.py
-engine.py, engines/           how long training waits for a save: read these first
+engine.py, engines/           how long training waits for a save
 saving.py, loading.py         one checkpoint: the order of writes that makes it complete, and the way back
 tensors.py, index.py, plan.py its tensors, with the writers file_writer.py, tensor_writer.py, durable.py, native.py
 reading.py, averaging.py, model_files.py    for tools, in one process

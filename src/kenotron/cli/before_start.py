@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kenotron.config import Config, load
+from kenotron.config.data import TEXT_DATASETS, TOKEN_DATASETS, paths_of
 from kenotron.config.errors import InputError
 from kenotron.config.remote import is_remote
 from kenotron.config.runs import same_batch_overrides
@@ -18,7 +19,7 @@ def warnings_before_start(file: str | Path, config: Config, overrides: Sequence[
     Raises InputError: the run in the checkpoint folder has another global batch.
     """
     if config.checkpoint_folder.is_dir():
-        from kenotron.training.start import continued_run
+        from kenotron.checkpoint.start import continued_run
 
         continued_run(config, [config.checkpoint_folder])
     return [*changed_batch(file, config, overrides), *warnings_of(config)]
@@ -54,16 +55,16 @@ def epochs(config: Config) -> str:
 
     Raises InputError: a token file that cannot be read.
     """
-    from kenotron.data.run import RunData, run_settings
-    from kenotron.data.source import TextSpec
-    from kenotron.data.stage_plan import plan_stages
-
-    stages = [stage for stage in plan_stages(config) if stage.start <= config.tokens.train_steps]
-    specs = [source.spec for stage in stages for source in stage.sources]
-    if any(isinstance(spec, TextSpec) and not spec.is_stream for spec in specs):
+    stages = [stage for stage in config.data_stages if stage.start_training_step <= config.tokens.train_steps]
+    datasets = [dataset for stage in stages for dataset in stage.data.datasets]
+    if any(isinstance(each, TEXT_DATASETS) and getattr(each, "streaming", None) is None for each in datasets):
         return "; `kenotron train` says the epochs, once the text is tokenized"
-    here = all(spec.splits_files and not any(map(is_remote, spec.paths()[1])) for spec in specs)
+    here = all(isinstance(each, TOKEN_DATASETS) and not any(map(is_remote, paths_of(each))) for each in datasets)
     if not here or not hasattr(config.model.architecture, "vocab_size"):
         return ""
-    with RunData(config, run_settings(config, report=lambda line: None), stages) as data:
+    from kenotron.data.run import RunData, run_settings
+    from kenotron.data.stage_plan import plan_stages
+
+    settings = run_settings(config, report=lambda line: None)
+    with RunData(config, settings, plan_stages(config)) as data:
         return data.describe_epochs(config.tokens.train_steps)

@@ -131,10 +131,9 @@ def _check_architecture(config: Config) -> None:
         rules = model.init_rules(std=0.02, scaling="NONE")
         for name, _ in named_parameters(model):
             rule_for(name, rules)
-        if config.parallelism.tp > 1:
-            from kenotron.parallel.partial_gradients import check_gradients
+        from kenotron.parallel.partial_gradients import check_plan
 
-            check_gradients(model, model.plan, config.parallelism.tp_mode == "REDUCE_SCATTER")
+        check_plan(config.model, config.parallelism)
         if config.masks_documents:
             check_blocks(architecture, min(CHECKED_TOKENS, *config.sequence_lengths.values()))
 

@@ -20,11 +20,11 @@ from kenotron.config.errors import InputError, counted
 
 if TYPE_CHECKING:
     from kenotron.checkpoint.folders import CheckpointFolder
+    from kenotron.checkpoint.start import Start
     from kenotron.config import Config
     from kenotron.data import RunData
     from kenotron.data.provenance import SampleOrigin
     from kenotron.data.text_records import Record
-    from kenotron.training.start import Start
 
 
 @app.command()
@@ -59,8 +59,8 @@ def start_of(config: Config, saved: CheckpointFolder | None) -> Start:
     A run that has saved none is about to begin, by the same rule as in training. Raises InputError if it cannot.
     """
     from kenotron.checkpoint.folders import resolve
-    from kenotron.training.restart import place_elsewhere
-    from kenotron.training.start import Start
+    from kenotron.checkpoint.restart import place_elsewhere
+    from kenotron.checkpoint.start import Start
 
     if saved is not None:
         return Start.at(saved.path, continues=True)

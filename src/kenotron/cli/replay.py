@@ -2,9 +2,8 @@
 
 From the nearest checkpoint before the step, on the same layout, losses, gradient norms and hashes of the weights are
 equal bit by bit; on another layout (overrides) losses and norms agree up to rounding. Where they first differ, a
-transient fault, a changed file of tokens or another version of a library is the cause. With `--without` the step is
-computed without the loss of some documents, to find the one that made it spike. The run and its checkpoints are only
-read.
+transient fault, a changed file of tokens or another version of a library is the cause. The run and its checkpoints are
+only read.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from kenotron.config.errors import InputError, counted
 if TYPE_CHECKING:
     from kenotron.checkpoint.folders import CheckpointFolder
     from kenotron.config import Config
-    from kenotron.data.run import RunData
 
 COMPARED = ("lm_loss", "grad_norm", "state_hash", "lr")
 OWN = ("general.run", "tokens.train_steps")  # a replay needs the run's values of these
@@ -35,9 +33,6 @@ def replay(
     checkpoints: Annotated[Path, typer.Argument(help="The run's folder of checkpoints.")],
     step: Annotated[int, typer.Option(help="The last step to compute again.", min=1)],
     overrides: Annotated[list[str] | None, typer.Argument(help="Another layout, such as parallelism.tp=2.")] = None,
-    without: Annotated[
-        list[str] | None, typer.Option(help="FILE:NUMBER: leave the loss of this document out of the step.")
-    ] = None,
     log_dir: Annotated[Path | None, typer.Option(help="The run's log folder, if it was moved.")] = None,
 ) -> None:
     """Compute a step of a run again from the checkpoint before it, and compare it with the log.
@@ -55,11 +50,8 @@ def replay(
     logged = _metrics(log)
     if step not in logged:
         raise InputError(f"--step: expected a step of the log, which has {_range(logged)}, found {step}")
-    if without:
-        with read(step) as data:
-            without = _documents(data, step, without)
     with tempfile.TemporaryDirectory(prefix="kenotron-replay-") as temporary:
-        again = _config(config, Path(temporary), step, overrides or [], without or [])
+        again = _config(config, Path(temporary), step, overrides or [])
         if start is not None:
             _link(start.path, Path(again.checkpoints.checkpoints_path))
         first = start.step + 1 if start else 1
@@ -72,7 +64,7 @@ def replay(
         found = _metrics(Path(again.logging.log_dir) / again.general.run / "metrics.jsonl")
     other_layout = any(not override.startswith("profiler") for override in overrides or ())
     rounding = ROUNDING[again.model.dtype] if other_layout else 0.0
-    steps = range(first, step if without else step + 1)
+    steps = range(first, step + 1)
     compared, differences = _compare(logged, found, steps, rounding)
     if differences:
         print("\n".join(differences))
@@ -81,14 +73,11 @@ def replay(
         with read(step) as data:
             print("\n".join(of_step(data, int(differences[0].split()[1].rstrip(":")))[1]))
         sys.exit(1)
-    for name in COMPARED[:2] if without else ():
-        print(f"step {step}: {name} was {logged[step][name]!r} and is {found[step][name]!r} without these documents")
-    if steps and not compared:
-        raise InputError(f"{log}: expected {', '.join(COMPARED)} of steps {first} to {steps[-1]}, found none of them")
-    if steps:
-        some = f"; the log has {compared} of these {len(steps)} steps" if compared < len(steps) else ""
-        verdict = "equal up to rounding" if rounding else "every number is equal"
-        print(f"steps {first} to {steps[-1]}: {verdict}{some}")
+    if not compared:
+        raise InputError(f"{log}: expected {', '.join(COMPARED)} of steps {first} to {step}, found none of them")
+    some = f"; the log has {compared} of these {len(steps)} steps" if compared < len(steps) else ""
+    verdict = "equal up to rounding" if rounding else "every number is equal"
+    print(f"steps {first} to {step}: {verdict}{some}")
 
 
 def _find(checkpoints: Path, step: int) -> tuple[Config, CheckpointFolder | None]:
@@ -117,22 +106,7 @@ def _find(checkpoints: Path, step: int) -> tuple[Config, CheckpointFolder | None
     return config, None
 
 
-def _documents(data: RunData, step: int, without: list[str]) -> list[str]:
-    """`without`, records of cached text by their documents. Raises InputError for one that the step has no label of."""
-    from kenotron.data.provenance import step_origins
-    from kenotron.data.text_records import records_of_step
-    from kenotron.observers.replay import labels_of
-
-    origins = step_origins(data, step)
-    documents: dict[str, list[str]] = {}
-    for (file, number), record in records_of_step(data, step, origins).items():
-        documents.setdefault(str(record), []).append(f"{file}:{number}")
-    without = [each for name in without for each in documents.get(name, [name])]
-    labels_of(origins, without)
-    return without
-
-
-def _config(config: Config, folder: Path, step: int, overrides: list[str], without: list[str]) -> Config:
+def _config(config: Config, folder: Path, step: int, overrides: list[str]) -> Config:
     """`config` with its files in `folder`, until `step`.
 
     Raises InputError for an override that would lead it to the run's own files.
@@ -143,8 +117,6 @@ def _config(config: Config, folder: Path, step: int, overrides: list[str], witho
 
     hooks = [*(to_dict(config)["general"].get("hooks") or [])]
     hooks.append({"path": "kenotron.observers.replay.StopAfter", "kwargs": {"step": step}})
-    if without:
-        hooks.append({"path": "kenotron.observers.replay.Without", "kwargs": {"step": step, "documents": without}})
     changes: dict[str, Any] = {
         "general.hooks": hooks,
         "checkpoints.checkpoints_path": str(folder / "checkpoints"),

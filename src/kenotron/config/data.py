@@ -323,6 +323,7 @@ AnyDataset = Annotated[
 # Those whose text this run tokenizes.
 SFT_DATASETS = (SFTDataset, SFTFiles)
 TEXT_DATASETS = (PretrainDataset, EmbeddedCorpus, TextFiles, *SFT_DATASETS)
+TOKEN_DATASETS = (NanosetDataset, TokenFilesDataset)
 # Keys that say how much of a dataset is trained on, and in which order.
 ONLY_TRAINING = ("weight", "max_epochs", "streaming", "dataset_weights", "dataset_max_tokens", "shuffle_files")
 

@@ -31,6 +31,7 @@ from kenotron.models import ModelPart, build, materialize
 from kenotron.models.decoder import Decoder
 from kenotron.parallel.device import best_device
 from kenotron.parallel.mesh import Mesh
+from kenotron.parallel.partial_gradients import check_plan
 from kenotron.parallel.ranks import raise_on_any_rank
 from kenotron.parallel.shards import shard_of
 from kenotron.text.tokenizer import TextTokenizer, load_tokenizer
@@ -72,6 +73,7 @@ def load_for_generation(
     decoded_in = dtype_of(dtype or source.model.dtype)
     target = torch.device(device) if device is not None else best_device()
     check_layout(source.architecture, layout_of(mesh))
+    on_all(lambda: check_plan(source.model, layout_of(mesh)))
     parts, pipeline = _on_mesh(source.model, decoded_in, mesh, target)
 
     def read() -> None:

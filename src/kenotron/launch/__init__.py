@@ -115,12 +115,12 @@ def _start_with_spares(
     from kenotron.checkpoint.folders import list_checkpoints
     from kenotron.checkpoint.local import run_folders
     from kenotron.launch.recovery import start_ranks_with_spares
-    from kenotron.launch.training import local_tier
-    from kenotron.training.start import begin_afresh, own_folder
+    from kenotron.launch.training import checkpoints_of
 
     if fresh:  # once, and not again when ranks are replaced
-        with own_folder(config):
-            begin_afresh(config, local_tier(config, Ranks()))
+        checkpoints = checkpoints_of(config, Ranks(), fresh)
+        with checkpoints.held():
+            checkpoints.set_aside()
     start_ranks_with_spares(
         config,
         train,

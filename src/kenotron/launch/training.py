@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING
 
 from kenotron import interop, training
 from kenotron.checkpoint import folders
+from kenotron.checkpoint.checkpoints import Checkpoints
+from kenotron.checkpoint.restart import start_elsewhere
+from kenotron.checkpoint.start import Start, continued_run, run_name, with_run_name
 from kenotron.config.errors import InputError
 from kenotron.config.families import is_users_own
 from kenotron.launch.environment import Ranks, ranks_from_environment
@@ -18,16 +21,15 @@ from kenotron.launch.shared_folder import check_shared
 from kenotron.models.document_separation import check_blocks
 from kenotron.observers import observers
 from kenotron.parallel.mesh import Mesh, build_mesh
+from kenotron.parallel.partial_gradients import check_plan
 from kenotron.parallel.ranks import gather, rank_and_size, run_on_rank0, wait_for_all
-from kenotron.training import compare, console, restart
+from kenotron.training import compare, console
 from kenotron.training.console import logger
 from kenotron.training.report import already_finished
-from kenotron.training.start import Start, choose_start, continued_run, own_folder, run_name, with_run_name
 
 if TYPE_CHECKING:
     import torch
 
-    from kenotron.checkpoint.local import LocalTier
     from kenotron.config import Config
     from kenotron.config.decoder import DecoderArchitecture
     from kenotron.interop.hf_weights import Weights
@@ -40,38 +42,46 @@ def train(config: Config, mesh: Mesh, device: torch.device, *, fresh: bool = Fal
     ranks = ranks_from_environment()
     if ranks.local_world_size < ranks.world_size:
         check_shared(config.checkpoint_folder, config.checkpoints.checkpoints_path_is_shared_file_system)
-    local = local_tier(config, ranks)
     with machine_limits(config, device):
-        config = run_on_rank0(lambda: interop.resolve_architecture(config))
+        config = _resolved(config)
         if config.masks_documents and is_users_own(config.model.decoder.family):
             longest = max(config.sequence_lengths.values())
             run_on_rank0(lambda: check_blocks(config.model.decoder, longest, device))
         fetch_checkpoints(config, fresh)
+    checkpoints = checkpoints_of(config, ranks, fresh)
     with machine_limits(config, device, warn=True):  # with the architecture, from which memory is estimated
         run = training.train(
             config,
             mesh,
             device,
-            fresh=fresh,
+            checkpoints,
             reopen=reopen,
             open_weights=open_weights,
-            start_elsewhere=restart.start_elsewhere,
             observers=observers(config, mesh),
-            local=local,
         )
     if run is None or (run.finished and run.last_result is None):
-        _finish_last(config, mesh, local)
+        _finish_last(config, mesh, checkpoints)
     return run
 
 
-def _finish_last(config: Config, mesh: Mesh, local: LocalTier | None) -> None:
+def _resolved(config: Config) -> Config:
+    """`config` with its architecture. Raises InputError if its plan would leave a rank with a part of a gradient."""
+
+    def resolve() -> Config:
+        found = interop.resolve_architecture(config)
+        check_plan(found.model, found.parallelism)
+        return found
+
+    return run_on_rank0(resolve)
+
+
+def _finish_last(config: Config, mesh: Mesh, checkpoints: Checkpoints) -> None:
     """What follows the last checkpoint of a run that had ended before, unless that is done. All ranks call it."""
-    if local is not None:
-        local.close()
+    checkpoints.end()
     if config.checkpoints.export_hf:
         from kenotron.observers.export import export_last
 
-        with own_folder(config):
+        with checkpoints.held():
             export_last(config)
     if mesh.is_first and config.upload_url is not None:
         from kenotron.observers.uploads import finish, uploader
@@ -88,17 +98,18 @@ def open_weights(path: str, architecture: DecoderArchitecture, *, verify: bool =
     return interop.initial_tensors(path, architecture, verify=False)
 
 
-def local_tier(config: Config, ranks: Ranks) -> LocalTier | None:
-    """What keeps the checkpoints of `checkpoints.local`; None without it. All ranks call it."""
-    if config.checkpoints.local is None:
-        return None
-    from kenotron.checkpoint.local import LocalTier, Machines, machine_of_each
+def checkpoints_of(config: Config, ranks: Ranks, fresh: bool) -> Checkpoints:
+    """The checkpoints of a run of `config`, with the machines' own disks if it uses them. All ranks call it."""
+    local = None
+    if config.checkpoints.local is not None:
+        from kenotron.checkpoint.local import LocalTier, Machines, machine_of_each
 
-    rank, size = rank_and_size()
-    of_rank = (0,) * size
-    if ranks.local_world_size < ranks.world_size:
-        of_rank = machine_of_each(gather((socket.gethostname(), ranks.local_rank)))
-    return LocalTier(config, Machines(of_rank, rank), logger.warning, logger.info)
+        rank, size = rank_and_size()
+        of_rank = (0,) * size
+        if ranks.local_world_size < ranks.world_size:
+            of_rank = machine_of_each(gather((socket.gethostname(), ranks.local_rank)))
+        local = LocalTier(config, Machines(of_rank, rank), logger.warning, logger.info)
+    return Checkpoints(config, fresh=fresh, local=local, start_elsewhere=start_elsewhere)
 
 
 def name_before_start(config: Config, roots: Iterable[Path]) -> tuple[Config, Path]:
@@ -127,8 +138,9 @@ def finished_before_start(config: Config) -> bool:
     if not saved or saved[-1].problem or not _is_finished(Start.at(saved[-1].path, continues=True), config):
         return False
     console.start_logging(config, build_mesh({}, 1, "cpu"))
-    with own_folder(config):
-        start = choose_start(interop.resolve_architecture(config), fresh=False)
+    checkpoints = Checkpoints(interop.resolve_architecture(config))
+    with checkpoints.held():
+        start = checkpoints.start()
         if finished := _is_finished(start, config):  # that is, if the newest is intact
             already_finished(config, start)
     return finished
@@ -169,5 +181,5 @@ def fetch_checkpoints(config: Config, fresh: bool) -> None:
 
 def record(config: Config, mesh: Mesh, device: torch.device, *, steps: int, seed: int, folder: str) -> None:
     """`kenotron.training.compare.record`, the architecture resolved first."""
-    config = run_on_rank0(lambda: interop.resolve_architecture(config))
+    config = _resolved(config)
     compare.record(config, mesh, device, steps=steps, seed=seed, folder=folder, open_weights=open_weights)

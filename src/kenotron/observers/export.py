@@ -63,12 +63,12 @@ class ExportHook(Hook):
 
     def on_save(self, run: Run, path: Path) -> None:
         """Write `<path>/hf`, or begin to. Raises RunFailed if it cannot be written; the checkpoint is complete then."""
-        if not run.engine.in_background:
+        if not run.checkpoints.engine.in_background:
             export_now(path)
         elif run.mesh.is_first:
             self._settle(run)
             remove_leftovers(path / FOLDER)
-            run.protected_steps.add(int(path.name))
+            run.checkpoints.protected.add(int(path.name))
             self.started, self.background = time.perf_counter(), BackgroundExport(path, path / FOLDER)
 
     def after_step(self, run: Run, result: StepResult) -> None:
@@ -97,7 +97,7 @@ class ExportHook(Hook):
             logger.error("%s", _failed(export.source, error))
             return _failed(export.source, error)
         finally:
-            run.protected_steps.discard(int(export.source.name))
+            run.checkpoints.protected.discard(int(export.source.name))
         return None
 
 

@@ -53,7 +53,7 @@ class Snapshot:
     @torch.no_grad()
     def restore(self, run: Run) -> None:
         """Put the copy back. A checkpoint that is being copied is waited for."""
-        run.engine.fence()
+        run.checkpoints.fence()
         for name, tensor in _tensors(run):
             tensor.copy_(self.tensors[name])
         for name, parameter in named_parameters(*run.parts):

@@ -98,8 +98,8 @@ class Uploads(Hook):
 
     def on_train_start(self, run: Run) -> None:
         """Begin with what an earlier process left on this machine."""
-        self.uploader.protected |= run.protected_steps
-        run.protected_steps = self.uploader.protected
+        self.uploader.protected |= run.checkpoints.protected
+        run.checkpoints.protected = self.uploader.protected
         self.uploader.start()
 
     def after_step(self, run: Run, result: StepResult) -> None:

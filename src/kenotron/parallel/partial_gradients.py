@@ -24,11 +24,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from kenotron.config.errors import InputError
+from kenotron.models import build
 from kenotron.models.context import Context
 from kenotron.models.decoder import Decoder
 from kenotron.models.plan import modules
 
 if TYPE_CHECKING:
+    from kenotron.config.model import Model
+    from kenotron.config.parallelism import Parallelism
     from kenotron.models.plan import Plan
 
 TOKENS = 4
@@ -40,6 +43,16 @@ NORMS = {"layer_norm", "rms_norm", "group_norm"}
 VIEWS = {"view", "reshape", "unflatten", "flatten", "transpose", "permute", "movedim", "swapaxes", "swapdims", "t"}
 VIEWS |= {"squeeze", "unsqueeze", "matmul", "__matmul__", "__rmatmul__", "linear", "einsum", "bmm", "__get__", "expand"}
 NUMBERS = {Tensor.__int__: TOKENS, Tensor.item: TOKENS, Tensor.__bool__: False}
+
+
+def check_plan(model: Model, layout: Parallelism) -> None:
+    """Raise InputError unless every rank of `layout` has the gradients of its weights whole. One process calls it."""
+    if layout.tp == 1:
+        return
+    with torch.device("meta"):
+        complete = build(model)
+    complete.plan.check(complete)
+    check_gradients(complete, complete.plan, layout.tp_mode == "REDUCE_SCATTER")
 
 
 def check_gradients(model: Decoder, plan: Plan, on_sequence_shards: bool) -> None:

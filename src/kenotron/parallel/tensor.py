@@ -67,7 +67,6 @@ from kenotron.parallel.collectives import (
 )
 from kenotron.parallel.experts import split_experts
 from kenotron.parallel.mesh import Mesh
-from kenotron.parallel.partial_gradients import check_gradients
 from kenotron.parallel.tensor_labels import (
     ChannelParallel,
     Replicated,
@@ -92,22 +91,18 @@ def apply(
     `model` may be on the meta device (the parallel modules' weights are then empty), or hold weights that are the same
     on every rank: each keeps its shard. It may be a `Decoder`'s part of a pipeline: patterns that match nothing here
     then belong to another part. A module that the plan does not name keeps full weights and has to see full
-    activations: a `Decoder` in which it would not is refused (`parallel.partial_gradients`).
+    activations: `parallel.partial_gradients` refuses a model in which it would not, before anything is built.
 
     `mode`: ALL_REDUCE or REDUCE_SCATTER, as pictured above. `asynchronous`: backward computes weight gradients while
     the gradient of their input is being summed; and with REDUCE_SCATTER, on GPUs that reach each other's memory, the
     products before and after a collective hide it (`parallel.fused`). `recompute_allgather`: REDUCE_SCATTER keeps the
     input of column layers as the rank's own tokens and gathers it again in backward, instead of keeping all of it.
 
-    Raises InputError: a weight, or the heads in it, that tp does not divide; a module that has no parallel version; a
-    weight whose gradient would be one rank's part.
+    Raises InputError: a weight, or the heads in it, that tp does not divide; a module that has no parallel version.
     """
     if mesh.degree("tp") == 1:
         return
-    complete = model.complete() if isinstance(model, Decoder) else model
-    plan.check(complete)
-    if isinstance(complete, Decoder):
-        check_gradients(complete, plan, on_sequence_shards=mode == "REDUCE_SCATTER")
+    plan.check(model.complete() if isinstance(model, Decoder) else model)
     settings = TensorParallelSettings.over(
         mesh, mode=mode, asynchronous=asynchronous, recompute_allgather=recompute_allgather
     )

@@ -7,9 +7,7 @@ hooks.py            the methods that everything else of a run hangs on, in their
 
 model_parts.py      the model in memory, split over the layout
 initial_weights.py  its first weights
-start.py            which checkpoint a run starts from, and what the run is called
-restart.py          the start of a new run at another run's checkpoint
-restore.py          loading that checkpoint
+restore.py          loading the checkpoint that it starts from
 checkpoint_hook.py  saving checkpoints
 saved_state.py      the form in which model, optimizer and hooks are saved
 run_folder.py       the log folder
@@ -34,12 +32,11 @@ if TYPE_CHECKING:
 
     import torch
 
-    from kenotron.checkpoint.local import LocalTier
+    from kenotron.checkpoint.checkpoints import Checkpoints
     from kenotron.config import Config
     from kenotron.parallel.mesh import Mesh
     from kenotron.training.initial_weights import OpenWeights
     from kenotron.training.run import Run
-    from kenotron.training.start import StartElsewhere
 
 __all__ = ["Hook", "train"]
 
@@ -48,22 +45,22 @@ def train(
     config: Config,
     mesh: Mesh,
     device: torch.device,
+    checkpoints: Checkpoints | None = None,
     *,
-    fresh: bool = False,
     reopen: bool = False,
     open_weights: OpenWeights | None = None,
-    start_elsewhere: StartElsewhere | None = None,
     observers: Sequence[Hook] = (),
-    local: LocalTier | None = None,
 ) -> Run | None:
-    """Train as `config` says, from its newest checkpoint if there is one. All ranks of `mesh` call it.
+    """Train as `config` says, from the newest of its `checkpoints` if there is one. All ranks of `mesh` call it.
 
-    Its architecture is resolved (`interop.resolve_architecture`). `fresh` sets earlier checkpoints aside and starts at
-    step 0. `open_weights` opens what `model.init_method.path` names, `start_elsewhere` what `resume_checkpoint_path`
-    does, `observers` are more hooks (`kenotron.observers`), `local` keeps local checkpoints. Returns the run; if its
-    checkpoint has all steps already, nothing is loaded and None returned, or with `reopen` the run as it ended. Raises
-    InputError if the input is wrong, RunFailed if the run cannot continue.
+    `checkpoints` are by default those in `checkpoints_path` alone. The architecture is resolved
+    (`interop.resolve_architecture`). `open_weights` opens what `model.init_method.path` names, `observers` are more
+    hooks (`kenotron.observers`). Returns the run; if its checkpoint has all steps already, nothing is loaded and None
+    returned, or with `reopen` the run as it ended. Raises InputError if the input is wrong, RunFailed if the run cannot
+    continue.
     """
+    from kenotron.checkpoint.checkpoints import Checkpoints
+    from kenotron.checkpoint.start import with_run_name
     from kenotron.kernels.fused import use_kernels
     from kenotron.kernels.host_memory import keep_freed_memory
     from kenotron.parallel.ranks import run_on_rank0
@@ -73,16 +70,16 @@ def train(
     from kenotron.training.metrics import logged_step
     from kenotron.training.run import close, fit, report_failure
     from kenotron.training.run_folder import log_folder, make_log_folder, open_log_folder
-    from kenotron.training.start import begin_afresh, choose_start, own_folder, run_name, with_run_name
 
+    checkpoints = checkpoints or Checkpoints(config)
     keep_freed_memory()  # changes malloc for the whole process: steps allocate the same sizes again and again
     console.start_logging(config, mesh)
     first = mesh.is_first
     if first:
         report.run_log(config).project(config)
-    with own_folder(config), deterministic(config.general.deterministic), use_kernels(config.model.kernels):
-        start = choose_start(config, fresh, start_elsewhere, local)
-        config = with_run_name(config, run_on_rank0(lambda: run_name(config, start.path if start.continues else None)))
+    with checkpoints.held(), deterministic(config.general.deterministic), use_kernels(config.model.kernels):
+        start = checkpoints.start()
+        config = with_run_name(config, start.name)
         done = start.continues and start.step >= start.end(config)
         if not done:
             run_on_rank0(lambda: make_log_folder(config))
@@ -90,13 +87,13 @@ def train(
             report.already_finished(config, start)
         if done and not reopen:
             return None
-        run = build_run(config, mesh, device, start, open_weights, build_hooks(config, mesh, observers), local)
+        run = build_run(config, mesh, device, start, open_weights, build_hooks(config, mesh, observers), checkpoints)
         try:
             if done:
                 run.last_metrics = logged_step(log_folder(config), run.step) if first else {}
                 return run
-            if fresh:
-                begin_afresh(config, local)
+            if checkpoints.fresh:
+                checkpoints.set_aside()
             if first:
                 open_log_folder(config, start.continues)
                 report.exhausted(run) if run.finished else report.run_log(config).plan(run)

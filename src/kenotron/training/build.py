@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kenotron.checkpoint.engine import find_engine
+from kenotron.checkpoint.checkpoints import Checkpoints
+from kenotron.checkpoint.start import Start
 from kenotron.config.errors import InputError
 from kenotron.data.stage_plan import check_paths
 from kenotron.kernels.attentions.choice import attention_of_run
@@ -27,10 +28,8 @@ from kenotron.training.report import run_log
 from kenotron.training.restore import restore
 from kenotron.training.run import Run, close
 from kenotron.training.run_folder import log_folder
-from kenotron.training.start import Start
 
 if TYPE_CHECKING:
-    from kenotron.checkpoint.local import LocalTier
     from kenotron.config import Config
     from kenotron.data import RunData
     from kenotron.parallel.mesh import Mesh
@@ -45,7 +44,7 @@ def build_run(
     start: Start = FROM_SCRATCH,
     open_weights: OpenWeights | None = None,
     hooks: Sequence[Hook] = (),
-    local: LocalTier | None = None,
+    checkpoints: Checkpoints | None = None,
 ) -> Run:
     """A run at the step of `start`: model → optimizer → data → checkpoint. All ranks call it.
 
@@ -58,7 +57,7 @@ def build_run(
     step = min(start.step + 1, start.end(config))
     check_paths(start.in_run_steps(config), step, step)
     load_loss(config.model.loss)
-    engine_class = find_engine(config.checkpoints.checkpointing_engine)
+    checkpoints = checkpoints or Checkpoints(config)
 
     attention, chosen = attention_of_run(config, device)
     logger.info("Attention: %s", chosen)
@@ -86,7 +85,7 @@ def build_run(
         log.first_weights()
 
     data = open_data(config, start)
-    engine = engine_class(config)
+    checkpoints.open()
     run = Run(
         config=config,
         mesh=mesh,
@@ -99,8 +98,7 @@ def build_run(
         pipeline=pipeline,
         start=start,
         attention=attention,
-        engine=engine,
-        local=local,
+        checkpoints=checkpoints,
     )
     try:
         wait_for_all()

@@ -24,9 +24,9 @@ from kenotron.training.run_folder import log_folder
 if TYPE_CHECKING:
     import torch
 
+    from kenotron.checkpoint.start import Start
     from kenotron.config import Config
     from kenotron.training.run import Run
-    from kenotron.training.start import Start
 
 
 LOGS = {"plain": "kenotron.training.report.RunLog", "nanotron": "kenotron.training.nanotron_log.NanotronLog"}

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
-from kenotron.checkpoint import loading, manifest
-from kenotron.checkpoint.tensors import torch_dtype
+from kenotron.checkpoint.loading import read_data
 from kenotron.config.errors import InputError
 from kenotron.models import named_parameters
 from kenotron.optim.state import init_state, load_numbers, state_tensors
@@ -18,10 +14,8 @@ from kenotron.training.console import logger
 from kenotron.training.saved_state import load_hook_states, model_tensors, optimizer_tensors
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
+    from kenotron.checkpoint.start import Start
     from kenotron.training.run import Run
-    from kenotron.training.start import Start
 
 NAMES = {"model": "weights", "optimizer": "optimizer", "data": "data position", "scheduler": "schedule", "step": "step"}
 
@@ -37,36 +31,20 @@ def restore(run: Run, start: Start) -> None:
     if "optimizer" in start.loads and (start.path / "optimizer").is_dir():
         init_state(run.optimizer)
         moments = state_tensors(named_parameters(*run.parts), run.optimizer)
-    path = start.path
-    hooks = raise_on_any_rank(lambda: _hook_tensors(path)) if "step" in start.loads else {}
-    state = loading.load(
-        start.path,
-        model=model_tensors(*run.parts) if "model" in start.loads else None,
-        optimizer=None if moments is None else optimizer_tensors(moments, run.parts),
-        hooks=hooks or None,
-        verify=not start.continues,  # the run's own newest checkpoint was verified when it was chosen
-    )
-    run_on_rank0(lambda: _check_data(run, state.get("data", {}), start))
+    path, of_optimizer = start.path, None if moments is None else optimizer_tensors(moments, run.parts)
+    loaded = run.checkpoints.load(start, model_tensors(*run.parts), of_optimizer)
+    run_on_rank0(lambda: _check_data(run, loaded.state.get("data", {}), start))
     if moments is not None:
         load_numbers(named_parameters(*run.parts), run.optimizer, moments)
     if run.pipeline is not None:
         run.pipeline.share_tied_weights()
     run.step = start.step
     if "data" in start.loads and run.data.streams:
-        read = partial(loading.read_data, path)
-        raise_on_any_rank(lambda: run.data.streams.restore(run.step, read))
+        raise_on_any_rank(lambda: run.data.streams.restore(run.step, partial(read_data, path)))
     if "step" in start.loads:
-        load_hook_states(run.hooks, state.get("hooks", {}), hooks)  # an imported checkpoint has none
-    step = manifest.read_manifest(start.path).step
-    loaded = [name for part, name in NAMES.items() if part in start.loads and (part, moments) != ("optimizer", None)]
-    logger.info("Loaded %s of %s (step %d)", ", ".join(loaded), start.path, step)
-
-
-def _hook_tensors(path: Path) -> dict[str, Tensor]:
-    """A tensor to fill for each that hooks saved, whole on every rank."""
-    saved = manifest.read_manifest(path)
-    entries = loading.open_index(path / "hooks", saved).tensors if saved.below("hooks") else {}
-    return {name: torch.empty(entry.shape, dtype=torch_dtype(entry.dtype)) for name, entry in entries.items()}
+        load_hook_states(run.hooks, loaded.state.get("hooks", {}), loaded.hooks)  # an imported checkpoint has none
+    names = [name for part, name in NAMES.items() if part in start.loads and (part, moments) != ("optimizer", None)]
+    logger.info("Loaded %s of %s (step %d)", ", ".join(names), start.path, loaded.step)
 
 
 def _check_data(run: Run, saved: dict[str, str], start: Start) -> None:

@@ -19,21 +19,20 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
+from kenotron.checkpoint.start import Start
 from kenotron.config.errors import InputError
 from kenotron.kernels.attention import attention
 from kenotron.parallel.collectives import any_rank
 from kenotron.parallel.ranks import gather
 from kenotron.training.console import logger
 from kenotron.training.hooks import Hook
-from kenotron.training.start import Start
 from kenotron.training.step import StepResult, train_step
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from kenotron.checkpoint.engine import Engine
-    from kenotron.checkpoint.local import LocalTier
+    from kenotron.checkpoint.checkpoints import Checkpoints
     from kenotron.config import Config
     from kenotron.data import RunData, TextTokenizer, TokenBatch
     from kenotron.models.decoder import Decoder
@@ -62,8 +61,7 @@ class Run:
     pipeline: Pipeline | None = None  # with pp: runs the parts of all ranks as one model
     start: Start = Start()  # noqa: RUF009
     attention: Callable[..., torch.Tensor] = attention  # `_attn_implementation`
-    engine: Engine = field(kw_only=True)  # writes checkpoints
-    local: LocalTier | None = None  # those of `checkpoints.local`
+    checkpoints: Checkpoints = field(kw_only=True)
 
     # Where the run is: these change from step to step, those above do not.
     step: int = 0
@@ -77,8 +75,6 @@ class Run:
     recorded: dict[str, float] = field(default_factory=dict)  # by hooks, for the next line of metrics
     off_console: set[str] = field(default_factory=set)  # names of those that the console does not show
     last_metrics: dict[str, float] = field(default_factory=dict)  # the last line; on rank 0
-    config_text: tuple[Config, str] | None = None  # the config as YAML, its counters marked, for checkpoints
-    protected_steps: set[int] = field(default_factory=set)  # checkpoints that retention leaves alone; on rank 0
 
     @property
     def model(self) -> Decoder:
@@ -220,7 +216,7 @@ def report_failure(run: Run, error: Exception) -> None:
 def close(run: Run) -> None:
     """Release what the hooks and the data hold; what goes wrong is logged, so an earlier error stays the cause."""
     hooks = (partial(hook.on_close, run) for hook in run.hooks)
-    _call_each([*hooks, run.engine.close, run.data.close], "closing the run")
+    _call_each([*hooks, run.checkpoints.close, run.data.close], "closing the run")
 
 
 def _call_each(calls: Sequence[Callable[[], None]], what: str) -> None:

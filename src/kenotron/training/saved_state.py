@@ -93,7 +93,7 @@ def hook_states(run: Run) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
     states = {name: state for name, hook in named_hooks(run.hooks) if (state := hook.state_dict())}
     described = {name: split(state, name) for name, state in states.items()}
-    copy = Tensor.clone if run.engine.in_background else Tensor.detach
+    copy = Tensor.clone if run.checkpoints.engine.in_background else Tensor.detach
     saved = {name: value for name, value in tensors.items() if run.mesh.is_first or hasattr(value, "placements")}
     return described, {name: copy(value.detach()) for name, value in saved.items()}
 

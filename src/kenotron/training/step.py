@@ -134,7 +134,7 @@ class Numbers:
 
 def _update(run: Run, step: Callable[[], Any]) -> None:
     """The optimizer's `step`, after pending copies of what it changes."""
-    run.engine.fence()
+    run.checkpoints.fence()
     for hook in run.hooks:
         hook.before_update(run)
     step()

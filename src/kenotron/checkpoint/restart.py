@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from kenotron.checkpoint import loading, manifest
+from kenotron.checkpoint.start import Start, changed_stage, logger, warn_of_higher_rate
 from kenotron.config import Config
 from kenotron.config.errors import InputError
 from kenotron.config.resolved import read_resolved
@@ -24,8 +25,6 @@ from kenotron.config.runs import past_stage_difference
 from kenotron.config.weight_settings import changed_settings
 from kenotron.config.writing import diff
 from kenotron.data.stage_plan import plan_stages
-from kenotron.training.console import logger
-from kenotron.training.start import Start, changed_stage, warn_of_higher_rate
 
 KEY = "checkpoints.resume_checkpoint_path"
 WITHOUT = "set a checkpoints.load_mode without it, such as model_only"

@@ -1,36 +1,28 @@
-"""Where a run starts: at step 0, at its own newest checkpoint, or at one that the config names.
+"""Where a run starts: at step 0, at its own newest checkpoint, or at one that the config names (`restart.py`).
 
-own_folder      holds `checkpoints_path` for this run
-choose_start    the newest complete checkpoint there, if this config continues its run; or `resume_checkpoint_path`,
-                which training/restart.py reads
-begin_afresh    --fresh: the run's earlier checkpoints are set aside
-run_name        the name of the run that continues, or of a new one
+The rules, as plain functions of a config and a folder that one process calls; `Checkpoints.start` finds the newest.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from kenotron.checkpoint import durable, folders, leftovers, loading, manifest
+from kenotron.checkpoint import folders, loading, manifest
 from kenotron.config import ABSENT, Config, fill_run_name, same_run_difference
 from kenotron.config.checkpoints import LOAD_MODES
 from kenotron.config.errors import InputError
 from kenotron.config.resolved import read_resolved
 from kenotron.config.runs import edited_stages, same_batch_overrides
 from kenotron.optim.schedule import learning_rate
-from kenotron.parallel.ranks import run_on_rank0
-from kenotron.storage.files import move_aside
-from kenotron.training.console import logger
 
-if TYPE_CHECKING:
-    from kenotron.checkpoint.local import LocalTier
+logger = logging.getLogger("kenotron")
 
 
 @dataclass(frozen=True)
@@ -40,7 +32,7 @@ class Start:
     `continues`: the checkpoint is one of this run, which continues; else another run's, for a new one. The first steps
     of schedule and data are those after `schedule_start` and `data_start`: 0, unless the run is a restart.
     `durable_step`: that of `path`, or if it is a local checkpoint, of the newest in `checkpoints_path` before it.
-    `held_out`: `RunData.held_out_hashes` of `path`.
+    `held_out`: `RunData.held_out_hashes` of `path`. `name`: the run's, once `Checkpoints.start` has chosen it.
     """
 
     path: Path | None = None
@@ -51,6 +43,7 @@ class Start:
     data_start: int = 0
     durable_step: int = 0
     held_out: tuple[str, ...] = ()
+    name: str = ""
 
     @classmethod
     def at(cls, path: Path, continues: bool) -> Start:
@@ -81,49 +74,11 @@ class Start:
 
 HIGHER_RATE = 1.1  # a learning rate that rises by less at a resume is not worth a line
 StartElsewhere = Callable[[Config, Path], Start]
-"""The start of a new run of a config at another run's checkpoint (training/restart.py)."""
+"""The start of a new run of a config at another run's checkpoint (`restart.py`)."""
 
 
-@contextmanager
-def own_folder(config: Config) -> Iterator[None]:
-    """Make `checkpoints_path` and hold it until the run ends: two runs in it would overwrite each other's steps.
-
-    Raises InputError if the folder cannot be made or another run uses it.
-    """
-    root = config.checkpoint_folder
-
-    def take() -> None:
-        try:  # now, not after the first thousand steps
-            root.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InputError(f"checkpoints.checkpoints_path: cannot create {root}: {error.strerror}") from error
-        held.enter_context(durable.in_use(root))
-
-    with ExitStack() as held:
-        run_on_rank0(take)
-        yield
-
-
-def choose_start(
-    config: Config, fresh: bool, start_elsewhere: StartElsewhere | None = None, local: LocalTier | None = None
-) -> Start:
-    """The checkpoint to begin from; all ranks call it, rank 0 decides, and all share the reading of checksums.
-
-    The newest complete checkpoint in `checkpoints_path`, or one of `local` that is ahead of it, comes first, as it is
-    the run's own; then `resume_checkpoint_path`. With `fresh` only the latter (`begin_afresh`). Raises InputError if
-    the checkpoint there is of a run that this config does not continue.
-    """
-    root = config.checkpoint_folder
-
-    run_on_rank0(lambda: leftovers.tidy(root, logger.warning))
-    durable_one = None if fresh else folders.newest_complete(root, logger.warning)
-    newest = (local.newest(durable_one) if local is not None and not fresh else None) or durable_one
-    if newest is None and not fresh:
-        run_on_rank0(lambda: _refuse_unusable(root))
-    return run_on_rank0(lambda: _start_at(config, newest, start_elsewhere))
-
-
-def _refuse_unusable(root: Path) -> None:
+def refuse_unusable(root: Path) -> None:
+    """Raise InputError for a folder whose checkpoints are damaged, or of nanotron: a new run would replace them."""
     if any(root.glob(f"*/{folders.NANOTRON_METADATA}")):
         raise InputError(
             f"checkpoints.checkpoints_path: {root} holds checkpoints of nanotron, which no run continues; convert them "
@@ -144,13 +99,6 @@ def _has_manifest(path: Path) -> bool:
         return True
 
 
-def begin_afresh(config: Config, local: LocalTier | None) -> None:
-    """Set the run's own checkpoints aside and remove local ones; all ranks call it, once the config is known to run."""
-    run_on_rank0(lambda: _set_aside(config.checkpoint_folder))
-    if local is not None:
-        local.forget()
-
-
 def run_name(config: Config, continued: Path | None) -> str:
     """The name of the run in the checkpoint `continued`; a new run's is `general.run` with `%date` and `%jobid`."""
     if continued is not None:
@@ -166,7 +114,11 @@ def with_run_name(config: Config, name: str) -> Config:
 # ---- the run's own checkpoint --------------------------------------------------------------------------------
 
 
-def _start_at(config: Config, newest: Path | None, start_elsewhere: StartElsewhere | None) -> Start:
+def start_of_run(config: Config, newest: Path | None, start_elsewhere: StartElsewhere | None = None) -> Start:
+    """Where a run of `config` begins whose own newest checkpoint is `newest`. One process calls it.
+
+    Raises InputError if the checkpoint is of a run that this config does not continue.
+    """
     if newest is not None:
         start = Start.at(newest, continues=True)
         before = read_resolved(newest / "config.yaml")
@@ -179,17 +131,8 @@ def _start_at(config: Config, newest: Path | None, start_elsewhere: StartElsewhe
         return Start()
     if start_elsewhere is None:
         key = "checkpoints.resume_checkpoint_path"
-        raise InputError(f"{key}: training.train needs start_elsewhere for it; kenotron.train has it")
+        raise InputError(f"{key}: Checkpoints needs start_elsewhere for it; kenotron.train has it")
     return start_elsewhere(config, folders.resolve(named))
-
-
-def _set_aside(root: Path) -> None:
-    """Move earlier checkpoints to a folder of their own: --fresh deletes nothing."""
-    leftovers.tidy(root, logger.warning)  # may finish a save that was killed at its rename
-    steps = [entry.path for entry in folders.list_checkpoints(root)]
-    if steps:
-        found = [path for path in (*steps, root / "latest.txt") if path.exists()]
-        logger.warning("--fresh: earlier checkpoints were moved to %s", move_aside(found, root))
 
 
 def _check_same_run(config: Config, path: Path, step: int) -> None:

@@ -1,0 +1,239 @@
+"""The checkpoints of one run, wherever they are: all that training knows of them.
+
+    checkpoints = Checkpoints(config)                    # made by `launch`, with what the config asks for
+    with checkpoints.held():                             # no other run writes into checkpoints_path
+        start = checkpoints.start()                      # its own newest intact one, or another run's
+        loaded = checkpoints.load(start, model, optimizer)
+        outcomes = checkpoints.save(10, content)         # what is complete by now
+        checkpoints.fence()                              # before weights change: the last save has its copy
+        outcomes = checkpoints.poll(device)              # what has become complete since
+
+Three tiers hold them: `checkpoints_path`, which all machines share; the machines' own disks (`local.py`); and a store
+(`remote.py`), from which `launch` fetches before a start, and to which an observer uploads.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from kenotron.checkpoint import durable, folders, leftovers, loading, manifest
+from kenotron.checkpoint.engine import Engine, Keep, Saved, Unsaved, find_engine
+from kenotron.checkpoint.start import Start, StartElsewhere, refuse_unusable, run_name, start_of_run
+from kenotron.config import dump
+from kenotron.config.dotted import FOUND
+from kenotron.config.errors import InputError
+from kenotron.config.resolved import CODE
+from kenotron.parallel.collectives import any_rank
+from kenotron.parallel.ranks import raise_on_any_rank, rank_and_size, run_on_rank0
+from kenotron.storage.files import move_aside
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from kenotron.checkpoint.local import LocalTier
+    from kenotron.checkpoint.tensors import Tensors
+    from kenotron.config import Config
+
+logger = logging.getLogger("kenotron")
+Outcomes = list[Saved | Unsaved]
+STEP, SAMPLES = 10**18 + 7, 10**18 + 9  # stand for the counters in the text of a config
+
+
+class Loaded(NamedTuple):
+    """What a checkpoint has besides model and optimizer: its step, what its manifest says, and tensors of hooks."""
+
+    step: int
+    state: dict[str, Any]
+    hooks: dict[str, Tensor]
+
+
+class Checkpoints:
+    """See the module. All ranks call every method together, except `finish_alone` and `close`.
+
+    `fresh`: the run begins at step 0, and its earlier checkpoints are set aside. `start_elsewhere` reads what
+    `resume_checkpoint_path` names (`restart.py`).
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        fresh: bool = False,
+        local: LocalTier | None = None,
+        start_elsewhere: StartElsewhere | None = None,
+    ) -> None:
+        self.config, self.fresh, self.local, self.start_elsewhere = config, fresh, local, start_elsewhere
+        self.root = config.checkpoint_folder
+        self.engine_class = find_engine(config.checkpoints.checkpointing_engine)
+        self.engine: Engine = Engine(config)  # until `open`
+        self.durable_step = 0  # of the newest checkpoint in checkpoints_path
+        self.problem: str | None = None  # why the last save there failed
+        self.protected: set[int] = set()  # steps that retention leaves alone; on rank 0
+        self._text: tuple[Config, str] | None = None
+
+    # ---- before the first step ---------------------------------------------------------------------------------
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Make `checkpoints_path` and hold it until the run ends: two runs in it would overwrite each other's steps.
+
+        Raises InputError if the folder cannot be made or another run uses it.
+        """
+
+        def take() -> None:
+            try:  # now, not after the first thousand steps
+                self.root.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise InputError(
+                    f"checkpoints.checkpoints_path: cannot create {self.root}: {error.strerror}"
+                ) from error
+            until_then.enter_context(durable.in_use(self.root))
+
+        with ExitStack() as until_then:
+            run_on_rank0(take)
+            yield
+
+    def start(self) -> Start:
+        """The checkpoint to begin from: rank 0 decides, and all ranks share the reading of checksums.
+
+        The newest complete one in `checkpoints_path`, or a local one that is ahead of it, comes first, as it is the
+        run's own; then `resume_checkpoint_path`; if the run begins afresh, only the latter. Raises InputError if the
+        checkpoint is of a run that the config does not continue.
+        """
+        run_on_rank0(lambda: leftovers.tidy(self.root, logger.warning))
+        newest = None if self.fresh else folders.newest_complete(self.root, logger.warning)
+        if self.local is not None and not self.fresh:
+            newest = self.local.newest(newest) or newest
+
+        def decide() -> Start:
+            if newest is None and not self.fresh:
+                refuse_unusable(self.root)
+            start = start_of_run(self.config, newest, self.start_elsewhere)
+            return replace(start, name=run_name(self.config, start.path if start.continues else None))
+
+        start = run_on_rank0(decide)
+        self.durable_step = start.durable_step if start.continues else 0
+        return start
+
+    def set_aside(self) -> None:
+        """Move earlier checkpoints to a folder of their own, and remove local ones: --fresh deletes nothing else."""
+        run_on_rank0(self._move_aside)
+        if self.local is not None:
+            self.local.forget()
+
+    def _move_aside(self) -> None:
+        leftovers.tidy(self.root, logger.warning)  # may finish a save that was killed at its rename
+        steps = [entry.path for entry in folders.list_checkpoints(self.root)]
+        if steps:
+            found = [path for path in (*steps, self.root / folders.LATEST) if path.exists()]
+            logger.warning("--fresh: earlier checkpoints were moved to %s", move_aside(found, self.root))
+
+    def load(self, start: Start, model: Tensors, optimizer: Tensors | None) -> Loaded:
+        """Fill `model`, `optimizer` and the tensors of hooks with what `start` loads.
+
+        Raises CheckpointError: a file is damaged, or does not fit; no tensor was changed.
+        """
+        path = start.path
+        assert path is not None
+        hooks = raise_on_any_rank(lambda: _hook_tensors(path)) if "step" in start.loads else {}
+        state = loading.load(
+            path,
+            model=model if "model" in start.loads else None,
+            optimizer=optimizer,
+            hooks=hooks or None,
+            verify=not start.continues,  # the run's own newest checkpoint was verified when it was chosen
+        )
+        return Loaded(manifest.read_manifest(path).step, state, hooks)
+
+    # ---- while the run trains ----------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Make the engine, with what it needs to save: the run is built, and will train."""
+        self.engine = self.engine_class(self.config)
+
+    def save(self, step: int, content: dict[str, Any], keep_all: bool = False) -> Outcomes:
+        """Save `content`, the keyword arguments of `saving.save`, in `checkpoints_path`; what is complete by now.
+
+        Checkpoints beyond `keep_last` are removed once it is complete, unless `keep_all`. Raises CheckpointError.
+        """
+        settings, keep = self.config.checkpoints, None
+        if settings.keep_last is not None and not keep_all:
+            keep = Keep(settings.keep_last, settings.keep_every, frozenset(self.protected))
+        return self._noted(self.engine.save(self.root, step, content, keep))
+
+    def save_local(self, step: int, content: dict[str, Any]) -> Outcomes:
+        """Save `content` on the machines' own disks. Raises CheckpointError."""
+        assert self.local is not None
+        state = content["state"] | self.local.state(self.durable_step)
+        return self._noted(self.engine.save(self.local.root, step, content | {"state": state}, None))
+
+    def config_text(self, config: Config, step: int, samples: int) -> str:
+        """The YAML of `config` with the counters of a step, as nanotron saves it."""
+        if self._text is None or self._text[0] is not config:  # 5 ms, in which training would wait
+            marks = {"step": STEP, "consumed_train_samples": SAMPLES}
+            marked = config.model_copy(update={"general": config.general.model_copy(update=marks)})
+            code = "".join(f"{CODE} {name} from {file}\n" for name, file in sorted(FOUND.items()))
+            self._text = config, dump(marked) + code
+        return self._text[1].replace(str(STEP), str(step)).replace(str(SAMPLES), str(samples))
+
+    def fence(self) -> None:
+        """Return when the state of the last save has been copied, so that weights and optimizer may change."""
+        self.engine.fence()
+
+    def poll(self, device: torch.device) -> Outcomes:
+        """What has become complete, or failed, if all ranks have done their parts."""
+        if not self.engine.in_flight or any_rank(not self.engine.settled(), rank_and_size()[1], device):
+            return []
+        return self.collect()
+
+    def collect(self) -> Outcomes:
+        """Wait for the save in flight, and return what became of it."""
+        return self._noted(self.engine.collect())
+
+    def finish_alone(self, hurried: bool) -> Outcomes:
+        """As `Engine.finish_alone`: the run fails, and nothing of a save in flight depends on why."""
+        return self._noted(self.engine.finish_alone(hurried), alone=True)
+
+    def end(self) -> None:
+        """The run has ended normally, its last checkpoint is complete: local ones are removed."""
+        if self.local is not None:
+            self.local.close()
+
+    def close(self) -> None:
+        """Release what the engine holds."""
+        self.engine.close()
+
+    def is_local(self, outcome: Saved | Unsaved) -> bool:
+        """Whether a save was not into `checkpoints_path`."""
+        return outcome.path.parent != self.root
+
+    def _noted(self, outcomes: Outcomes, alone: bool = False) -> Outcomes:
+        """Remember what became of saves; local checkpoints that a newer one supersedes are removed."""
+        for outcome in outcomes:
+            if self.is_local(outcome):
+                if isinstance(outcome, Saved) and self.local is not None and not alone:
+                    self.local.saved(int(outcome.path.name))
+            elif isinstance(outcome, Unsaved):
+                self.problem = outcome.problem
+            else:
+                self.durable_step, self.problem = int(outcome.path.name), None
+                if self.local is not None:
+                    self.local.remove()
+        return outcomes
+
+
+def _hook_tensors(path: Path) -> dict[str, Tensor]:
+    """A tensor to fill for each that hooks saved, whole on every rank."""
+    import torch
+
+    from kenotron.checkpoint.tensors import torch_dtype
+
+    saved = manifest.read_manifest(path)
+    entries = loading.open_index(path / "hooks", saved).tensors if saved.below("hooks") else {}
+    return {name: torch.empty(entry.shape, dtype=torch_dtype(entry.dtype)) for name, entry in entries.items()}
