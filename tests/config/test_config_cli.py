@@ -151,7 +151,7 @@ def test_check_and_submit_say_the_epochs_of_token_files(path: Path, tmp_path: Pa
     assert output("check", path, dataset).endswith("; after step 15: 3.33 epochs of a.npy\n")
     (tmp_path / "a.txt").write_text("text")
     text = f"data_stages.0.data.dataset={{text_files: {tmp_path}/a.txt}}"
-    said = output("check", path, text, "tokenizer.train={vocab_size: 256}")
+    said = output("check", path, text, "tokenizer.train={vocab_size: 300}", "model.model_config.vocab_size=512")
     assert said.endswith("in all; `kenotron train` says the epochs, once the text is tokenized\n")
 
 

@@ -85,6 +85,16 @@ class CountedTokens(Base):
         return self.out(x) * (tokens < 30).cumsum(1).unsqueeze(-1)
 
 
+class CountedEnds(Base):
+    def mixed(self, x, ctx, tokens):
+        return self.out(x) * (tokens == 60).cumsum(1).unsqueeze(-1)
+
+
+class CountedOnes(Base):
+    def mixed(self, x, ctx, tokens):
+        return self.out(x) * (tokens == 1).cumsum(1).unsqueeze(-1)
+
+
 class FullExperts(Base):
     """An expert takes four tokens of a batch; the others pass it by."""
 
@@ -196,7 +206,7 @@ def of_transformers(model_type: str, **keys: Any) -> HuggingFace:
 
 
 def of_user(name: str) -> UserModule:
-    return UserModule(UserModuleArchitecture(module=f"documents.{name}", vocab_size=61))
+    return UserModule(UserModuleArchitecture(module=f"documents.{name}", vocab_size=61, eos_token_id=60))
 
 
 @pytest.mark.parametrize(
@@ -230,7 +240,10 @@ def test_models_of_transformers_that_separate_them_pass(model_type: str) -> None
 @pytest.mark.usefixtures("user")
 @pytest.mark.parametrize(
     "name",
-    ["Sums", "ZeroAtFirst", "Faint", "OnlyTheFirstToken", "Detached", "CountedTokens", "FullExperts", "Hidden"],
+    [
+        *("Sums", "ZeroAtFirst", "Faint", "OnlyTheFirstToken", "Detached", "CountedTokens", "CountedEnds"),
+        *("CountedOnes", "FullExperts", "Hidden"),
+    ],
 )
 def test_a_module_that_is_not_shown_to_separate_them_is_refused(name: str) -> None:
     with pytest.raises(InputError, match=re.escape(f"document_masking: documents.{name} is not shown to keep")):

@@ -433,6 +433,14 @@ MUTANTS = [
         ("models/test_document_separation.py",),
     ),
     Mutant(
+        "ends-of-text-are-not-tried-in-another-document",
+        "models/document_separation.py",
+        "torch.tensor([*first, *range(count)])",
+        "torch.tensor([*range(count)])",
+        "a module that counts ends of text to number its documents is taken for one that keeps them apart",
+        ("models/test_document_separation.py",),
+    ),
+    Mutant(
         "documents-checked-by-the-gradient-alone",
         "models/document_separation.py",
         "    if depends <= GRADIENT and change <= LOGITS:",

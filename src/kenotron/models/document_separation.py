@@ -4,9 +4,9 @@
                                     b's logits, with other tokens in the place of a:                      the same
 
 The gradient finds whatever b's logits compute from a, however little it is; other tokens find what has no gradient,
-such as experts that are full. Both are taken of fresh random weights: the run's own may hide a leak (projections that
-begin at zero, a row of zeros for padding) that training opens. Of a family of the user's own, blocks are looked at one
-by one, in the same two ways: from a block's input on, not from tokens.
+such as experts that are full, or a count of ends of text. Both are taken of fresh random weights: the run's own may
+hide a leak (projections that begin at zero, a row of zeros for padding) that training opens. Of a family of the user's
+own, blocks are looked at one by one, in the same two ways: from a block's input on, not from tokens.
 """
 
 from __future__ import annotations
@@ -179,11 +179,20 @@ def _gradient(family: Foreign[Any], module: nn.Module, ctx: Context) -> float:
 def _change(family: Foreign[Any], module: nn.Module, ctx: Context) -> float:
     """How much the second documents' logits change with other first documents, of the largest logit."""
     half = ctx.shape[1] // 2
-    tokens, others = _tokens(family, ctx), _tokens(family, ctx)
-    others[:, half:] = tokens[:, half:]
+    tokens = _tokens(family, ctx)
+    others = tokens.clone()
+    others[:, :half] = _telling_tokens(family.config, half).to(tokens.device)
     with torch.no_grad():
         one, two = (family.logits(module, each, ctx)[:, half:] for each in (tokens, others))
     return float((one - two).abs().max() / one.abs().max())
+
+
+def _telling_tokens(config: Any, count: int) -> Tensor:
+    """Tokens that code may look for, ``[count]``: the end of text, and the smallest, among which special ones are."""
+    described, names = getattr(config, "hf_config", {}), ("eos_token_id", "bos_token_id", "pad_token_id")
+    special = [getattr(config, name, None) or described.get(name) for name in names]
+    first = [each for each in special if isinstance(each, int) and 0 <= each < config.vocab_size]
+    return torch.tensor([*first, *range(count)])[:count] % config.vocab_size
 
 
 class _Lookups(TorchFunctionMode):
