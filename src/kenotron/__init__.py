@@ -10,6 +10,7 @@ print(kn.generate("checkpoints", "def main(")[0].text)
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,10 +18,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kenotron.config import Config
     from kenotron.generation import Completion
+    from kenotron.launch.comparing import compare
+    from kenotron.launch.replaying import replay
+    from kenotron.launch.slurm.submitting import submit
     from kenotron.training import Hook, Run
 
 __version__ = "0.1.0.dev0"
-__all__ = ["Hook", "generate", "load", "train"]
+__all__ = ["Hook", "compare", "generate", "load", "replay", "submit", "train"]
 
 # Everything is imported where it is used: `import kenotron` costs nothing.
 
@@ -100,10 +104,16 @@ def generate(
     return continue_prompts(model, tokenizer, several, sampling, batch_size=batch_size)
 
 
-def __getattr__(name: str) -> type[Hook]:
-    """`kn.Hook`, imported when it is first used: your own hooks derive from it."""
-    if name == "Hook":
-        from kenotron.training.hooks import Hook
+_FOUND_IN = {
+    "Hook": "kenotron.training.hooks",
+    "compare": "kenotron.launch.comparing",
+    "replay": "kenotron.launch.replaying",
+    "submit": "kenotron.launch.slurm.submitting",
+}
 
-        return Hook
+
+def __getattr__(name: str) -> Any:
+    """`kn.Hook`, from which your own hooks derive, and what the commands of these names do: imported at first use."""
+    if name in _FOUND_IN:
+        return getattr(importlib.import_module(_FOUND_IN[name]), name)
     raise AttributeError(f"module 'kenotron' has no attribute {name!r}")

@@ -12,11 +12,11 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kenotron.cli.replay import _config
 from kenotron.config import dump
 from kenotron.data import open_run
 from kenotron.data.provenance import step_origins
 from kenotron.data.text_records import records_of_step
+from kenotron.launch.replaying import config_of_replay
 from kenotron.observers.consistency import SLICES, bits_sum, slice_of, state_hash
 from support.nursery import Nursery
 from support.tiny_run import Shell, text_overrides, tiny_config, tiny_yaml, train_quietly
@@ -114,12 +114,12 @@ def test_a_replay_writes_to_no_store(tmp_path: Path) -> None:
         "checkpoints.checkpointing_engine=async",
     )
     assert config.upload_url == "s3://bucket/run"
-    found = _config(config, tmp_path / "replay", 3, [])
+    found = config_of_replay(config, tmp_path / "replay", 3, [])
     assert (found.upload_url, found.s3_upload, found.profiler, found.general.benchmark_csv_path) == (None,) * 4
     straight = tiny_config(
         tmp_path, "checkpoints.checkpoints_path=s3://bucket/run", f"checkpoints.staging_path={tmp_path}/staged"
     )
-    found = _config(straight, tmp_path / "replay", 3, ["profiler={detect_anomaly: true}"])
+    found = config_of_replay(straight, tmp_path / "replay", 3, ["profiler={detect_anomaly: true}"])
     assert (found.upload_url, found.checkpoints.staging_path) == (None, None)
     assert found.profiler is not None
 

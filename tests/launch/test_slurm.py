@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 
 from kenotron.cli import main
 from kenotron.cli.nanotron_scripts import slurm_launcher
-from kenotron.cli.slurm import _configs
 from kenotron.config import dump, load
 from kenotron.config.errors import InputError
 from kenotron.launch.environment import share_threads
@@ -26,6 +25,7 @@ from kenotron.launch.slurm.nanotron import PRESETS
 from kenotron.launch.slurm.ranks import first_host, is_task_of_many, torchrun_variables
 from kenotron.launch.slurm.script import Job, render
 from kenotron.launch.slurm.sites import BUILT_IN, Site, load_site
+from kenotron.launch.slurm.submitting import configs_of
 from support.tiny_run import REPOSITORY, tiny_config, tiny_yaml, train_quietly
 
 # As srun of Slurm 22.05 sets them for the third of four tasks on two nodes.
@@ -319,7 +319,7 @@ def test_runs_of_an_array_share_no_folder(tmp_path: Path) -> None:
     upload = "s3_upload={upload_s3_path: 's3://bucket/run', remove_after_upload: false, s5cmd_numworkers: 1, "
     upload += "s5cmd_concurrency: 1, s5cmd_path: null}"
     rates = "optimizer.learning_rate_scheduler.learning_rate=0.1,0.2"
-    configs = _configs(file, [upload, "checkpoints.checkpoints_path=here"], rates)
+    configs = configs_of(file, [upload, "checkpoints.checkpoints_path=here"], rates, print)
     assert [each.s3_upload.upload_s3_path for each in configs if each.s3_upload] == [
         "s3://bucket/run/0",
         "s3://bucket/run/1",

@@ -11,8 +11,8 @@ import yaml
 from compare_power.faults import FAULTS
 from compare_power.pairs import pair
 from compare_power.run import false_alarms, faults_found
-from kenotron.cli.compare import on_layout
 from kenotron.config import load
+from kenotron.launch.comparing import on_layout
 from kenotron.models.blocks.attention import Attention
 from kenotron.training.compare import Comparison, Distances, backward_order, judge
 from support.comparing import compare_on_ranks
@@ -164,7 +164,7 @@ def test_micro_batches_are_divided_for_every_step_of_a_ramp(tmp_path: Path) -> N
     content["tokens"] |= {"micro_batch_size": 4, "batch_accumulation_per_replica": 3}
     content["data_stages"][0]["batch_size_ramp"] = {"start": 4, "increment": 8, "samples": 8}
     file.write_text(yaml.safe_dump(content))
-    other = on_layout(file, load(file), ["parallelism.dp=2"])
+    other = on_layout(file, load(file), ["parallelism.dp=2"], print)
     assert (other.tokens.micro_batch_size, other.tokens.batch_accumulation_per_replica) == (2, 3)
     assert other.global_batch_size == 12
 

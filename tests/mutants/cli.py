@@ -41,7 +41,7 @@ MUTANTS = [
     ),
     Mutant(
         name="the-runs-of-an-array-have-one-name",
-        file="cli/slurm.py",
+        file="launch/slurm/submitting.py",
         find='                f"general.run={plain.general.run}-{number}",\n',
         replace="",
         why="all runs of a sweep write one metrics.jsonl, and their curves are mixed up",
@@ -49,7 +49,7 @@ MUTANTS = [
     ),
     Mutant(
         name="a-chain-whose-jobs-do-not-wait",
-        file="cli/slurm.py",
+        file="launch/slurm/submitting.py",
         find="submitted[-1].id if submitted else None))",
         replace="None))",
         why="the jobs of a chain start together, and write into one folder of checkpoints",
@@ -57,7 +57,7 @@ MUTANTS = [
     ),
     Mutant(
         name="the-third-job-of-a-chain-waits-for-the-first",
-        file="cli/slurm.py",
+        file="launch/slurm/submitting.py",
         find="submitted[-1].id if submitted else None))",
         replace="submitted[0].id if submitted else None))",
         why="the second and the third job run at the same time in one folder of checkpoints",
@@ -65,7 +65,7 @@ MUTANTS = [
     ),
     Mutant(
         name="a-time-limit-of-minutes-and-seconds-is-hours",
-        file="cli/slurm.py",
+        file="launch/slurm/submitting.py",
         find='if dash or rest.count(":") == 2 else (60, 1)',
         replace='if dash or ":" in rest else (60, 1)',
         why="a limit of 5:00 passes as five hours: the job is requeued for ever before its first step",

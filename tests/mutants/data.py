@@ -222,7 +222,7 @@ MUTANTS = [
     ),
     Mutant(
         name="a-lookup-before-the-first-checkpoint-forgets-the-parents-data",
-        file="cli/data_which.py",
+        file="launch/data_which.py",
         find="place_elsewhere(config, resolve(named))",
         replace="Start()",
         why="a restart's steps are looked up at other samples than it reads, until it has saved",

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from kenotron.checkpoint.folders import list_checkpoints
 from kenotron.cli import main
-from kenotron.cli.data_which import start_of
 from kenotron.config import Config, InputError, dump, load
 from kenotron.config.checkpoints import LOAD_MODES
 from kenotron.data import open_run
+from kenotron.launch.data_which import start_of
 from support.nursery import Nursery
 from support.pages import blocks, files, read_page, sections
 from support.tiny_run import (

@@ -14,7 +14,6 @@ from typing import Annotated
 
 import typer
 
-from kenotron.cli.before_start import epochs, warnings_before_start
 from kenotron.config import Config, dump, load, refuse_unsupported
 from kenotron.config import diff as differences
 from kenotron.config.architecture import HFArchitecture
@@ -24,6 +23,7 @@ from kenotron.config.dotted import import_registered
 from kenotron.config.errors import counted, is_a_path, no_such_path
 from kenotron.config.families import is_users_own
 from kenotron.config.warnings import amount
+from kenotron.launch.before_start import epochs, warnings_before_start
 
 app = typer.Typer(help="Check, show and compare configs.", no_args_is_help=True)
 

@@ -9,22 +9,13 @@ kenotron data which my.yaml --step 100 --json tokens.sequence_length=2048
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from kenotron.cli.data import app
-from kenotron.config.errors import InputError, counted
-
-if TYPE_CHECKING:
-    from kenotron.checkpoint.folders import CheckpointFolder
-    from kenotron.checkpoint.start import Start
-    from kenotron.config import Config
-    from kenotron.data import RunData
-    from kenotron.data.provenance import SampleOrigin
-    from kenotron.data.text_records import Record
+from kenotron.config.errors import InputError
 
 
 @app.command()
@@ -39,6 +30,7 @@ def which(
     from kenotron.checkpoint.folders import list_checkpoints
     from kenotron.config import load, refuse_unsupported
     from kenotron.data import open_run
+    from kenotron.launch.data_which import of_document, of_step, start_of
 
     if (step is None) == (document is None):
         raise InputError("expected either --step or --document")
@@ -49,86 +41,8 @@ def which(
     run = start.in_run_steps(run)
     first = step or max(run.data_stages[0].start_training_step, 1)
     with open_run(run, first, _quiet, held_out=start.held_out) as data:
-        record, lines = of_step(data, step) if document is None else _of_document(data, document)
+        record, lines = of_step(data, first) if document is None else of_document(data, document)
     print(json.dumps(record, indent=2) if as_json else "\n".join(lines))
-
-
-def start_of(config: Config, saved: CheckpointFolder | None) -> Start:
-    """Where the run begins that has `saved` this checkpoint: a restart may continue with its parent's data.
-
-    A run that has saved none is about to begin, by the same rule as in training. Raises InputError if it cannot.
-    """
-    from kenotron.checkpoint.folders import resolve
-    from kenotron.checkpoint.restart import place_elsewhere
-    from kenotron.checkpoint.start import Start
-
-    if saved is not None:
-        return Start.at(saved.path, continues=True)
-    if (named := config.resume_folder) is None:
-        return Start()
-    if "://" in (url := config.checkpoints.resume_checkpoint_path or "") and not named.exists():
-        raise InputError(f"checkpoints.resume_checkpoint_path: {url} was not fetched yet; `kenotron train` fetches it")
-    return place_elsewhere(config, resolve(named))
-
-
-def of_step(data: RunData, step: int | None) -> tuple[dict[str, object], list[str]]:
-    """What `step` reads: as a record, and as lines."""
-    from kenotron.data.provenance import step_origins
-    from kenotron.data.text_records import records_of_step
-
-    assert step is not None
-    stage, origins = data.stage_at(step).name, step_origins(data, step)
-    records = records_of_step(data, step, origins)
-    samples = [asdict(origin) for origin in origins]
-    for sample in samples:
-        for each in [*(sample["documents"] or ()), *(sample["pieces"] or ())]:
-            found = records.get((each.get("file") or sample["file"], each["document"]))
-            each["record"] = found and found._asdict()
-    head = f"step {step} of stage '{stage}': {counted(len(origins), 'sample')}"
-    return {"step": step, "stage": stage, "samples": samples}, [head, *(_line(origin, records) for origin in origins)]
-
-
-def _of_document(data: RunData, document: str) -> tuple[dict[str, object], list[str]]:
-    from kenotron.data.provenance import document_sightings
-    from kenotron.data.text_records import Record, documents_of
-
-    file, _, number = document.rpartition(":")
-    if not file or not number.isdecimal():
-        raise InputError(f"--document: expected FILE:NUMBER, such as tokens/0.ds:14, found '{document}'")
-    places = documents_of(data, Record(file, int(number))) or [(file, int(number))]
-    found = [each for place in places for each in document_sightings(data, *place)]
-    record = {"file": file, "document": int(number), "seen": [asdict(each) for each in found]}
-    steps = len({each.step for each in found})
-    head = f"document {number} of {file}: in {counted(len(found), 'sample')} of {counted(steps, 'step')}"
-    return record, [
-        head,
-        *(f"step {each.step}: sample {each.sample}, tokens {each.first_token}-{each.end_token - 1}" for each in found),
-    ]
-
-
-def _line(origin: SampleOrigin, records: dict[tuple[str, int], Record]) -> str:
-    head = f"sample {origin.sample}: "
-
-    def source(file: str, document: int) -> str:
-        record = records.get((file, document))
-        return f" = {record}" if record else ""
-
-    if origin.pieces is not None:
-        parts = (
-            f"{p.file} document {p.document} ({p.first_token}-{p.end_token - 1}){source(p.file, p.document)}"
-            for p in origin.pieces
-        )
-        return f"{head}row {origin.index} of {origin.source}: {', '.join(parts)}"
-    if origin.file is None or origin.first_token is None or origin.end_token is None:
-        return f"{head}{origin.source}[{origin.index}]{', of a stream: documents not known' if origin.stream else ''}"
-    line = f"{head}{origin.file} window {origin.window}, tokens {origin.first_token}-{origin.end_token - 1}"
-    if origin.documents is None:
-        return f"{line}, documents not known"
-    ranges = (
-        f"{each.document} ({each.first_token}-{each.end_token - 1}){source(origin.file, each.document)}"
-        for each in origin.documents
-    )
-    return f"{line}, {'document' if len(origin.documents) == 1 else 'documents'} {', '.join(ranges)}"
 
 
 def _quiet(line: str) -> None:

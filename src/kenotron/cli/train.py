@@ -23,9 +23,9 @@ def train(
     nanotron: Annotated[bool, typer.Option("--nanotron", hidden=True)] = False,
 ) -> None:
     """Train a config, with as many local processes as its layout needs. Resumes from the newest complete checkpoint."""
-    from kenotron.cli.before_start import changed_batch
     from kenotron.config import load, refuse_unsupported
     from kenotron.launch import check_processes, launch
+    from kenotron.launch.before_start import changed_batch
 
     with said_once():
         config = load(file, overrides or (), report=_say)

@@ -1,0 +1,215 @@
+"""A config as a job of Slurm, or several: `kenotron submit` and `kn.submit`."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from kenotron.config import Config, dump, load, refuse_unsupported
+from kenotron.config.errors import InputError, counted
+from kenotron.config.runs import fill_run_name
+from kenotron.config.warnings import amount
+from kenotron.launch.before_start import epochs, warnings_before_start
+from kenotron.launch.slurm import jobs
+from kenotron.launch.slurm.script import Job, directives_of, render
+from kenotron.launch.slurm.sites import GENERIC, Site, load_site
+
+Options = Mapping[str, str | int | None]
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """The jobs that Slurm has taken (none of a dry run), their script, and the folder of script and output.
+
+    `where`: ``2 nodes x 8 ranks``.
+    """
+
+    jobs: list[jobs.JobRecord]
+    script: str
+    folder: Path
+    where: str
+
+
+def submit(
+    file: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    site: str = GENERIC,
+    nodes: int | None = None,
+    gpus_per_node: int | None = None,
+    sbatch: Options | None = None,
+    env: Mapping[str, str] | None = None,
+    pre_launch: Sequence[str] = (),
+    container: str | None = None,
+    save_seconds: int = 300,
+    chain: int = 1,
+    array: str | None = None,
+    dry_run: bool = False,
+    say: Say = lambda line: print(line, file=sys.stderr),
+) -> Submitted:
+    """Train the config in `file` as a job of Slurm, which saves before its time limit, is requeued, and resumes.
+
+    `site`: the profile of the cluster, by name or file. `nodes`: as many as the layout needs by default.
+    `gpus_per_node`: one rank each; the site's by default. `sbatch`: options such as ``{"time": "20:00:00"}`` (None: a
+    flag). `env`: the job's environment. `pre_launch`: shell lines. `container`: the image that the ranks run in.
+    `chain`: jobs that continue the run. `array`: ``KEY=VALUE,VALUE``, a run for each value. With `dry_run` nothing is
+    submitted. `say` gets warnings, and how much is trained on.
+
+    Raises InputError: a layout that the nodes do not have, a time limit that leaves no time, Slurm's refusal.
+    """
+    profile, now = load_site(site), datetime.now()
+    configs = [fill_run_name(config, now, "%jobid") for config in configs_of(file, overrides, array, say)]
+    config = configs[0]
+    name = (config.general.run if not array else Path(config.general.run).stem).replace("%jobid", "")
+    name = name.replace("/", "-").strip("_-") or "kenotron"  # a name of Slurm's, and of a folder
+    folder = Path(config.logging.log_dir).absolute() / "slurm" / f"{name}-{now:%Y%m%d_%H%M%S}"
+    ranks_here = gpus_per_node or profile.gpus_per_node
+    job = Job(
+        name=name,
+        nodes=_nodes(config, profile, nodes, ranks_here),
+        tasks_per_node=ranks_here or config.parallelism.world_size,
+        command=_command(folder, array is not None, container),
+        folder=Path.cwd(),
+        log=str(folder).replace("%", "%%") + ("/%A_%a.log" if array else "/%j.log"),
+        save_seconds=save_seconds,
+        array=len(configs) if array else 0,
+        options=sbatch or {},
+        environment=env or {},
+        pre_launch=tuple(pre_launch),
+        container=container,
+        gpus=gpus_per_node is not None,
+    )
+    directives = directives_of(job, profile)
+    _check_time(directives.get("time"), save_seconds)
+    _advise(file, config, overrides, site, directives, say)
+    script = render(job, profile)
+    submitted: list[jobs.JobRecord] = []
+    if not dry_run:
+        _write(folder, configs, array is not None, script)
+        log = str(folder / ("{id}_0.log" if array else "{id}.log"))
+        metrics = [Path(each.logging.log_dir).absolute() / each.general.run / "metrics.jsonl" for each in configs]
+        for _ in range(chain):
+            submitted.append(jobs.submit(folder, name, log, metrics, submitted[-1].id if submitted else None))
+    where = f"{counted(job.nodes, 'node')} x {counted(job.tasks_per_node, 'rank')}"
+    return Submitted(submitted, script, folder, where)
+
+
+def _write(folder: Path, configs: list[Config], array: bool, script: str) -> None:
+    """Make the folder of a job, with its configs and script."""
+    if shutil.which("sbatch") is None:
+        raise InputError("sbatch was not found; run this where jobs are submitted, or add --dry-run")
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise InputError(f"logging.log_dir: cannot create {folder}: {error.strerror}") from None
+    for number, each in enumerate(configs):
+        (folder / (f"config-{number}.yaml" if array else "config.yaml")).write_text(dump(each), encoding="utf-8")
+    (folder / jobs.SCRIPT).write_text(script, encoding="utf-8")
+
+
+def configs_of(file: str | Path, overrides: Sequence[str], array: str | None, say: Say) -> list[Config]:
+    """The config, or those of an array: each with a value of its key, a run and a folder of checkpoints of its own."""
+
+    def checked(more: list[str]) -> Config:
+        config = load(file, [*overrides, *more], report=say)
+        refuse_unsupported(config)
+        return config
+
+    if array is None:
+        return [checked([])]
+    key, _, values = array.partition("=")
+    if not key or not values:
+        raise InputError(f"--array: expected KEY=VALUE,VALUE,…, found {array!r}")
+    plain = checked([])
+    upload = plain.s3_upload
+    own = {
+        "checkpoints.checkpoints_path": plain.checkpoints.checkpoints_path,
+        "checkpoints.staging_path": plain.checkpoints.staging_path,
+        "s3_upload.upload_s3_path": upload.upload_s3_path if upload is not None else None,
+    }
+    return [
+        checked(
+            [
+                f"{key}={value}",
+                f"general.run={plain.general.run}-{number}",
+                *(f"{place}={path.rstrip('/')}/{number}" for place, path in own.items() if path is not None),
+            ]
+        )
+        for number, value in enumerate(values.split(","))
+    ]
+
+
+def _advise(
+    file: str | Path, config: Config, overrides: Sequence[str], site: str, directives: Options, say: Say
+) -> None:
+    """Say how much is trained on, and what is probably not meant.
+
+    Raises InputError: the run in the same folder has another global batch.
+    """
+    lines = warnings_before_start(file, config, overrides)
+    if site == GENERIC and (missing := [name for name in ("cpus-per-task", "exclusive") if name not in directives]):
+        options = " ".join(f"--sbatch {name}{'=N' * (name != 'exclusive')}" for name in missing)
+        lines.append(
+            f"--site generic asks for no {' or '.join(missing)}: Slurm may give every rank one core and share the "
+            f"nodes; add {options}, or use a profile of the cluster (docs/multi-node-training.md), which has them"
+        )
+    for line in lines:
+        say(f"warning: {line}")
+    read = ""
+    with contextlib.suppress(InputError):  # the data may be where the job will run, and only there
+        read = epochs(config)
+    say(f"{config.tokens.train_steps} steps: {amount(config)}{read}")
+
+
+def _check_time(limit: str | int | None, save_seconds: int) -> None:
+    """Raise InputError for a time limit that Slurm does not accept, or that leaves no time to train before the save."""
+    if limit is None or str(limit).upper() in ("UNLIMITED", "INFINITE", "-1", "0"):
+        return
+    days, dash, rest = str(limit).rpartition("-")
+    units = (3600, 60, 1) if dash or rest.count(":") == 2 else (60, 1)  # D-H, D-H:M, D-H:M:S, H:M:S; M, M:S
+    parts = rest.split(":")
+    if len(parts) > len(units) or not all(part.isdecimal() for part in [*parts, days or "0"]):
+        raise InputError(f"--time: expected minutes, H:M:S or D-H:M:S, found {str(limit)!r}")
+    seconds = int(days or 0) * 86400 + sum(int(part) * unit for part, unit in zip(parts, units))
+    if seconds <= save_seconds:
+        raise InputError(
+            f"--time: {limit} is {seconds} s, and --save-seconds {save_seconds} before its end the job is saved and "
+            f"requeued: it would never train; raise --time or lower --save-seconds"
+        )
+
+
+def _nodes(config: Config, site: Site, nodes: int | None, ranks_here: int) -> int:
+    """The number of nodes. Raises InputError unless they have as many ranks as the layout needs."""
+    layout = config.parallelism
+    needed = layout.world_size
+    if not ranks_here:
+        if nodes not in (None, 1):
+            raise InputError("--gpus-per-node: missing; expected the number of ranks per node")
+        return 1
+    found = nodes or max(1, needed // ranks_here)
+    if found * ranks_here != needed:
+        degrees = " x ".join(f"{name} {degree}" for name, degree in layout.degrees.items())
+        whole = needed // layout.dp
+        fitting = found * ranks_here // whole if found * ranks_here % whole == 0 else 0
+        advice = f"; parallelism.dp={fitting} would fit" if fitting else ""
+        raise InputError(
+            f"parallelism: {degrees} needs {counted(needed, 'rank')}, but {counted(found, 'node')} of {ranks_here} "
+            f"have {found * ranks_here}{advice}"
+        )
+    return found
+
+
+def _command(folder: Path, array: bool, container: str | None) -> tuple[str, ...]:
+    """What a rank runs; of an array, with the number of its task as last argument."""
+    python = "python" if container else sys.executable
+    if not array:
+        return (python, "-m", "kenotron", "train", str(folder / "config.yaml"))
+    # The folder is an argument ($0), so that nothing of it is read as shell.
+    return ("bash", "-c", f'exec {shlex.quote(python)} -m kenotron train "$0/config-$1.yaml"', str(folder))
