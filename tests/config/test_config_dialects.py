@@ -144,7 +144,7 @@ def test_of_two_moe_configs_the_last_counts_as_in_nanotron(
     shapes = "    num_attention_heads: 2\n    num_hidden_layers: 1\n    intermediate_size: 32\n    vocab_size: 64\n"
     path = write(QWEN + keys + shapes + yaml.safe_dump(minimal))
     config, lines = upgraded(path)
-    assert lines == [f"{path}:7: duplicate key 'moe_config' (first on line 5); the last one counts, as in nanotron"]
+    assert lines == [f"{path}:7: duplicate key 'moe_config' (first on line 5); the last one counts"]
     assert config.model.decoder.experts == (0 if last == "null" else 4)
 
 
@@ -161,13 +161,55 @@ def test_document_masking_beside_nanotrons_shapes_is_the_models(
         load(path)
 
 
-def test_a_key_that_is_repeated_elsewhere_is_an_error(write: Callable[[str], Path]) -> None:
-    path = write(QWEN + "    hidden_size: 16\n    hidden_size: 16\n")
-    with pytest.raises(InputError, match=r"my.yaml:6: duplicate key 'hidden_size' \(first on line 5\)$"):
-        load(path)
-    path = write("moe_config: 1\nmoe_config: 2\n")
-    with pytest.raises(InputError, match="duplicate key 'moe_config'"):
-        load(path)
+def test_a_key_that_is_repeated_is_read_as_pyyaml_reads_it(
+    minimal: dict[str, Any], write: Callable[[str], Path]
+) -> None:
+    stages = minimal.pop("data_stages")
+    other = [stages[0] | {"name": "last"}]
+    path = write(
+        yaml.safe_dump({"data_stages": stages}) + yaml.safe_dump(minimal) + yaml.safe_dump({"data_stages": other})
+    )
+    config, lines = upgraded(path)
+    assert [stage.name for stage in config.data_stages] == ["last"]
+    line = path.read_text().splitlines().index("data_stages:", 1) + 1
+    assert lines == [f"{path}:{line}: duplicate key 'data_stages' (first on line 1); the last one counts"]
+
+
+@pytest.mark.parametrize(
+    ("granularity", "layer", "said"),
+    [
+        (None, False, []),
+        ("FULL", True, ["parallelism.recompute_granularity FULL is now parallelism.recompute_layer: true"]),
+        (
+            "selective",
+            False,
+            ["parallelism.recompute_granularity SELECTIVE is left out: no kernel keeps the scores of"],
+        ),
+    ],
+)
+def test_keys_of_the_first_releases_of_nanotron(
+    minimal: dict[str, Any], tmp_path: Path, granularity: str | None, layer: bool, said: list[str]
+) -> None:
+    minimal["parallelism"] = {"recompute_granularity": granularity}
+    minimal["general"] |= {"kill_switch_path": str(tmp_path / "stop"), "benchmark_csv_path": None}
+    minimal["general"].pop("seed", None)
+    minimal["benchmark_csv_path"] = "benchmark.csv"
+    minimal["model"]["init_method"] = {"std": 0.02, "seed": 7}
+    minimal["data_stages"][0]["data"]["dataset"] = {"dataset_path": ["a.npy", "b.npy"]}
+    config, lines = upgraded(minimal)
+    assert config.parallelism.recompute_layer is layer
+    assert (config.general.benchmark_csv_path, config.general.seed) == ("benchmark.csv", 7)
+    assert config.general.kill_switch_path == str(tmp_path / "stop")
+    assert [dataset.tokens for dataset in config.datasets] == [["a.npy", "b.npy"]]  # type: ignore[union-attr]
+    moved = ["benchmark_csv_path is now general.benchmark_csv_path", "model.init_method.seed is now general.seed"]
+    for line, start in zip(lines, [*said, *moved, "dataset_path is now tokens"], strict=True):
+        assert line.startswith(start)
+
+
+def test_a_granularity_that_nanotron_does_not_have(minimal: dict[str, Any]) -> None:
+    minimal["parallelism"] = {"recompute_granularity": "some"}
+    with pytest.raises(InputError, match="recompute_granularity: expected FULL, SELECTIVE or null, found 'some'"):
+        load(minimal)
 
 
 def test_kenotrons_lighteval_keys_are_refused_by_name(minimal: dict[str, Any]) -> None:

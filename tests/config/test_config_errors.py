@@ -317,7 +317,6 @@ def test_stages_are_sorted_by_their_start(minimal: dict[str, Any]) -> None:
             "a:\n  b:1\n  c: 2\n",
             ":3: not valid YAML: mapping values are not allowed here; is a space missing after a colon, or the",
         ),
-        ("a: 1\nb: 2\na: 3\n", ":3: duplicate key 'a' (first on line 1)"),
         ("a: !!python/object:os.system x\n", ":1: expected plain YAML, found the tag"),
         ("a: !!int many\n", ":1: cannot read 'many' as int"),
         ("1: a\n", ":1: expected text as a key, found 1 (quote it)"),

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kenotron.config.errors import InputError
 from kenotron.kernels.tensor_shard import TensorShard
 from kenotron.models import initialize_model, materialize, named_parameters
 from kenotron.models.decoder import Decoder
@@ -134,5 +135,5 @@ def test_the_first_rule_that_matches_wins_and_a_parameter_without_one_is_named()
     rules = [InitRule("*.o_proj.weight", Normal(1.0)), InitRule("*.weight", Normal(2.0))]
     assert rule_for("model.layers.0.self_attn.o_proj.weight", rules) == Normal(1.0)
     assert rule_for("model.layers.0.self_attn.q_proj.weight", rules) == Normal(2.0)
-    with pytest.raises(ValueError, match=r"covers parameter 'model\.norm\.bias'"):
+    with pytest.raises(InputError, match=r"covers the parameter 'model\.norm\.bias'"):
         rule_for("model.norm.bias", rules)

@@ -557,3 +557,30 @@ def test_a_metric_that_is_no_number_is_one_clear_error(tmp_path: Path) -> None:
             run.record_metric("note", value)
     with pytest.raises(InputError, match="record_metric: expected a name, found 3"):
         run.record_metric(3, 1.0)  # type: ignore[arg-type]
+
+
+class Kill(kn.Hook):
+    """Makes the file of `general.kill_switch_path` in step 2."""
+
+    def __init__(self, path: str) -> None:
+        self.path = Path(path)
+
+    def before_step(self, run: Any) -> None:
+        if run.step == 1:
+            self.path.touch()
+
+
+def test_a_file_stops_a_run_which_goes_on_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kenotron.observers.signals.KillSwitch.EVERY_S", 0.0)
+    path = tmp_path / "stop"
+    keys = (f"general.kill_switch_path={path}", "tokens.train_steps=5")
+    hook = f"general.hooks=[{{path: {__name__}.Kill, kwargs: {{path: {path}}}}}]"
+    _, said = train_and_listen(tiny_config(tmp_path, *keys, hook))
+    assert f"general.kill_switch_path: {path} exists: saving after step 2 and stopping" in said
+    config = tiny_config(tmp_path, *keys)
+    assert [entry.name for entry in config.checkpoint_folder.iterdir() if entry.name.isdigit()] == ["2"]
+    with pytest.raises(InputError, match=f"kill_switch_path: {path} exists, which stops a run; remove it to train"):
+        train_quietly(config)
+    path.unlink()
+    train_quietly(config)
+    assert [step["iteration"] for step in metrics(config)] == [1, 2, 3, 4, 5]

@@ -5,6 +5,7 @@ optimizer:                            optimizer:
 data: {dataset: …}            →       data_stages: [{name: …, start_training_step: 1, data: {dataset: …}}]
 dataset_folder: {a: 1, b: 2}  →       dataset_folder: [a, b], dataset_weights: [1, 2]
 moe_layer_recompute: false    →       (removed)
+recompute_granularity: FULL   →       recompute_layer: true
 interleaved_rotary: true      →       rope_interleaved: true
 initializer_range: 0.02       →       std: 0.02, and two more keys of Mamba's init_method
 pad_vocab_size_multiple: 8    →       make_vocab_size_divisible_by: 8
@@ -32,6 +33,7 @@ def upgrade(document: Document) -> Iterator[str]:
         _data_without_stages,
         _folder_weights,
         _moe_recompute,
+        _early_nanotron,
         _interleaved_rotary,
         _doc_masking,
         _mamba,
@@ -105,6 +107,34 @@ def _moe_recompute(document: Document) -> Iterator[str]:
             "parallelism.moe_layer_recompute is ignored: recompute_layer recomputes layers with experts, too",
         )
         del parallelism["moe_layer_recompute"]
+
+
+def _early_nanotron(document: Document) -> Iterator[str]:
+    """Keys of nanotron until 0.2."""
+    old: Keys = ("parallelism", "recompute_granularity")
+    name, parallelism = "parallelism.recompute_granularity", document.get("parallelism")
+    if isinstance(parallelism, dict) and "recompute_granularity" in parallelism:
+        value = parallelism["recompute_granularity"]
+        if value is not None and str(value).upper() not in ("FULL", "SELECTIVE"):
+            raise InputError(document.at(old, f"{name}: expected FULL, SELECTIVE or null, found {value!r}"))
+        if value is not None and str(value).upper() == "FULL":
+            yield document.at(old, f"{name} FULL is now parallelism.recompute_layer: true")
+            document.put(("parallelism", "recompute_layer"), True, document.place(old))
+        elif value is not None:
+            yield document.at(old, f"{name} SELECTIVE is left out: no kernel keeps the scores of attention")
+        del parallelism["recompute_granularity"]
+    csv = "benchmark_csv_path"
+    if csv in document.data and document.get("general", csv) is None and isinstance(document.get("general"), dict):
+        yield document.at((csv,), f"{csv} is now general.{csv}")
+        document.move((csv,), ("general", csv))
+    seed: Keys = ("model", "init_method", "seed")
+    if document.get(*seed) is not None and document.get("general", "seed") in (None, document.get(*seed)):
+        yield document.at(seed, "model.init_method.seed is now general.seed")
+        document.move(seed, ("general", "seed"))
+    for keys in _datasets(document):
+        if isinstance(document.get(*keys), dict) and "dataset_path" in document.get(*keys):
+            yield document.at((*keys, "dataset_path"), "dataset_path is now tokens")
+            document.move((*keys, "dataset_path"), (*keys, "tokens"))
 
 
 def _interleaved_rotary(document: Document) -> Iterator[str]:

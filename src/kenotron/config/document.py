@@ -6,8 +6,8 @@
                                >>> document.place(("tokens", "train_steps"))
                                'my.yaml:2'
 
-Plain scalars follow `scalars`; a duplicate key is an error, and so is every tag other than plain data. One of
-nanotron's own examples has `moe_config` twice: there the last one counts, with a line in `notes`.
+Plain scalars follow `scalars`; every tag other than plain data is an error. Of a key that is there twice the last one
+counts, as for PyYAML, with a line in `notes`: some of nanotron's examples have one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ Keys = tuple[str | int, ...]  # ("data_stages", 0, "name")
 _LARGEST = 100_000  # nodes of a file with aliases expanded; stops a malicious one
 
 
-_LAST_COUNTS = {("model", "model_config", "moe_config")}
 _PLAIN = {f"tag:yaml.org,2002:{tag}" for tag in ("bool", "int", "float", "null", "str")}
 _MERGE = "tag:yaml.org,2002:merge"
 _HINTS = {  # what a parser says, and what it usually means
@@ -196,10 +195,8 @@ class _NodeReader:
                 raise InputError(f"{self._at(name_node)}: expected text as a key, found {name_node.value} (quote it)")
             if name in own:
                 first = own[name].start_mark.line + 1
-                twice = f"{self._at(name_node)}: duplicate key '{name}' (first on line {first})"
-                if (*keys, name) not in _LAST_COUNTS:
-                    raise InputError(twice)
-                self.document.notes.append(f"{twice}; the last one counts, as in nanotron")
+                twice = f"{self._at(name_node)}: duplicate key '{name}' (first on line {first}); the last one counts"
+                self.document.notes.append(twice)
             own[name] = name_node
             result[name] = self._noted(name_node, value_node, (*keys, name))
         for name_node, value_node in self._merged(node):

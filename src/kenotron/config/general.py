@@ -57,6 +57,9 @@ class General(Section):
         "NANOTRON_BENCHMARK=1 in the environment a run stops after 4 steps.",
         None,
     )
+    kill_switch_path: LocalPath | None = key(
+        "A run saves and stops after the step in which this file appears, and none starts while it is there.", None
+    )
     ignore_sanity_checks: bool = key(
         "False: compare replicas of weights and optimizer at the start and before every save; read checkpoints back.",
         True,

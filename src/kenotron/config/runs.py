@@ -40,6 +40,7 @@ _FREE = (
     "general.step",
     "general.consumed_train_samples",
     "general.benchmark_csv_path",
+    "general.kill_switch_path",
     "general.ignore_sanity_checks",
     "general.deterministic",
     "general.hooks*",

@@ -37,6 +37,7 @@ _VALUES: dict[str, tuple[str, ...]] = {
 # Keys that name local files or folders. A URL there would be taken for a folder called `s3:`.
 _LOCAL = (
     "general.benchmark_csv_path",
+    "general.kill_switch_path",
     "checkpoints.staging_path",
     "checkpoints.local.path",
     "logging.log_dir",

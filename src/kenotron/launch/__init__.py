@@ -114,13 +114,14 @@ def _start_with_spares(
     spares: int,
     why_killed: Callable[[int], str | None],
 ) -> None:
+    from kenotron.checkpoint.checkpoints import Checkpoints
     from kenotron.checkpoint.folders import list_checkpoints
     from kenotron.checkpoint.local import run_folders
     from kenotron.launch.recovery import start_ranks_with_spares
-    from kenotron.launch.training import checkpoints_of
+    from kenotron.launch.training import local_tier
 
     if fresh:  # once, and not again when ranks are replaced
-        checkpoints = checkpoints_of(config, Ranks(), fresh)
+        checkpoints = Checkpoints(config, fresh=fresh, local=local_tier(config, Ranks()))
         with checkpoints.held():
             checkpoints.set_aside()
     start_ranks_with_spares(

@@ -30,6 +30,7 @@ from kenotron.training.report import already_finished
 if TYPE_CHECKING:
     import torch
 
+    from kenotron.checkpoint.local import LocalTier
     from kenotron.config import Config
     from kenotron.config.decoder import DecoderArchitecture
     from kenotron.interop.hf_weights import Weights
@@ -42,13 +43,14 @@ def train(config: Config, mesh: Mesh, device: torch.device, *, fresh: bool = Fal
     ranks = ranks_from_environment()
     if ranks.local_world_size < ranks.world_size:
         check_shared(config.checkpoint_folder, config.checkpoints.checkpoints_path_is_shared_file_system)
+    local = local_tier(config, ranks)  # of this rank's config: its path may be another disk's on each machine
     with machine_limits(config, device):
         config = _resolved(config)
         if config.masks_documents and is_users_own(config.model.decoder.family):
             longest = max(config.sequence_lengths.values())
             run_on_rank0(lambda: check_blocks(config.model.decoder, longest, device))
         fetch_checkpoints(config, fresh)
-    checkpoints = checkpoints_of(config, ranks, fresh)
+    checkpoints = Checkpoints(config, fresh=fresh, local=local, start_elsewhere=start_elsewhere)
     with machine_limits(config, device, warn=True):  # with the architecture, from which memory is estimated
         run = training.train(
             config,
@@ -98,18 +100,17 @@ def open_weights(path: str, architecture: DecoderArchitecture, *, verify: bool =
     return interop.initial_tensors(path, architecture, verify=False)
 
 
-def checkpoints_of(config: Config, ranks: Ranks, fresh: bool) -> Checkpoints:
-    """The checkpoints of a run of `config`, with the machines' own disks if it uses them. All ranks call it."""
-    local = None
-    if config.checkpoints.local is not None:
-        from kenotron.checkpoint.local import LocalTier, Machines, machine_of_each
+def local_tier(config: Config, ranks: Ranks) -> LocalTier | None:
+    """What keeps the checkpoints of `checkpoints.local`; None without it. All ranks call it."""
+    if config.checkpoints.local is None:
+        return None
+    from kenotron.checkpoint.local import LocalTier, Machines, machine_of_each
 
-        rank, size = rank_and_size()
-        of_rank = (0,) * size
-        if ranks.local_world_size < ranks.world_size:
-            of_rank = machine_of_each(gather((socket.gethostname(), ranks.local_rank)))
-        local = LocalTier(config, Machines(of_rank, rank), logger.warning, logger.info)
-    return Checkpoints(config, fresh=fresh, local=local, start_elsewhere=start_elsewhere)
+    rank, size = rank_and_size()
+    of_rank = (0,) * size
+    if ranks.local_world_size < ranks.world_size:
+        of_rank = machine_of_each(gather((socket.gethostname(), ranks.local_rank)))
+    return LocalTier(config, Machines(of_rank, rank), logger.warning, logger.info)
 
 
 def name_before_start(config: Config, roots: Iterable[Path]) -> tuple[Config, Path]:

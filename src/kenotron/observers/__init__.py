@@ -1,6 +1,6 @@
 """Hooks that watch a run: `observers` makes those that a config asks for.
 
-signals.py        SIGTERM, SIGUSR1 and Ctrl-C ask the run to stop
+signals.py        SIGTERM, SIGUSR1, Ctrl-C and a file ask the run to stop
 validation.py     the loss on held-out documents
 data_stall.py     a step that waits long for its batches
 stragglers.py     a rank that is slower than the others
@@ -38,7 +38,7 @@ from kenotron.observers.export import ExportHook
 from kenotron.observers.nonfinite import NonFiniteCause
 from kenotron.observers.profiler import AnomalyMode, ProfilerHook
 from kenotron.observers.progress import Pace, Progress
-from kenotron.observers.signals import Signals
+from kenotron.observers.signals import KillSwitch, Signals
 from kenotron.observers.tensorboard import TensorBoard
 from kenotron.observers.validation import Validation
 
@@ -93,6 +93,8 @@ def _of_the_first_rank(config: Config) -> list[Hook]:
         hooks.append(Uploads(config, config.upload_url))
     if config.tokens.validates:
         hooks.append(Compressors())
+    if config.general.kill_switch_path is not None:
+        hooks.append(KillSwitch(Path(config.general.kill_switch_path)))
     if config.general.benchmark_csv_path is not None:
         hooks.append(Benchmark(Path(config.general.benchmark_csv_path)))
     if config.profiler is not None and config.profiler.profiler_export_path is not None:

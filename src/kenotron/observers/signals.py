@@ -1,4 +1,4 @@
-"""A run that receives a signal finishes its step, saves and stops; `Run.stop` does the rest."""
+"""A run that is asked to stop, by a signal or a file, finishes its step, saves and stops; `Run.stop` does the rest."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from kenotron.config.errors import InputError
 from kenotron.training.console import logger
 from kenotron.training.hooks import Hook
 
 if TYPE_CHECKING:
     from kenotron.training.run import Run
+    from kenotron.training.step import StepResult
 
 
 class Signals(Hook):
@@ -72,3 +75,28 @@ class Signals(Hook):
         for number, handler in self.previous.items():
             signal.signal(number, handler)
         self.previous = {}
+
+
+class KillSwitch(Hook):
+    """`general.kill_switch_path`: a file that stops the run. Only rank 0 looks for it, once a second at most."""
+
+    priority = -40
+    EVERY_S = 1.0  # a network file system takes its time
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.looked_at = path, 0.0
+
+    def on_train_start(self, run: Run) -> None:
+        """Raise InputError if the file is there."""
+        if self.path.exists():
+            raise InputError(f"general.kill_switch_path: {self.path} exists, which stops a run; remove it to train")
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        """Ask the run to stop, if the file has appeared."""
+        if time.monotonic() - self.looked_at >= self.EVERY_S:
+            self.looked_at = time.monotonic()
+            if self.path.exists():
+                run.stop(f"{self.path} exists")
+                logger.warning(
+                    "general.kill_switch_path: %s exists: saving after step %d and stopping", self.path, run.step
+                )
