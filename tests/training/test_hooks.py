@@ -259,6 +259,7 @@ def test_a_run_asked_to_stop_saves_without_validating_first(tmp_path: Path) -> N
     _, said = train_and_listen(tiny_config(tmp_path, *VALIDATING, terminate, "checkpoints.checkpoint_interval=2"))
     assert "validation: 1 / 4" in said
     assert "validation: 2 / 4" not in said
+    assert "the validation after step 2 is left out, as the run stops" in said
     assert "SIGTERM: saving after step 2 and stopping" in said
     assert (tmp_path / "checkpoints" / "2" / "manifest.json").exists()
 
@@ -283,6 +284,7 @@ def test_a_validation_under_way_gives_way_to_the_checkpoint(
     _, said = train_and_listen(tiny_config(tmp_path, *VALIDATING, f"tokens.train_steps={last}"))
     assert len(batches) == 3
     assert "validation: 1 /" not in said
+    assert "the validation after step 1 is left out, as the run stops" in said
     assert (tmp_path / "checkpoints" / "1" / "manifest.json").exists()
 
 

@@ -42,7 +42,7 @@ class Validation(Hook):
         if run.step % run.config.tokens.val_check_interval == 0 or run.finished:
             found = validate(run)
             if found is None:
-                logger.warning("validation: %d / %d: left out, as the run stops", run.step, run.last_step)
+                logger.warning("the validation after step %d is left out, as the run stops", run.step)
                 return
             logger.info("%s", validation_line(run, found))
             for hook in run.hooks:
