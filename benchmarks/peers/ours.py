@@ -10,7 +10,7 @@ from torch import Tensor
 from work import Work
 from worker import Job, Pace
 
-from kenotron.checkpoint.engine import Engine
+from kenotron.checkpoint.checkpoints import Checkpoints
 from kenotron.config import Config, load
 from kenotron.data import TokenBatch
 from kenotron.kernels.host_memory import keep_freed_memory
@@ -98,7 +98,7 @@ def build_run(config: Config, mesh: Mesh, device: str = "cpu", weights: dict[str
         optimizer,
         data=None,
         pipeline=pipeline,
-        engine=Engine(config),
+        checkpoints=Checkpoints(config),
     )
 
 

@@ -13,7 +13,6 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -21,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from kenotron.checkpoint.checkpoints import Checkpoints
 from kenotron.config import Config
 from kenotron.data.batch import TokenBatch
 from kenotron.kernels.attention import attention as sdpa
@@ -77,12 +77,21 @@ def run_without_files(config: Config, mesh: Mesh, device: torch.device) -> Run:
     fill_weights(parts, config.model.init_method, config.general.seed)
     names = [name for name, _ in named_parameters(skeleton)]
     optimizer = build_optimizer(named_parameters(*parts), config.optimizer, all_names=names, padded=False)
-    engine = cast(Any, SimpleNamespace(fence=lambda: None))
     attention = by_documents(sdpa, torch_flash)
     data = cast(Any, None)
     hooks: list[Hook] = [StateHash()]
     return Run(
-        config, mesh, device, skeleton, parts, optimizer, data, hooks, pipeline, attention=attention, engine=engine
+        config=config,
+        mesh=mesh,
+        device=device,
+        skeleton=skeleton,
+        parts=parts,
+        optimizer=optimizer,
+        data=data,
+        hooks=hooks,
+        pipeline=pipeline,
+        attention=attention,
+        checkpoints=Checkpoints(config),
     )
 
 

@@ -187,7 +187,7 @@ class LocalTier:
     def _open(self) -> None:
         """Find the folders' names; on each machine make the run's, and clear what killed processes left there."""
         name = run_on_rank0(lambda: durable.run_id(self.config.checkpoint_folder))
-        assert name is not None, "the run has no id: choose_start is called in own_folder"
+        assert name is not None, "the run has no id: Checkpoints.start is called while its folder is held"
         self.run_folder = _run_folder(self.config, name)
         number, count = self.machines.number, self.machines.count
         self.root = self.run_folder if count == 1 else self.run_folder / f"{number}of{count}"
