@@ -1,62 +1,169 @@
-"""`kn.compare`, `kn.replay` and `kn.submit` say in Python what the commands print."""
+"""`kn.load`, `kn.train` and `kn.generate` from Python: a script, a notebook, a thread, a server."""
 
 from __future__ import annotations
 
-import re
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+import threading
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import kenotron as kn
-from kenotron.config import InputError
-from support.tiny_run import Shell, tiny_config, tiny_yaml, train_quietly
-
-GENERIC = ("--gpus-per-node", "2", "--time", "1:00:00", "--dry-run")
-
-
-def without_times(script: str) -> str:
-    return re.sub(r"\d{8}_\d{6}", "TIME", script)
+import kenotron.training
+from kenotron.config import Config, InputError, NotSupportedYet
+from support.tiny_run import REPOSITORY, environment, losses, metrics, tiny_config, tiny_dict, tiny_yaml, train_quietly
 
 
-def test_a_job_of_python_is_that_of_the_command(tmp_path: Path, shell: Shell) -> None:
-    file = tiny_yaml(tmp_path)
-    said: list[str] = []
-    found = kn.submit(
-        file, ["parallelism.dp=2"], gpus_per_node=2, sbatch={"time": "1:00:00"}, dry_run=True, say=said.append
-    )
-    code, printed, told = shell("submit", file, "parallelism.dp=2", *GENERIC)
-    assert (code, without_times(printed)) == (0, without_times(found.script))
-    assert told.splitlines() == said
-    assert (found.jobs, found.where) == ([], "1 node x 2 ranks")
-    assert not found.folder.exists()
-    with pytest.raises(InputError, match=r"parallelism: dp 1 .* needs 1 rank, but 1 node of 2 have 2"):
-        kn.submit(file, gpus_per_node=2, dry_run=True)
+def test_load_and_train_give_the_run(tmp_path: Path) -> None:
+    config = kn.load(tiny_yaml(tmp_path), ["tokens.train_steps=2"])
+    run = train_quietly(config)
+    assert run.step == 2
+    assert run.finished
+    assert run.last_metrics["iteration"] == 2
+    assert run.last_metrics["lm_loss"] == losses(config)[-1]
+    assert run.config == config
+    assert sum(p.numel() for p in run.model.parameters()) > 5000
 
 
-def test_a_replay_says_what_is_equal_and_what_is_not(tmp_path: Path) -> None:
-    config = tiny_config(tmp_path, "tokens.train_steps=6", "checkpoints.checkpoint_interval=4")
-    train_quietly(config)
-    found = kn.replay(tmp_path / "checkpoints", 6, say=lambda line: None)
-    assert found is not None
-    assert (found.first, found.last, found.compared, found.rounding, found.equal) == (5, 6, 2, 0.0, True)
-    (log,) = Path(config.logging.log_dir).rglob("metrics.jsonl")
-    log.write_text(re.sub(r'("iteration": 6, .*"lm_loss": )[0-9.]+', r"\g<1>1.5", log.read_text()))
-    found = kn.replay(tmp_path / "checkpoints", 6, say=lambda line: None)
-    assert found is not None
-    assert not found.equal
-    assert [line.split(" and is ")[0] for line in found.differences] == ["step 6: lm_loss was 1.5"]
-    assert found.reads[0].startswith("step 6 of stage ")
+def test_load_takes_a_dict_a_path_or_its_name_alike(tmp_path: Path) -> None:
+    path = tiny_yaml(tmp_path)
+    assert kn.load(tiny_dict(tmp_path)) == kn.load(path) == kn.load(str(path))
 
 
-def test_a_comparison_is_returned(tmp_path: Path) -> None:
-    config = tiny_config(tmp_path, "tokens.train_steps=2")
-    said: list[str] = []
-    accumulated = ["tokens.micro_batch_size=2", "tokens.batch_accumulation_per_replica=2"]
-    comparison = kn.compare(config, accumulated, steps=2, say=said.append)
-    assert comparison.agrees
-    assert {(number.name, number.step) for number in comparison.numbers} == {
-        (name, step) for name in ("lm_loss", "grad_norm") for step in (1, 2)
+def test_two_runs_in_one_process_are_those_of_two_processes(tmp_path: Path) -> None:
+    for name in ("first", "second", "third"):
+        (tmp_path / name).mkdir()
+    bf16 = "model.dtype=bfloat16"
+    configs = [
+        tiny_config(tmp_path / "first", bf16),
+        tiny_config(tmp_path / "second"),
+        tiny_config(tmp_path / "third", bf16),
+    ]
+    for config in configs:
+        train_quietly(config)
+    assert losses(configs[0]) == losses(configs[2])
+    assert losses(configs[0]) != losses(configs[1])
+
+
+def test_fresh_starts_a_finished_run_over(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path)
+    for options in ({}, {}, {"fresh": True}):
+        assert train_quietly(config, **options).step == 3
+    assert len(metrics(config)) == 3
+    assert len(list((tmp_path / "checkpoints").glob("replaced-*"))) == 1
+
+
+def test_the_functions_of_kenotron_work_whatever_was_imported_before() -> None:
+    """The import of a module puts it in the place of the package's attribute of its name."""
+    assert not [name for name in kn.__all__ if find_spec(f"kenotron.{name}")]
+    assert kn.Hook is kenotron.training.Hook
+
+
+def test_a_run_inside_a_thread_leaves_signals_alone(tmp_path: Path) -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(train_quietly(tiny_config(tmp_path))))
+    thread.start()
+    during = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
+    thread.join(60)
+    assert found[0].step == 3
+    assert during == before
+
+
+def test_a_run_puts_signal_handlers_back_even_when_it_fails(tmp_path: Path) -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
+    (tmp_path / "fails").mkdir()
+    train_quietly(tiny_config(tmp_path))
+    with pytest.raises(RuntimeError, match="this hook is broken"):
+        train_quietly(tiny_config(tmp_path / "fails", "general.hooks=[support.user_parts.Broken]"))
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)] == before
+
+
+def test_a_run_inside_a_running_event_loop(tmp_path: Path) -> None:
+    """As in a notebook's cell."""
+
+    async def cell() -> Any:
+        return train_quietly(tiny_config(tmp_path))
+
+    assert asyncio.run(cell()).step == 3
+
+
+def test_no_thread_of_a_run_outlives_it(tmp_path: Path) -> None:
+    before = set(threading.enumerate())  # of other tests' remote files, say
+    train_quietly(tiny_config(tmp_path, "data_stages.0.data.num_loading_workers=3"))
+    assert not [thread.name for thread in set(threading.enumerate()) - before if thread.name.startswith("kenotron")]
+
+
+def test_errors_in_the_input_are_exceptions_with_the_line_of_the_command(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="did you mean 'train_steps'"):
+        kn.load(tiny_dict(tmp_path), ["tokens.train_step=5"])
+    with pytest.raises(NotSupportedYet, match=r"tokens.limit_test_batches: 1"):
+        kn.train(tiny_config(tmp_path, "tokens.limit_test_batches=1"))
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"WORLD_SIZE": "2", "RANK": "0"}, "dp 1 x pp 1 x tp 1 x cp 1 needs 1 process, but 2 were started"),
+        ({"RANK": "first"}, "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE: expected integers, found first, 1, 0, 1"),
+    ],
+)
+def test_an_environment_that_does_not_fit_the_layout_is_said(
+    variables: dict[str, str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InputError, match=said):
+        train_quietly(tiny_config(tmp_path))
+
+
+def test_processes_for_dp_times_ep_make_dp_larger_and_say_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = {
+        "is_mixtral_config": True,
+        "num_local_experts": 4,
+        "hidden_size": 16,
+        "num_attention_heads": 2,
+        "vocab_size": 64,
     }
-    assert said[0] == "run 1 of 5: as it is, 2 steps on 1 rank"
-    with pytest.raises(InputError, match=r"expected at most tokens\.train_steps 2, found 3"):
-        kn.compare(config, accumulated, steps=3)
+    layout = ("parallelism.dp=2", "parallelism.expert_parallel_size=2", "tokens.micro_batch_size=3")
+    config = tiny_config(tmp_path, f"model.model_config={json.dumps(keys)}", *layout)
+    work: list[Config] = []
+    monkeypatch.setattr("kenotron.launch.work_on_ranks", lambda config, *_, **__: work.append(config))
+    for processes, dp in ((2, 2), (4, 4)):
+        monkeypatch.setenv("RANK", "0")
+        monkeypatch.setenv("WORLD_SIZE", str(processes))
+        kn.train(config)
+        assert work.pop().parallelism.dp == dp
+        said = capsys.readouterr().out
+        expected = "4 processes are dp 2 x ep 2 x the rest: dp is read as 4, so a step has 12 samples and not 6"
+        assert (expected in said) == (dp == 4)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(InputError, match=r"expected a divisor of dp x context_parallel_size 1, found 2: .*set dp: 2"):
+        kn.train(kn.load(config, ["parallelism.dp=1"]))
+
+
+def test_importing_kenotron_imports_nothing_heavy() -> None:
+    code = "import sys, kenotron; assert not {'torch', 'pydantic', 'numpy', 'transformers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.slow
+def test_the_script_with_data_of_its_own_trains_on_them(tmp_path: Path) -> None:
+    """As docs/coming-from-nanotron.md has it: its squares mod 64 are few and soon known, random tokens never are."""
+    page = (REPOSITORY / "docs" / "coming-from-nanotron.md").read_text()
+    (tmp_path / "train_squares.py").write_text(page.split("```python\n")[1].split("```")[0])
+    path = tiny_yaml(tmp_path, tokens=tiny_dict(tmp_path)["tokens"] | {"train_steps": 40})
+    assert kn.load(path).data_stages[0].data.dataset is None
+    command = [sys.executable, "train_squares.py", path.name]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "train_squares.Squares: 9,9" in done.stdout
+    assert losses(kn.load(path))[-1] < 3.0 < losses(kn.load(path))[0]

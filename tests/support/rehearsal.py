@@ -80,19 +80,8 @@ def run_without_files(config: Config, mesh: Mesh, device: torch.device) -> Run:
     attention = by_documents(sdpa, torch_flash)
     data = cast(Any, None)
     hooks: list[Hook] = [StateHash()]
-    return Run(
-        config=config,
-        mesh=mesh,
-        device=device,
-        skeleton=skeleton,
-        parts=parts,
-        optimizer=optimizer,
-        data=data,
-        hooks=hooks,
-        pipeline=pipeline,
-        attention=attention,
-        checkpoints=Checkpoints(config),
-    )
+    rest = {"attention": attention, "checkpoints": Checkpoints(config)}
+    return Run(config, mesh, device, skeleton, parts, optimizer, data, hooks, pipeline, **cast(Any, rest))
 
 
 def _batch(config: Config, number: int) -> TokenBatch:

@@ -14,7 +14,6 @@ Three tiers hold them: `checkpoints_path`, which all machines share; the machine
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -23,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kenotron.checkpoint import durable, folders, leftovers, loading, manifest
 from kenotron.checkpoint.engine import Engine, Keep, Saved, Unsaved, find_engine
-from kenotron.checkpoint.start import Start, StartElsewhere, refuse_unusable, run_name, start_of_run
+from kenotron.checkpoint.start import Start, StartElsewhere, logger, refuse_unusable, run_name, start_of_run
 from kenotron.config import dump
 from kenotron.config.dotted import FOUND
 from kenotron.config.errors import InputError
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
     from kenotron.checkpoint.tensors import Tensors
     from kenotron.config import Config
 
-logger = logging.getLogger("kenotron")
 Outcomes = list[Saved | Unsaved]
 STEP, SAMPLES = 10**18 + 7, 10**18 + 9  # stand for the counters in the text of a config
 

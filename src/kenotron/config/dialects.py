@@ -132,7 +132,8 @@ def _early_nanotron(document: Document) -> Iterator[str]:
         yield document.at(seed, "model.init_method.seed is now general.seed")
         document.move(seed, ("general", "seed"))
     for keys in _datasets(document):
-        if isinstance(document.get(*keys), dict) and "dataset_path" in document.get(*keys):
+        dataset = document.get(*keys)
+        if isinstance(dataset, dict) and "dataset_path" in dataset and "tokens" not in dataset:
             yield document.at((*keys, "dataset_path"), "dataset_path is now tokens")
             document.move((*keys, "dataset_path"), (*keys, "tokens"))
 

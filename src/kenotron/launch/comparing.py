@@ -9,18 +9,17 @@ from __future__ import annotations
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kenotron.config import Config, load, refuse_unsupported, same_run_difference, to_dict
 from kenotron.config.errors import InputError, counted
 from kenotron.config.runs import same_batch_overrides
+from kenotron.text.progress import Report
 
 if TYPE_CHECKING:
     from kenotron.training.compare import Comparison
-
-Say = Callable[[str], None]
 
 
 def compare(
@@ -30,7 +29,7 @@ def compare(
     other: Config | str | Path | None = None,
     steps: int = 10,
     dtype: str | None = None,
-    say: Say = lambda line: print(line, file=sys.stderr),
+    say: Report = lambda line: print(line, file=sys.stderr),
 ) -> Comparison:
     """Train `steps` steps of `config` and of the other layout: what differs, and whether rounding explains it.
 
@@ -66,7 +65,7 @@ def compare(
     return judge(a, rounding, b)
 
 
-def on_layout(config: Config | str | Path, plain: Config, overrides: Sequence[str], say: Say) -> Config:
+def on_layout(config: Config | str | Path, plain: Config, overrides: Sequence[str], say: Report) -> Config:
     """`config` with `overrides`, the micro-batches divided so that the global batch stays that of `plain`."""
     # A ramp comes out for micro-batches that are divided already: until then it is left out.
     no_ramps = [f"data_stages.{i}.batch_size_ramp=null" for i in range(len(plain.data_stages))]

@@ -26,12 +26,13 @@ from kenotron.data import open_run
 from kenotron.launch import launch
 from kenotron.launch.comparing import on_layout
 from kenotron.launch.data_which import of_step, start_of
+from kenotron.launch.environment import ranks_from_environment
+from kenotron.text.progress import Report
 from kenotron.training.metrics import logged_lines
 
 COMPARED = ("lm_loss", "grad_norm", "state_hash", "lr")
 OWN = ("general.run", "tokens.train_steps")  # a replay needs the run's values of these
 ROUNDING = {"float32": 1e-4, "bfloat16": 2e-2}  # of a loss or norm on another layout
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def replay(
     overrides: Sequence[str] = (),
     *,
     log_dir: str | Path | None = None,
-    say: Say = lambda line: print(line, flush=True),
+    say: Report = lambda line: print(line, flush=True),
     verified: Callable[[CheckpointFolder], list[str]] = lambda entry: verify(entry.path),
 ) -> Replayed | None:
     """Compute the steps up to `step` of the run in `checkpoints` again, and compare them with its log.
@@ -76,15 +77,15 @@ def replay(
     logged = _metrics(log)
     if step not in logged:
         raise InputError(f"--step: expected a step of the log, which has {_range(logged)}, found {step}")
-    first = start.step + 1 if start else 1
+    first, speaks = start.step + 1 if start else 1, ranks_from_environment().rank == 0
     with tempfile.TemporaryDirectory(prefix="kenotron-replay-") as temporary:
         again = config_of_replay(config, Path(temporary), step, overrides)
         if start is not None:
             _link(start.path, Path(again.checkpoints.checkpoints_path))
-        if is_first():
+        if speaks:
             say(f"computing {counted(step + 1 - first, 'step')} from {start.path if start else 'the start'}")
         launch(again)
-        if not is_first():
+        if not speaks:
             return None
         found = _metrics(Path(again.logging.log_dir) / again.general.run / "metrics.jsonl")
     other_layout = any(not override.startswith("profiler") for override in overrides)
@@ -98,11 +99,6 @@ def replay(
         with quietly(begun.in_run_steps(config), step) as data:
             reads = of_step(data, int(differences[0].split()[1].rstrip(":")))[1]
     return Replayed(first, step, compared, rounding, differences, reads)
-
-
-def is_first() -> bool:
-    """Whether this process is alone, or the first rank of torchrun's."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 def _find(
@@ -119,7 +115,7 @@ def _find(
     after = [entry for entry in found if entry.step >= step] or found[-1:]
     config = read_resolved(min(after, key=lambda entry: entry.step).path / "config.yaml")
     for entry in before:
-        problems = verified(entry) if is_first() else []
+        problems = verified(entry) if ranks_from_environment().rank == 0 else []
         if not problems:
             return config, entry
         print(f"warning: skipping checkpoint {entry.step}: {first_of(problems)}", file=sys.stderr)

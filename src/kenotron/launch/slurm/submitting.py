@@ -6,7 +6,7 @@ import contextlib
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -19,9 +19,9 @@ from kenotron.launch.before_start import epochs, warnings_before_start
 from kenotron.launch.slurm import jobs
 from kenotron.launch.slurm.script import Job, directives_of, render
 from kenotron.launch.slurm.sites import GENERIC, Site, load_site
+from kenotron.text.progress import Report
 
 Options = Mapping[str, str | int | None]
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def submit(
     chain: int = 1,
     array: str | None = None,
     dry_run: bool = False,
-    say: Say = lambda line: print(line, file=sys.stderr),
+    say: Report = lambda line: print(line, file=sys.stderr),
 ) -> Submitted:
     """Train the config in `file` as a job of Slurm, which saves before its time limit, is requeued, and resumes.
 
@@ -114,7 +114,7 @@ def _write(folder: Path, configs: list[Config], array: bool, script: str) -> Non
     (folder / jobs.SCRIPT).write_text(script, encoding="utf-8")
 
 
-def configs_of(file: str | Path, overrides: Sequence[str], array: str | None, say: Say) -> list[Config]:
+def configs_of(file: str | Path, overrides: Sequence[str], array: str | None, say: Report) -> list[Config]:
     """The config, or those of an array: each with a value of its key, a run and a folder of checkpoints of its own."""
 
     def checked(more: list[str]) -> Config:
@@ -147,7 +147,7 @@ def configs_of(file: str | Path, overrides: Sequence[str], array: str | None, sa
 
 
 def _advise(
-    file: str | Path, config: Config, overrides: Sequence[str], site: str, directives: Options, say: Say
+    file: str | Path, config: Config, overrides: Sequence[str], site: str, directives: Options, say: Report
 ) -> None:
     """Say how much is trained on, and what is probably not meant.
 

@@ -1,0 +1,62 @@
+"""`kn.compare`, `kn.replay` and `kn.submit` say in Python what the commands print."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import kenotron as kn
+from kenotron.config import InputError
+from support.tiny_run import Shell, tiny_config, tiny_yaml, train_quietly
+
+GENERIC = ("--gpus-per-node", "2", "--time", "1:00:00", "--dry-run")
+
+
+def without_times(script: str) -> str:
+    return re.sub(r"\d{8}_\d{6}", "TIME", script)
+
+
+def test_a_job_of_python_is_that_of_the_command(tmp_path: Path, shell: Shell) -> None:
+    file = tiny_yaml(tmp_path)
+    said: list[str] = []
+    found = kn.submit(
+        file, ["parallelism.dp=2"], gpus_per_node=2, sbatch={"time": "1:00:00"}, dry_run=True, say=said.append
+    )
+    code, printed, told = shell("submit", file, "parallelism.dp=2", *GENERIC)
+    assert (code, without_times(printed)) == (0, without_times(found.script))
+    assert told.splitlines() == said
+    assert (found.jobs, found.where) == ([], "1 node x 2 ranks")
+    assert not found.folder.exists()
+    with pytest.raises(InputError, match=r"parallelism: dp 1 .* needs 1 rank, but 1 node of 2 have 2"):
+        kn.submit(file, gpus_per_node=2, dry_run=True)
+
+
+def test_a_replay_says_what_is_equal_and_what_is_not(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, "tokens.train_steps=6", "checkpoints.checkpoint_interval=4")
+    train_quietly(config)
+    found = kn.replay(tmp_path / "checkpoints", 6, say=lambda line: None)
+    assert found is not None
+    assert (found.first, found.last, found.compared, found.rounding, found.equal) == (5, 6, 2, 0.0, True)
+    (log,) = Path(config.logging.log_dir).rglob("metrics.jsonl")
+    log.write_text(re.sub(r'("iteration": 6, .*"lm_loss": )[0-9.]+', r"\g<1>1.5", log.read_text()))
+    found = kn.replay(tmp_path / "checkpoints", 6, say=lambda line: None)
+    assert found is not None
+    assert not found.equal
+    assert [line.split(" and is ")[0] for line in found.differences] == ["step 6: lm_loss was 1.5"]
+    assert found.reads[0].startswith("step 6 of stage ")
+
+
+def test_a_comparison_is_returned(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, "tokens.train_steps=2")
+    said: list[str] = []
+    accumulated = ["tokens.micro_batch_size=2", "tokens.batch_accumulation_per_replica=2"]
+    comparison = kn.compare(config, accumulated, steps=2, say=said.append)
+    assert comparison.agrees
+    assert {(number.name, number.step) for number in comparison.numbers} == {
+        (name, step) for name in ("lm_loss", "grad_norm") for step in (1, 2)
+    }
+    assert said[0] == "run 1 of 5: as it is, 2 steps on 1 rank"
+    with pytest.raises(InputError, match=r"expected at most tokens\.train_steps 2, found 3"):
+        kn.compare(config, accumulated, steps=3)
