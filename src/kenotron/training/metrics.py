@@ -17,6 +17,7 @@ import math
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from kenotron.training.run import Run
     from kenotron.training.step import StepResult
 
+matmul_ceiling = cache(devices.matmul_ceiling)  # measured once in a process
 MEMORY_STEPS = 4  # the first steps, and the one after a save, show memory and disk
 
 
@@ -101,7 +103,6 @@ class Metrics(Hook):
         self.written_step = 0
         self.just_saved = False
         self.validation: dict[str, float] = {}
-        self.ceiling: float | None = None
 
     def on_train_start(self, run: Run) -> None:
         """Open `metrics.jsonl`, without the steps that are done again after a resume. Raises InputError."""
@@ -204,9 +205,7 @@ class Metrics(Hook):
             "real_tokens": result.real_tokens,
             "skipped": result.skipped,
         }
-        if self.ceiling is None:
-            self.ceiling = devices.matmul_ceiling(run.device, run.config.model.dtype)
-        fields["matmul_share"] = achieved / self.ceiling
+        fields["matmul_share"] = achieved / matmul_ceiling(run.device, run.config.model.dtype)
         fields["matmul_share_causal"] = fields["matmul_share"] * work.causal_share
         peak = devices.vendor_peak(run.device)
         if peak is not None:
