@@ -14,12 +14,16 @@ from kenotron.cli.rank0 import on_rank_0, said_once
 def train(
     file: Annotated[Path, typer.Argument(help="The YAML file of the run.")],
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="Any key by its dotted path, such as tokens.train_steps=100.")
+        list[str] | None,
+        typer.Argument(help="Any key by its dotted path, such as tokens.train_steps=100; more YAML files."),
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Move earlier checkpoints aside and start at step 0.")] = False,
     spares: Annotated[
         int, typer.Option(min=0, help="Spare processes: one takes the place of a rank that dies or hangs.")
     ] = 0,
+    config_follows: Annotated[
+        bool, typer.Option("--config", "--config-file", hidden=True, help="Changes nothing: FILE follows.")
+    ] = False,
     nanotron: Annotated[bool, typer.Option("--nanotron", hidden=True)] = False,
 ) -> None:
     """Train a config, with as many local processes as its layout needs. Resumes from the newest complete checkpoint."""

@@ -19,7 +19,7 @@ from kenotron.config.dialects import resume_from_itself, upgrade
 from kenotron.config.document import Document, Keys, read
 from kenotron.config.dotted import find_beside
 from kenotron.config.errors import InputError, NotSupportedYet
-from kenotron.config.overrides import apply
+from kenotron.config.overrides import apply, is_file, merge
 from kenotron.config.unserved import named, take_unserved
 from kenotron.config.writing import to_dict
 
@@ -30,8 +30,9 @@ def load(
     *,
     report: Callable[[str], None] | None = None,
 ) -> Config:
-    """The config of a YAML file, of a dict in the same schema or of another config, with `path=value` overrides on top.
+    """The config of a YAML file, of a dict in the same schema or of another config, with overrides on top.
 
+    An override is ``path=value``, or the name of another YAML file. Files come first, from left to right.
     `report` is called with one line for every key of an older form that was upgraded; by default they are logged as
     warnings. `%date` and `%jobid` in the run's name stay until `fill_run_name`. Raises InputError with one line for
     everything that is wrong, NotSupportedYet for keys that ask for what is not implemented.
@@ -43,10 +44,16 @@ def load(
     document = read(to_dict(source) if isinstance(source, Config) else source)
     if document.name:
         find_beside(Path(document.name))
+    for file in filter(is_file, overrides):
+        find_beside(Path(file))
+        over = read(file)
+        merge(document, over)
+        document.notes += over.notes
     for line in (*document.notes, *upgrade(document)):
         say(line)
     for text in overrides:
-        apply(document, text)
+        if not is_file(text):
+            apply(document, text)
     for line in resume_from_itself(document):  # with another checkpoints_path it starts from the file's
         say(line)
     if found := take_unserved(document.data):
@@ -61,5 +68,5 @@ def load(
 
 def _with_line(document: Document, keys: Keys, value: Any) -> str:
     place = document.place(keys)
-    in_file = document.name and place.startswith(document.name)
+    in_file = place and not place.startswith("override ")
     return f"{named(keys, value)} ({place})" if in_file else named(keys, value)

@@ -1,12 +1,28 @@
-"""Settings from the command line: a dotted path, `=`, and a YAML value.
+"""What a command line lays over a config: a dotted path, `=`, and a YAML value; or another YAML file.
 
-tokens.train_steps=100    data_stages.0.data.seed=1    model.init_method={path: checkpoints/100}
+tokens.train_steps=100    data_stages.0.data.seed=1    model.init_method={path: checkpoints/100}    data.yaml
 """
 
 from __future__ import annotations
 
 from kenotron.config.document import Document, Keys, parse_value
 from kenotron.config.errors import InputError
+
+
+def is_file(text: str) -> bool:
+    """Whether `text` is the name of a YAML file, and not ``path=value``."""
+    return "=" not in text and text.endswith((".yaml", ".yml"))
+
+
+def merge(document: Document, other: Document, keys: Keys = ()) -> None:
+    """Lay `other` over `document` at `keys`: maps are joined, anything else takes the place of what is there."""
+    for name, value in other.get(*keys).items():
+        here = (*keys, name)
+        if isinstance(value, dict) and isinstance(document.get(*here), dict):
+            merge(document, other, here)
+        else:
+            document.put(here, value, other.place(here))
+            document.places |= {each: place for each, place in other.places.items() if each[: len(here)] == here}
 
 
 def apply(document: Document, text: str) -> None:

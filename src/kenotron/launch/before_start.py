@@ -8,6 +8,7 @@ from pathlib import Path
 from kenotron.config import Config, load
 from kenotron.config.data import TEXT_DATASETS, TOKEN_DATASETS, paths_of
 from kenotron.config.errors import InputError
+from kenotron.config.overrides import is_file
 from kenotron.config.remote import is_remote
 from kenotron.config.runs import same_batch_overrides
 from kenotron.config.warnings import amount, warnings_of
@@ -37,7 +38,7 @@ def changed_batch(file: str | Path, config: Config, overrides: Sequence[str]) ->
     if not dp or any(text.startswith(OF_THE_BATCH) for text in overrides):
         return
     try:
-        before = load(file, report=lambda line: None)
+        before = load(file, list(filter(is_file, overrides)), report=lambda line: None)
     except InputError:  # it is valid with the overrides alone
         return
     old, new = before.global_batch_size, config.global_batch_size
