@@ -52,7 +52,8 @@ REFUSED = [
         "tokens.val_fraction: expected a number above 0 (1e-9 holds out one document, or sample, and trains on all "
         "others), found 0",
     ),
-    ("optimizer.optimizer_factory.name=adam", "found 'adam'; did you mean 'adamW'?"),
+    ("optimizer.optimizer_factory.name=adam", "'adam_eps' belong to the variant adamW, but 'name' makes this custom"),
+    ("optimizer.optimizer_factory={name: adagradd}", "found 'adagradd'; did you mean 'Adagrad'?"),
     (f"{LR}.lr_decay_style=COSINE", "found 'COSINE'; did you mean 'cosine'?"),
     (
         "general.run=../../evil",
@@ -384,7 +385,7 @@ COMMANDS = [
     ),
     (("train",), "error: Missing argument 'file'."),
     (
-        ("train", "--config-file", "tiny.yaml"),
+        ("config", "check", "--config-file", "tiny.yaml"),
         "error: No such option: --config-file; the YAML file is the first argument",
     ),
     (

@@ -214,6 +214,8 @@ def test_other_init_methods_are_errors(minimal: dict[str, Any], keys: Any) -> No
         ({"adam_eps": 1e-8, "adam_beta1": 0.9, "adam_beta2": 0.95, "torch_adam_is_fused": True}, AdamW()),
         ({"name": "muon", "muon_ns_steps": 3, "adam_beta1": 0.8}, Muon(muon_ns_steps=3, adam_beta1=0.8)),
         ({"name": "torch.optim.Adagrad"}, CustomOptimizer(name="torch.optim.Adagrad")),
+        ({"name": "rmsprop"}, CustomOptimizer(name="torch.optim.RMSprop")),
+        ({"name": "Adam", "kwargs": {"eps": 1e-6}}, CustomOptimizer(name="torch.optim.Adam", kwargs={"eps": 1e-6})),
         ({"name": "my.Lion", "kwargs": {"b": 1}}, CustomOptimizer(name="my.Lion", kwargs={"b": 1})),
     ],
 )
@@ -222,12 +224,12 @@ def test_an_optimizer_is_known_by_its_name(minimal: dict[str, Any], keys: dict[s
     assert load(minimal).optimizer.optimizer_factory == expected
 
 
-@pytest.mark.parametrize("name", ["adam", "Adam", "lion", 3])
-def test_an_unknown_optimizer_lists_what_there_is(minimal: dict[str, Any], name: Any) -> None:
+@pytest.mark.parametrize(("name", "nearest"), [("muonn", "muon"), ("RMSPropp", "RMSprop"), ("lion", None), (3, None)])
+def test_an_unknown_optimizer_lists_what_there_is(minimal: dict[str, Any], name: Any, nearest: str | None) -> None:
     minimal["optimizer"]["optimizer_factory"]["name"] = name
-    with pytest.raises(InputError, match="expected a name among adamW, sgd, muon") as caught:
+    with pytest.raises(InputError, match="expected a name among adamW, sgd, muon, Adadelta") as caught:
         load(minimal)
-    assert ("did you mean 'adamW'?" in str(caught.value)) == (name in ("adam", "Adam"))
+    assert f"did you mean '{nearest}'?" in str(caught.value) or (nearest is None and "mean" not in str(caught.value))
 
 
 @pytest.mark.parametrize(

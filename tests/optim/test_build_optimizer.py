@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from kenotron.config.errors import InputError, NotSupportedYet
-from kenotron.optim.build import ELEMENTWISE, build_optimizer
+from kenotron.optim.build import build_optimizer
+from kenotron.optim.custom import ELEMENTWISE
 from kenotron.optim.groups import set_learning_rate
 
 
@@ -57,6 +58,7 @@ def test_adamw_keys_reach_the_optimizer(tiny, section):
     assert optimizer.defaults["eps"] == 1e-6
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("factory", ["adamW", "sgd", "muon", *(f"torch.optim.{make.__name__}" for make in ELEMENTWISE)])
 def test_masters_under_fsdp_on_one_rank_get_the_plain_bits(tiny, section, set_gradients, group_of_one, factory):
     from torch.distributed.device_mesh import init_device_mesh

@@ -167,6 +167,9 @@ def _agree(config: dict[str, Any]) -> dict[str, Any]:
     if config.get("profiler"):
         config["tokens"]["train_steps"] = 10**10
     config["model"]["dtype"] = "float32"
+    if config["optimizer"].get("stochastic_rounding"):
+        config["model"]["dtype"] = "bfloat16"
+        config["optimizer"].update(accumulate_grad_in_fp32=False, optimizer_factory={"name": "adamW"})
     return config
 
 

@@ -572,8 +572,7 @@ OWN_TESTS = {
         PretrainDataset.dataset_overwrite_cache SFTDataset.hf_dataset_config_name EmbeddedCorpus.corpus
         EmbeddedCorpus.packing EmbeddedCorpus.weight EmbeddedCorpus.max_epochs Optimizer.accumulate_grad_in_fp32""",
     "test_bad_documents.py": "PretrainDataset.on_bad_document TextFiles.on_bad_document",
-    "test_sft.py": """
-        SFTDataset.dataset_processing_num_proc_per_process SFTDataset.dataset_overwrite_cache
+    "test_sft.py": """SFTDataset.dataset_processing_num_proc_per_process SFTDataset.dataset_overwrite_cache
         SFTDataset.messages_column_name SFTFiles.messages_column_name""",
     "test_token_folders.py": """
         NanosetDataset.vocab_size NanosetDataset.token_size_in_bytes NanosetDataset.skip_in_stream
@@ -587,6 +586,7 @@ OWN_TESTS = {
     "test_nonfinite_steps.py": "Optimizer.skip_nonfinite_steps",
     "test_nonfinite_cause.py": "Profiler.detect_anomaly",
     "test_spikes.py": "Optimizer.spikes Spikes.z_score Spikes.window Spikes.snapshot_every Spikes.max_rollbacks",
+    "test_bf16_weights.py": "Optimizer.stochastic_rounding",
     "test_experts_on_layouts.py": "Parallelism.expert_parallel_size",
     "test_matrix.py": "Parallelism.dp Parallelism.pp Parallelism.tp Parallelism.context_parallel_size",
     "test_data_parallel.py": "Parallelism.dp_shard Parallelism.cpu_offload",

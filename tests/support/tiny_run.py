@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 import yaml
 
 import kenotron as kn
@@ -172,7 +173,8 @@ def exported(folder: Path) -> dict[str, Tensor]:
 
 def equal_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     """The same names with the same bytes: NaN equals NaN, 0.0 is not -0.0."""
-    return a.keys() == b.keys() and all(a[name].numpy().tobytes() == b[name].numpy().tobytes() for name in a)
+    raw = [[each.flatten().view(torch.uint8).numpy().tobytes() for _, each in sorted(some.items())] for some in (a, b)]
+    return a.keys() == b.keys() and raw[0] == raw[1]
 
 
 def largest_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:

@@ -76,7 +76,7 @@ def _check_code(config: Config) -> None:
 
         find_hook(*((entry, {}) if isinstance(entry, str) else (entry.path, entry.kwargs)))
     if "." in config.optimizer.optimizer_factory.name:
-        from kenotron.optim.build import check_optimizer
+        from kenotron.optim.custom import check_optimizer
 
         check_optimizer(config.optimizer)
     if "." in (schedule := config.optimizer.learning_rate_scheduler).lr_decay_style:

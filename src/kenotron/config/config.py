@@ -125,6 +125,11 @@ class Config(Section):
         by_strategy = STRATEGIES.get(self.parallelism.strategy or "")
         return next((stage for stage in (self.optimizer.zero_stage, by_strategy) if stage is not None), 0)
 
+    @property
+    def kept_dtype(self) -> str:
+        """Dtype of weights between steps, of their gradients and of the optimizer's state."""
+        return "float32" if self.optimizer.accumulate_grad_in_fp32 else self.model.dtype
+
     @model_validator(mode="after")
     def _checks(self) -> Self:
         if problems := problems_of(self):
@@ -137,6 +142,7 @@ def problems_of(config: Config) -> list[Problem]:
     checks = (
         _check_decoder,
         _check_loss,
+        _check_rounding,
         _check_documents,
         _check_layout,
         _check_ramps,
@@ -162,6 +168,16 @@ def _check_decoder(config: Config) -> Iterator[Problem]:
 def _check_loss(config: Config) -> Iterator[Problem]:
     if config.model.loss is not None and getattr(config.model.architecture, "z_loss_enabled", False):
         yield "model.model_config.z_loss_enabled", "is part of cross entropy; expected false with model.loss"
+
+
+def _check_rounding(config: Config) -> Iterator[Problem]:
+    if not config.optimizer.stochastic_rounding:
+        return
+    where = "optimizer.stochastic_rounding"
+    if config.kept_dtype != "bfloat16":
+        yield where, "expected weights in bf16: model.dtype bfloat16 and optimizer.accumulate_grad_in_fp32 false"
+    if config.optimizer.optimizer_factory.name != "adamW":
+        yield where, f"expected the optimizer adamW, found {config.optimizer.optimizer_factory.name}"
 
 
 def _check_documents(config: Config) -> Iterator[Problem]:

@@ -57,11 +57,20 @@ class Muon(_AdamKeys):
     )
 
 
-class CustomOptimizer(Section):
-    """Any `torch.optim.Optimizer` class by dotted path."""
+TORCH = ("Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")
 
-    name: str = key(
-        "Dotted path of the class, such as torch.optim.Adagrad. Under tp, ZeRO and a padded vocabulary it must be "
+
+def _dotted(name: Any) -> Any:
+    """`rmsprop` and `RMSprop` are torch.optim.RMSprop."""
+    found = [each for each in TORCH if isinstance(name, str) and each.lower() == name.lower()]
+    return f"torch.optim.{found[0]}" if found else name
+
+
+class CustomOptimizer(Section):
+    """Any `torch.optim.Optimizer` class: of torch by its name, of another package or your own by dotted path."""
+
+    name: Annotated[str, BeforeValidator(_dotted)] = key(
+        f"{', '.join(TORCH)}, or the dotted path of a class. Under tp, ZeRO and a padded vocabulary it must be "
         "elementwise: known to be, or a class with `elementwise = True`.",
         mark=OURS,
     )
@@ -76,7 +85,7 @@ def _choose_factory(value: Any) -> str | None:
     name = value.get("name")
     if name is None:  # nanotron's rule: the Adam keys make it AdamW, nothing makes it SGD
         return "(adamW)" if any(k in value for k in _AdamKeys.model_fields) else "(sgd)"
-    if isinstance(name, str) and "." in name:
+    if isinstance(name, str) and "." in _dotted(name):
         return "(custom)"
     return _FACTORY_TAGS.get(_any_case(name)) if isinstance(name, str) else None
 
@@ -89,7 +98,9 @@ def _any_case(value: Any) -> Any:
 
 _FACTORY_TAGS = {"adamW": "(adamW)", "sgd": "(sgd)", "muon": "(muon)"}
 _factory_rule = by_rule(
-    _choose_factory, "a name among adamW, sgd, muon, or the dotted path of an optimizer class", _FACTORY_TAGS
+    _choose_factory,
+    f"a name among {', '.join((*_FACTORY_TAGS, *TORCH))}, or the dotted path of an optimizer class",
+    (*_FACTORY_TAGS, *TORCH),
 )
 OptimizerFactory = Annotated[
     Annotated[AdamW, Tag("(adamW)")]
@@ -187,7 +198,13 @@ class Optimizer(Section):
     weight_decay: float = key("Decoupled weight decay; sgd and optimizers by dotted path use torch's own.", ge=0)
     clip_grad: float | None = key("Maximum global gradient norm; null: no clipping.", gt=0)
     accumulate_grad_in_fp32: bool = key(
-        "Keep master weights and accumulate gradients in fp32 while the model computes in model.dtype."
+        "Keep weights, gradients and the optimizer's state in fp32 while the model computes in model.dtype; false: all "
+        "in model.dtype."
+    )
+    stochastic_rounding: bool = key(
+        "Round updates of bf16 weights up or down at random, in proportion: small ones are not lost. For adamW.",
+        False,
+        mark=OURS,
     )
     learning_rate_scheduler: LearningRateScheduler = key("The learning rate over time.")
     weight_decay_exclude_named_params: list[Regex] | None = key(

@@ -89,9 +89,6 @@ def _values(data: dict[str, Any]) -> Iterator[tuple[Keys, Any]]:
         value = _at(data, keys)
         if isinstance(value, str) and value.lower().removeprefix("torch.") in values:
             yield keys, value
-    half = str(_at(data, ("model", "dtype"))).lower().removeprefix("torch.") in ("none", "bfloat16", "bf16")
-    if half and _at(data, ("optimizer", "accumulate_grad_in_fp32")) is False:
-        yield ("optimizer", "accumulate_grad_in_fp32"), "false with model.dtype: bfloat16"
 
 
 def _urls(data: dict[str, Any]) -> Iterator[tuple[Keys, Any]]:

@@ -194,22 +194,22 @@ def _in_words(states: float, free: int) -> str:
 
 
 def state_bytes(config: Config, stage: int | str) -> float:
-    """Bytes of fp32 masters, optimizer state, gradients and weights at work on a rank, with this `zero_stage`."""
+    """Bytes of weights, optimizer state, gradients and weights at work on a rank, with this `zero_stage`."""
     layout, model = config.parallelism, _on_meta(config)
     factory: Any = config.optimizer.optimizer_factory  # one of several sections, which differ in name
     sizes = {name: parameter.numel() for name, parameter in named_parameters(model)}
     count, split = sum(sizes.values()), layout.tp * layout.pp
-    moments = 8.0 if factory.name != "sgd" else 4.0 * (factory.momentum > 0)
+    moments = 2.0 if factory.name != "sgd" else float(factory.momentum > 0)
     if factory.name == "muon":  # one of matrices, AdamW's two of embedding and head
-        moments = 4 + 4 * sum(sizes.get(name, 0) for name in model.vocab_parameters) / count
+        moments = 1 + sum(sizes.get(name, 0) for name in model.vocab_parameters) / count
     experts = sum(size for name, size in sizes.items() if ".experts." in name)
     held = (count - experts * (1 - 1 / layout.expert_parallel_size)) / split
     ranks = (layout.dp_shard or layout.dp) * layout.context_parallel_size if stage != 0 else 1
     share = count / split / ranks if ranks > 1 else held
     gradients = held if layout.pp > 1 or stage in (0, 1) else share
-    width = getattr(torch, config.model.dtype).itemsize
-    at_work = width * held if (ranks > 1 and stage in (1, 2)) or (ranks == 1 and width < 4) else 0.0
-    return at_work + (0.0 if layout.cpu_offload else (4 + moments) * share + 4 * gradients)
+    width, kept = (getattr(torch, dtype).itemsize for dtype in (config.model.dtype, config.kept_dtype))
+    at_work = width * held if (ranks > 1 and stage in (1, 2)) or (ranks == 1 and width < kept) else 0.0
+    return at_work + (0.0 if layout.cpu_offload else kept * ((1 + moments) * share + gradients))
 
 
 def sequence_bytes(config: Config, recompute: Recompute) -> float | None:

@@ -2,7 +2,9 @@
 
     schedule.learning_rate          the rate of a step, pure arithmetic
     groups.parameter_groups         which parameter gets which rate and weight decay
-    build.build_optimizer           AdamW, SGD, Muon, or any by dotted path
+    build.build_optimizer           AdamW, SGD, Muon, or any other
+    muon, stochastic_rounding       our own: orthogonalized steps, AdamW for bf16 weights
+    custom.build_custom             one of torch by its name, or any by dotted path
     clip.clip_gradients             the global gradient norm
     state.state_tensors             optimizer state by parameter name, for checkpoints
 

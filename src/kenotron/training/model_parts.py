@@ -49,6 +49,8 @@ def _on_meta(config: Config, mesh: Mesh, part: ModelPart | None) -> Decoder:
     """The model or a part of it, without memory, split over tp."""
     with torch.device("meta"):
         model = build(config.model, mesh.degree("tp"), part)
+    for parameter in filter(lambda each: each.requires_grad, model.parameters()):
+        parameter.data = parameter.data.to(getattr(torch, config.kept_dtype))
     if mesh.degree("tp") > 1:
         from kenotron.parallel import tensor as tensor_parallel
 

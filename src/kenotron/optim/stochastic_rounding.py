@@ -1,0 +1,112 @@
+"""AdamW on bf16 weights, with updates that are rounded up or down at random, in proportion.
+
+A bf16 number has eight significant bits: the next one after 1 is 1 + 2^-7. To the nearest, a step of 0.001 is lost each
+time; rounded at random, it moves the weight once in eight steps, and by the right amount on average:
+
+    1 + 0.001    to the nearest  1, 1, 1, 1, 1, 1, 1, 1        at random  1, 1, 1, 1.0078, 1, 1, 1, 1
+
+Weights and moments are bf16, the update is computed in fp32. Random bits are a function of step, parameter and element,
+never of the rank, so any layout rounds alike, and so does a run that goes on from a checkpoint.
+
+Source: Gupta et al., "Deep learning with limited numerical precision" (arXiv 1502.02551).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kenotron.kernels.hashing import derive_key
+from kenotron.kernels.random import hash_counters
+from kenotron.kernels.tensor_shard import TensorShard
+from kenotron.parallel.shards import local_tensor, shard_of
+
+AT_ONCE = 1 << 18  # elements, for which fp32 copies and 64-bit numbers of each are made
+
+
+class StochasticAdamW(torch.optim.Optimizer):
+    """AdamW (Loshchilov & Hutter, 2019), its results rounded stochastically to the dtype of the weights.
+
+    `names` are those of all parameters, which may be DTensors. State: `step`, `exp_avg`, `exp_avg_sq`.
+    """
+
+    starts_at_zero = True  # a state of zeros is that before the first step (`optim.state`)
+
+    def __init__(
+        self,
+        params: Iterable[dict[str, Any]],
+        names: dict[nn.Parameter, str],
+        lr: float = 1e-3,
+        weight_decay: float = 0.0,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+    ) -> None:
+        self.names = names
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One update of every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group)
+        return loss
+
+    def _update(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros(())  # on the host, which reads it
+            state["exp_avg"] = torch.zeros_like(parameter)
+            state["exp_avg_sq"] = torch.zeros_like(parameter)
+        state["step"] += 1
+        step, (beta1, beta2), rate = int(state["step"]), group["betas"], group["lr"]
+        shard = shard_of(parameter.detach())
+        key = derive_key("stochastic rounding", step, self.names[parameter])
+        tensors = (parameter.grad, state["exp_avg"], state["exp_avg_sq"])
+        for block, counters in _blocks(shard):
+            kept = [shard.tensor[block], *(local_tensor(each)[block] for each in tensors[1:])]
+            weight, mean, square = (each.float() for each in kept)
+            gradient = local_tensor(tensors[0])[block].float()
+            mean.lerp_(gradient, 1 - beta1)
+            square.lerp_(gradient.square(), 1 - beta2)
+            size = (square / (1 - beta2**step)).sqrt_().add_(group["eps"])
+            weight.mul_(1 - rate * group["weight_decay"]).addcdiv_(mean, size, value=-rate / (1 - beta1**step))
+            bits = hash_counters(key, counters)
+            for number, (into, value) in enumerate(zip(kept, (weight, mean, square), strict=True)):
+                into.copy_(rounded(value, (bits >> 16 * number).bitwise_and_(0xFFFF), into.dtype))
+
+
+def rounded(value: Tensor, bits: Tensor, dtype: torch.dtype) -> Tensor:
+    """fp32 `value` as a number of bf16 below or above it, the nearer the likelier; `bits`: 16 random ones for each.
+
+    Of another `dtype` than bf16 nothing is rounded.
+    """
+    if dtype != torch.bfloat16:
+        return value
+    cut = value.view(torch.int32).add(bits.to(torch.int32)).bitwise_and_(-65536).view(torch.float32)
+    return torch.where(value.isfinite(), cut, value)
+
+
+def _blocks(shard: TensorShard) -> Iterator[tuple[slice, Tensor]]:
+    """Parts of a shard, by rows, and the number in the whole tensor of each of their elements."""
+    if not shard.shape:
+        yield ..., torch.zeros((), dtype=torch.int64, device=shard.tensor.device)  # type: ignore[misc]
+        return
+    rows = max(1, AT_ONCE // max(1, shard.tensor[:1].numel()))
+    for start in range(0, shard.tensor.shape[0], rows):
+        part = shard.tensor[start : start + rows]
+        counters = torch.zeros((), dtype=torch.int64, device=part.device)
+        offset = (shard.offset[0] + start, *shard.offset[1:])
+        for dim, (size, first) in enumerate(zip(part.shape, offset, strict=True)):
+            along = torch.arange(first, first + size, device=part.device) * math.prod(shard.shape[dim + 1 :])
+            counters = counters + along.view(-1, *(1,) * (part.dim() - dim - 1))
+        yield slice(start, start + rows), counters
