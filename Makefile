@@ -21,13 +21,13 @@ train: setup  ## train a small Llama on text that every machine has: under 5 min
 	$(BIN)/kenotron train examples/quickstart.yaml
 
 test: $(VENV)/.installed-test  ## run the test suite
-	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow and not gpu" --budget
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow and not gpu" --sample --budget
 
-slow: $(VENV)/.installed-test $(VENV)/.installed-triton  ## run the slow tests, each on 3 of its cases
-	$(BIN)/python -m pytest -n $(WORKERS) -m "slow and not slurm and not many_ranks" --cases 3
+slow: $(VENV)/.installed-test $(VENV)/.installed-triton  ## run the slow tests, each on one of its cases
+	$(BIN)/python -m pytest -n $(WORKERS) -m "slow and not slurm and not many_ranks" --sample
 
-nightly: $(VENV)/.installed-test $(VENV)/.installed-triton  ## run the slow tests on all cases, and the properties on many more examples
-	$(BIN)/python -m pytest -n $(WORKERS) -m "(slow or hypothesis) and not slurm and not many_ranks" --hypothesis-profile=thorough
+nightly: $(VENV)/.installed-test $(VENV)/.installed-triton  ## run the slow tests and those of many cases on all of them, and the properties on many more examples
+	$(BIN)/python -m pytest -n $(WORKERS) -m "(slow or cases or hypothesis) and not slurm and not many_ranks" --hypothesis-profile=thorough
 
 test-gpu: $(VENV)/.installed-test  ## the tests that need one GPU; skipped where there is none
 	$(BIN)/python -m pytest -rs -m gpu tests/gpu

@@ -49,25 +49,25 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--budget`, see support/budget.py, and `--cases`."""
+    """`--budget`, see support/budget.py, and `--sample`."""
     parser.addoption("--budget", action="store_true", help="fail a quick test that takes longer than its budget")
-    parser.addoption("--cases", type=int, help="of each slow test no more than so many of its parameters")
+    parser.addoption("--sample", action="store_true", help="one case of a slow test, some of a quick one of many")
 
 
 @pytest.hookimpl(trylast=True)  # after `-m` has chosen
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep `--cases` of each slow test's parameters, evenly spread, or as many as its mark `cases` says."""
-    fewest = config.getoption("--cases")
-    if fewest is None:
+    """With `--sample`, keep as many of a test's cases as its mark `cases` says, evenly spread."""
+    if not config.getoption("--sample"):
         return
-    cases: dict[str, list[pytest.Item]] = {}
+    cases: dict[tuple[str, bool], list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("slow"):
-            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        slow = item.get_closest_marker("slow") is not None
+        cases.setdefault((item.nodeid.partition("[")[0], slow), []).append(item)
     left_out: set[pytest.Item] = set()
-    for each in cases.values():
+    for (_, slow), each in cases.items():
         marker = each[0].get_closest_marker("cases")
-        kept = marker.args[0] if marker else fewest
+        given, named = (marker.args, marker.kwargs) if marker else ((), {})
+        kept = named.get("slow", 1) if slow else (*given, len(each))[0]
         spread = {round(number * (len(each) - 1) / max(kept - 1, 1)) for number in range(kept)}
         left_out.update(case for number, case in enumerate(each) if number not in spread and len(each) > kept)
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])

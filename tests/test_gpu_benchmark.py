@@ -166,6 +166,7 @@ def test_the_checks_of_the_first_contact_pass_on_a_cpu(checks: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.cases(slow=0)
 def test_the_whole_command_in_miniature(speed: Any, tmp_path: Path) -> None:
     output = tmp_path / "gpu.json"
     rows = ["^tiny-llama 256, (kenotron|kenotron train)$", "^mixtral.* 64 packed recompute, (transformers|.*triton)$"]

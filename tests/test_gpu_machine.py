@@ -96,7 +96,7 @@ print(*contender.CONTENDERS)
     assert done.stdout.startswith("kenotron kenotron compiled"), done.stderr[-3000:]
 
 
-@pytest.mark.budget(20, reason="imports models of transformers and what the kernels need")
+@pytest.mark.slow
 def test_the_tests_of_a_gpu_are_collected_without_them() -> None:
     options = ["tests/gpu", "--collect-only", "-p", "no:cacheprovider"]
     done = run_there(f"import pytest; sys.exit(pytest.main({options!r}))")

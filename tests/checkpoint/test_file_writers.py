@@ -89,6 +89,7 @@ def write_beyond_a_limit(rank: int, name: str, path: Path) -> tuple[str, bool]:
     return "no error", False
 
 
+@pytest.mark.cases(1)
 @both
 def test_a_disk_that_takes_no_more_is_one_line_and_nothing_stays_open(name: str, tmp_path: Path) -> None:
     ((message, closed),) = run_ranks(1, write_beyond_a_limit, name, tmp_path / "a")

@@ -109,6 +109,7 @@ def test_the_data_source_in_cpp_runs_by_its_readme(examples: Path, nursery: Nurs
 
 
 @pytest.mark.slow
+@pytest.mark.cases(slow=0)
 @pytest.mark.slow
 def test_the_model_of_the_chat_example_answers_as_its_readme_shows(examples: Path, nursery: Nursery) -> None:
     folder = examples / "chat"
@@ -122,6 +123,7 @@ def test_the_model_of_the_chat_example_answers_as_its_readme_shows(examples: Pat
     assert said.splitlines() == shown[1::2]
 
 
+@pytest.mark.slow
 def test_the_nanosets_run_by_their_readme(examples: Path, nursery: Nursery) -> None:
     readme = examples / "nanosets" / "README.md"
     made, trained, which = run_readme(examples / "nanosets", examples.parent, nursery)
@@ -145,6 +147,7 @@ def test_a_model_in_its_true_shape_is_checked_and_trains_in_miniature(examples: 
 
 
 @pytest.mark.slow
+@pytest.mark.cases(slow=0)
 def test_the_mamba_runs_by_its_readme(examples: Path, nursery: Nursery) -> None:
     readme = examples / "mamba" / "README.md"
     trained, generated, exported, shared, hybrid = run_readme(examples / "mamba", examples.parent, nursery)
@@ -179,6 +182,7 @@ def as_its_readme_shows(example: Path, nursery: Nursery) -> list[Finished]:
 
 
 @pytest.mark.slow
+@pytest.mark.cases(slow=0)
 def test_the_mixture_of_experts_runs_by_its_readme(examples: Path, nursery: Nursery) -> None:
     _, generated, shared = as_its_readme_shows(examples / "moe", nursery)
     assert generated.stdout.startswith("def main(")

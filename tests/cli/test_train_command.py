@@ -141,6 +141,7 @@ def test_the_end_of_a_run_names_commands_that_work(tmp_path: Path, nursery: Nurs
 
 
 @pytest.mark.slow
+@pytest.mark.cases(slow=0)
 def test_the_line_of_the_readme_resumes_a_run_on_four_ranks(tmp_path: Path, nursery: Nursery) -> None:
     """On the starter config of README's walkthrough, at a size of seconds; without the micro-batches it is refused."""
     line = next(line for line in (REPOSITORY / "README.md").read_text().splitlines() if "parallelism.dp=2" in line)

@@ -153,6 +153,7 @@ TEXTS = {
 }
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("packing", ["windows", "best_fit"])
 def test_documents_of_cached_text_are_those_of_their_records(
     packing: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

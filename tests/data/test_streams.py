@@ -115,6 +115,7 @@ SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
 # ---- what is read ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(("shards", "buffer"), [(1, 7), (3, 1), (3, 7), SLOW(1, 1), SLOW(1, 1000), SLOW(3, 1000)])
 @pytest.mark.parametrize("max_tokens", [None, 20])
 def test_an_epoch_is_the_documents_of_the_cached_mode(

@@ -103,7 +103,7 @@ def client(endpoint: str):
     return boto3.Session("robot", "secret", region_name="us-east-1").client("s3", endpoint_url=endpoint)
 
 
-@pytest.mark.budget(15, reason="two commands on text with a tokenizer of transformers, and a server of S3")
+@pytest.mark.slow
 def test_s3_upload_begins_with_an_empty_bucket_and_goes_on_from_it(
     tmp_path: Path, nursery: Nursery, hub_home: Path, s3: dict[str, str]
 ) -> None:

@@ -57,7 +57,7 @@ def test_text_folder_on_a_folder_of_few_files(nursery: Nursery, tmp_path: Path, 
     assert said.startswith("sea")
 
 
-@pytest.mark.budget(8, reason="a run of a starter as it stands, in bf16")
+@pytest.mark.slow
 def test_tokens_on_files_that_data_tokenize_wrote(nursery: Nursery, tmp_path: Path) -> None:
     texts = made_documents(40)
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -68,7 +68,7 @@ def test_tokens_on_files_that_data_tokenize_wrote(nursery: Nursery, tmp_path: Pa
     assert validated(steps) == [2, 3]
 
 
-@pytest.mark.budget(8, reason="a run of a starter as it stands, in bf16")
+@pytest.mark.slow
 def test_hf_finetune_on_a_folder_of_hugging_face(nursery: Nursery, tmp_path: Path) -> None:
     save_hf(hf_llama(), tmp_path / "model", small_tokenizer())
     (tmp_path / "rows").mkdir()

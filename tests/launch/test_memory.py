@@ -99,6 +99,7 @@ def test_experts_are_divided_among_ranks(tmp_path: Path) -> None:
 # ---- activations -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("recompute", [False, True, "selective", "elementwise"])
 def test_a_sequence_takes_what_the_allocator_counts(tmp_path: Path, recompute: bool | str, dtype: str) -> None:
@@ -149,7 +150,7 @@ def test_the_largest_micro_batch_that_fits_is_named_with_the_same_batch(tmp_path
         )
 
 
-@pytest.mark.budget(12, reason="four estimates of a large model on the meta device")
+@pytest.mark.slow
 def test_layers_are_recomputed_when_no_single_sequence_fits(tmp_path: Path) -> None:
     layout = (*IN_BFLOAT16, "parallelism.dp=8", "optimizer.zero_stage=3")
     config = tiny_config(tmp_path, *layout, "tokens.micro_batch_size=1")

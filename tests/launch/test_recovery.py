@@ -170,7 +170,7 @@ def test_torchrun_with_spares_is_refused(tmp_path: Path, nursery: Nursery) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.cases(0)
+@pytest.mark.cases(slow=0)
 def test_faults_at_random_moments(capsys: pytest.CaptureFixture[str]) -> None:
     assert chaos.main(["--faults", "3", "--every", "5", "--layout", "parallelism.dp=2 optimizer.zero_stage=1"]) == 0
     said = capsys.readouterr().out

@@ -81,6 +81,7 @@ def trained(folder: Path) -> Path:
     return folder / "split" / "checkpoints" / str(STEPS)
 
 
+@pytest.mark.slow
 def test_losses_on_two_layouts_are_those_of_one_process(folder: Path, trained: Path) -> None:
     with contextlib.redirect_stdout(io.StringIO()):
         kn.train(config_of(folder, "alone"))

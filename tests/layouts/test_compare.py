@@ -37,6 +37,7 @@ SLOW = [
 ]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("layout", "dtype"), [*QUICK, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)])
 def test_layouts_of_one_config_agree(layout: str, dtype: str, tmp_path: Path) -> None:
     comparison = compared(layout, tmp_path, dtype)
@@ -131,7 +132,7 @@ def test_backward_reaches_what_reads_a_value_before_what_makes_it(tmp_path: Path
 
 
 @pytest.mark.slow
-@pytest.mark.cases(0)
+@pytest.mark.cases(slow=0)
 def test_clean_pairs_agree_and_seeded_faults_are_named() -> None:
     """The short form of `make compare-power`."""
     assert false_alarms(range(10)) == 0

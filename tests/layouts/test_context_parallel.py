@@ -127,6 +127,7 @@ def worst_error(method: str, case: Case) -> float:
     return max(relative_error(a, b, size) for a, b in zip(whole, expected))
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("method", METHODS)
 def test_shared_attention_and_its_gradients_are_one_processs_for_random_shapes_and_documents(
@@ -383,6 +384,7 @@ def check_model(ranks: int, method: str, setting: Setting, tolerance: float = RO
             assert relative_error(gradient, expected[name]) < tolerance, name
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("method", METHODS)
@@ -419,9 +421,9 @@ def test_bf16_is_as_near_to_float64_as_one_processs_bf16(method: str) -> None:
         assert total_error(found, exact) < 1.25 * total_error(alone, exact)
 
 
-@pytest.mark.budget(15, reason="every rank compiles the blocks")
-@pytest.mark.parametrize("recompute", [pytest.param(False, marks=pytest.mark.slow), True])
-@pytest.mark.parametrize("method", [METHODS[0], *(pytest.param(each, marks=pytest.mark.slow) for each in METHODS[1:])])
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("method", METHODS)
 def test_compiled_blocks_mean_the_same(method: str, recompute: bool) -> None:
     check_model(2, method, Setting(documents=True, recompute=recompute, compile_backend="aot_eager"))
 
@@ -440,8 +442,8 @@ def compiled_graphs_rank(rank: int, method: str) -> list[int]:
     return counts
 
 
-@pytest.mark.budget(15, reason="every rank compiles the blocks")
-@pytest.mark.parametrize("method", [METHODS[0], *(pytest.param(each, marks=pytest.mark.slow) for each in METHODS[1:])])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
 def test_new_documents_compile_nothing_anew(method: str) -> None:
     for counts in run_ranks(2, compiled_graphs_rank, method):
         assert counts[0] > 0

@@ -26,6 +26,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train_alone(SMOOTHED, tmp_path_factory.mktemp("alone"))
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_custom_loss_is_the_same_on_every_layout(layout: str, reference: Path, tmp_path: Path) -> None:
     expect_the_same(run_ranks(2, train_on_layout, SMOOTHED, layout, tmp_path, reference), reference)

@@ -65,6 +65,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(("problem", "layout"), LAYOUTS)
 def test_masked_labels_mean_the_same_on_every_layout(
     problem: Callable[[Path], Problem], layout: str, tmp_path: Path
@@ -88,6 +89,7 @@ def validated(rank: int, problem: Problem, layout: str, folder: Path) -> tuple[i
         return run.step, run.data.exhausted(run.step + 1), fields
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("layout", ["dp=2", "pp=2", "cp=2", "tp=2 mode=REDUCE_SCATTER", "dp=2 zero=3"])
 def test_an_early_end_and_the_losses_of_sources_are_the_same_on_every_layout(layout: str, tmp_path: Path) -> None:
     paths = []

@@ -70,12 +70,14 @@ def same_as_alone(layout: Layout, gradient: float = ROUNDING, loss: float = 1e-6
     return found
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("micro_batches", ONE_OR_THREE)
 @pytest.mark.parametrize(("mesh", "stage"), STAGES_ON_MESHES)
 def test_every_stage_on_every_mesh_is_one_process(mesh: str, stage: int, micro_batches: int) -> None:
     same_as_alone(Layout(MESHES[mesh], stage, micro_batches))
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("stage", STAGES_OF_EACH_KIND)
 @pytest.mark.parametrize(
     "mesh",
@@ -87,6 +89,7 @@ def test_three_axes_at_once_are_one_process(mesh: tuple[tuple[str, int], ...], s
     same_as_alone(Layout(mesh, stage, micro_batches=1, tied=True))
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(
     "also",
@@ -102,12 +105,14 @@ def test_tied_weights_uneven_shards_and_recomputation_change_nothing(stage: int,
     same_as_alone(Layout(MESHES["four ranks"], stage, micro_batches=3, **also))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.budget(15, reason="every rank compiles the blocks")
 @pytest.mark.parametrize("stage", STAGES_OF_EACH_KIND)
 def test_compiled_blocks_change_nothing(stage: int) -> None:
     same_as_alone(Layout(MESHES["two ranks"], stage, micro_batches=2, compile=True), gradient=2e-6)
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("micro_batches", ONE_OR_THREE)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("mesh", ["two ranks", "hybrid"])
@@ -126,6 +131,7 @@ def test_bf16_keeps_fp32_masters_and_fp32_sums(mesh: str, stage: int, micro_batc
 SUMS = {"allreduce_", "_reduce_scatter_base_"}
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("mesh", ["two ranks", "hybrid"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_gradients_travel_when_the_stage_says(stage: int, mesh: str) -> None:
@@ -177,6 +183,7 @@ def test_replicas_sum_at_the_end_what_no_backward_was_announced_for() -> None:
     assert [len(names) for names in record.collectives] == [0, 0, 4]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("bucket_kb", "sums"), [(0, 21), (5, 12), (25 << 10, 1)])
 def test_replicas_sum_as_much_together_as_they_are_told(bucket_kb: int, sums: int) -> None:
     for bf16 in (False, True):
@@ -194,6 +201,7 @@ def test_each_step_trains_on_the_weights_of_the_last(stage: int) -> None:
     assert all(found.weights[name].ne(found.gradients[name]).any() for name in found.weights)
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("mesh", ["four ranks", "hybrid"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_rank_keeps_between_steps_what_its_stage_says(stage: int, mesh: str) -> None:

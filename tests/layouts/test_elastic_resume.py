@@ -242,6 +242,7 @@ MORE_PAIRS = [
 ]
 
 
+@pytest.mark.cases(2)
 @pytest.mark.budget(12, reason="two runs of up to four ranks each, and two checkpoints")
 @pytest.mark.parametrize(
     ("problem", "a", "b"),
@@ -254,7 +255,7 @@ def test_a_run_saved_under_one_layout_goes_on_under_another(
     expect_the_same_run(problem, a, b, tmp_path, alone(problem))
 
 
-@pytest.mark.budget(8, reason="four ranks on two cores, twice")
+@pytest.mark.slow
 def test_the_masters_of_a_bf16_run_travel_in_fp32(tmp_path: Path) -> None:
     run_ranks(4, begin, "tied", "dp=2 zero=3 tp=2 model.dtype=bfloat16", tmp_path / "a")
     run_ranks(4, go_on, "tied", "pp=2 engine=1f1b cp=2 model.dtype=bfloat16", tmp_path / "a", tmp_path / "b")

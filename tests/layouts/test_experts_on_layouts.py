@@ -80,6 +80,7 @@ def reference_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
     return each_alone((PROBLEMS | {"dropping": DROPPING}).__getitem__, tmp_path_factory)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.budget(8, reason="four ranks, whose experts and attention are kernels of their own, on two cores")
 @pytest.mark.parametrize(
     ("family", "world_size", "layout"),

@@ -66,6 +66,7 @@ def reference_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
     return each_alone(PROBLEMS.__getitem__, tmp_path_factory)
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize(
     ("family", "world_size", "layout"),
     [

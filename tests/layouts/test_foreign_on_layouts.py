@@ -73,6 +73,7 @@ def on_rank(rank: int, problem: ForeignProblem, layout: str, folder: Path, refer
         return train_on_layout(rank, problem, layout, folder, reference)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.budget(20, reason="transformers is imported in ranks; two of them compile")
 @pytest.mark.parametrize(
     ("name", "world_size", "layout"),

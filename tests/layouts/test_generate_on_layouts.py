@@ -78,6 +78,7 @@ def decode(
     return [generate(model, None, prompts, each, batch_size=2) for each in options]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.budget(8, reason="up to eight ranks on two cores decode twice")
 @pytest.mark.parametrize("degrees", LAYOUTS, ids=named)
 def test_every_rank_gets_the_tokens_of_one_process_greedy_and_drawn(degrees: dict[str, int], path: Path) -> None:
@@ -139,6 +140,7 @@ def test_rope_that_grows_with_the_text_grows_alike_on_every_rank(tmp_path: Path)
     assert run_ranks(2, decode, {"pp": 2}, path, PROMPTS, GREEDY) == [alone(path, GREEDY)] * 2
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("count", [0, 1])
 def test_fewer_prompts_than_replicas_are_no_reason_to_wait(count: int, path: Path) -> None:
     [expected] = alone(path, DRAWN)
@@ -175,6 +177,7 @@ def save_from(rank: int, degrees: dict[str, int], path: Path, root: Path) -> Non
     )
 
 
+@pytest.mark.slow
 def test_what_any_layout_saved_any_other_decodes(path: Path, tmp_path: Path) -> None:
     options = replace(GREEDY, stop_at_eos=False)
     expected = alone(path, options)
@@ -261,6 +264,7 @@ def sampled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Problem, Path, li
     return problem, folder, messages, losses
 
 
+@pytest.mark.cases(1)
 @pytest.mark.budget(8, reason="four ranks on two cores decode twice while they train")
 @pytest.mark.parametrize(
     "layout",

@@ -85,6 +85,7 @@ def rank_steps(
     return steps(matrices, dtype, batch_elements)
 
 
+@pytest.mark.cases(8)
 @pytest.mark.parametrize("batch_elements", [2**22, 200], ids=["one round", "many rounds"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
@@ -112,6 +113,7 @@ def alone(micro_batches: int) -> Record:
     return train(0, Layout(micro_batches=micro_batches, optimizer="muon"), 12)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     "stage", [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(2, marks=pytest.mark.slow), 3]
 )

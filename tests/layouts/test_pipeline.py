@@ -166,6 +166,7 @@ def check(*overrides: str, count: int = 4, tied: bool = True, within: float = RO
 # ---- gradients ----
 
 
+@pytest.mark.cases(8)
 @pytest.mark.parametrize("count", [4, 8])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("engine", PP_ENGINES)
@@ -173,11 +174,13 @@ def test_every_schedule_has_one_process_gradients(engine: str, tied: bool, count
     check(f"parallelism.pp_engine={engine}", "parallelism.pp=2", count=count, tied=tied)
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("engine", PP_ENGINES)
 def test_four_ranks_pass_on_what_they_have_to(engine: str) -> None:
     check(f"parallelism.pp_engine={engine}", "parallelism.pp=4", count=8)
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("engine", PP_ENGINES)
 def test_recomputation_changes_no_gradient(engine: str) -> None:
     check(f"parallelism.pp_engine={engine}", "parallelism.pp=2", "parallelism.recompute_layer=true")
@@ -204,6 +207,7 @@ def test_recomputation_computes_every_block_twice_and_no_more(engine: str) -> No
     assert sum(counts) == 8 * 4 * 2  # layers, micro-batches, twice
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("zero_stage", [0, pytest.param(1, marks=pytest.mark.slow), 2, 3])
 @pytest.mark.parametrize("engine", PP_ENGINES)
 def test_pipelines_of_two_replicas_sum_their_gradients(engine: str, zero_stage: int) -> None:
@@ -224,6 +228,7 @@ def test_recomputation_over_shards_with_a_whole_backward_pass() -> None:
     )
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("mode", ["ALL_REDUCE", "REDUCE_SCATTER"])
 @pytest.mark.parametrize("engine", ["1f1b", "interleaved_1f1b", "zbv_zero_bubble"])
 def test_stages_are_split_over_tp_too(engine: str, mode: str) -> None:
@@ -306,6 +311,7 @@ def three_updates(rank: int, config: Config) -> dict[str, torch.Tensor]:
     }
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("zero_stage", [0, 2])
 @pytest.mark.parametrize("engine", ["1f1b", "zbv_zero_bubble"])
 def test_owner_and_copy_of_a_tied_weight_stay_bit_equal(engine: str, zero_stage: int) -> None:
@@ -344,6 +350,7 @@ WITH_DATA = ("parallelism.dp=2", "optimizer.zero_stage=2")
 WITH_TENSOR = ("parallelism.tp=2", "parallelism.tp_mode=REDUCE_SCATTER")
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(
     ("engine", "more"),
     [
@@ -501,6 +508,7 @@ def play(order: dict[int, list[tuple[str, int, int]]], stages: int, split: bool)
     return 1 - busy / max(clock.values())
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("split", [True, False])
 @pytest.mark.parametrize(("engine", "per_rank"), [*((e, 1) for e in PP_ENGINES[:2]), *((e, 2) for e in PP_ENGINES[2:])])
 def test_the_predicted_bubble_is_that_of_the_schedule_played_through(engine: str, per_rank: int, split: bool) -> None:

@@ -82,6 +82,7 @@ def blocks_after_fully_shard(rank: int, tp: int, dp: tuple[int, int], dim: int |
     return wrong
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize(("tp", "dp", "dim"), CUTS)
 def test_the_block_of_a_parameter_is_where_it_says_under_fsdp_over_tp(
     tp: int, dp: tuple[int, int], dim: int | None
@@ -111,6 +112,7 @@ def blocks_after_distribution(rank: int, mesh_shape: tuple[int, ...]) -> list[st
     return wrong
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("mesh_shape", PLACEMENTS)
 def test_the_block_of_a_distributed_tensor_is_where_it_says(mesh_shape: tuple[int, ...]) -> None:
     for wrong in run_ranks(4, blocks_after_distribution, mesh_shape):

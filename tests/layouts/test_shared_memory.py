@@ -37,6 +37,7 @@ def summed(rank: int, ranks: int, shape: tuple[int, ...], dtype: torch.dtype) ->
     return x, every.to(torch.float64).sum(0)
 
 
+@pytest.mark.cases(12)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
 @pytest.mark.parametrize("shape", [(0,), (1,), (3, 5), (LARGE,)])

@@ -148,12 +148,14 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_resuming_needs_the_memory_of_the_shard_and_its_moments(name: str, saved: Path) -> None:
     results = run_ranks(world(name), resume, name, saved)
     expect_no_more_than_left_behind(results, 12 * PARAMETERS)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_starting_from_other_weights_needs_the_memory_of_the_shard(name: str, saved: Path) -> None:
     results = run_ranks(world(name), start_from, name, saved)

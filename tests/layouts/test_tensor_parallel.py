@@ -224,19 +224,22 @@ def check(case: Case, gradient_limit: float = ROUNDING, loss_limit: float = ROUN
             assert relative_error(gradient, expected.gradients[parameter]) < limit, parameter
 
 
+@pytest.mark.cases(15)
 @pytest.mark.parametrize("options", MODELS, ids=name)
 @pytest.mark.parametrize("how", MODES, ids=name)
 def test_gradients_of_every_parameter_are_those_of_one_process(how: dict[str, Any], options: dict[str, Any]) -> None:
     check(Case(**how, **options))
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("options", [*(slow(each) for each in MODELS[:3]), *MODELS[3:]], ids=name)
 @pytest.mark.parametrize("how", MODES, ids=name)
 def test_on_four_ranks_too(how: dict[str, Any], options: dict[str, Any]) -> None:
     check(Case(**how, **options, layout=(("tp", 4),)))
 
 
-@pytest.mark.parametrize("how", [slow(MODES[0]), MODES[1], *map(slow, MODES[2:4]), MODES[4], slow(MODES[5])], ids=name)
+@pytest.mark.slow
+@pytest.mark.parametrize("how", MODES, ids=name)
 def test_blocks_compile_without_a_graph_break(how: dict[str, Any]) -> None:
     recompute = how.get("asynchronous", False)
     check(Case(**how, kv_heads=1, bias=True, z_loss=True, recompute=recompute, compiled="aot_eager"))
@@ -248,6 +251,7 @@ def test_blocks_that_the_compiler_has_fused_have_one_process_gradients(mode: str
     check(Case(mode=mode, asynchronous=True, compiled="inductor"))
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("mode", ["ALL_REDUCE", "REDUCE_SCATTER"])
 @pytest.mark.parametrize("options", [MODELS[2], MODELS[3]], ids=name)

@@ -25,6 +25,7 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.cases(2)
 @pytest.mark.budget(20, reason="Dynamo traces twelve layers")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", ["documents", "over_ranks"])

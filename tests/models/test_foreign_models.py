@@ -49,6 +49,7 @@ def config_of(folder: Path, source: Path, *overrides: str, **keys: Any) -> Confi
     return resolve_architecture(load(plain, overrides))
 
 
+@pytest.mark.cases(8)
 @pytest.mark.parametrize("which", MODELS)
 @pytest.mark.parametrize("recompute", ["false", "true", "selective", "elementwise"])
 def test_loss_and_gradients_are_those_of_transformers(
@@ -100,6 +101,7 @@ def test_bfloat16_computes_as_autocast_does(folders: dict[str, Path], tmp_path: 
         assert all(parameter.dtype == torch.float32 for parameter in run.model.parameters())
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("which", MODELS)
 def test_a_run_from_random_weights_goes_to_transformers_and_back(
     which: str, folders: dict[str, Path], tmp_path: Path

@@ -35,7 +35,7 @@ from mutants.mutant import ROOT, SOURCE, DoesNotApply, Mutant
 from mutants.tables import MUTANTS, NOT_COUNTED
 
 TIMEOUT_S = 300
-PYTEST = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "not slow", "--tb=line")
+PYTEST = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "not slow", "--sample", "--tb=line")
 FAILED = re.compile(r"^(?:FAILED|ERROR) (tests/.+?)(?: - .*)?$", re.MULTILINE)  # a line of pytest's summary
 KILLED, SURVIVED, UNDECIDED = "killed", "SURVIVED", "UNDECIDED"
 

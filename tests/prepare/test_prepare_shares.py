@@ -38,6 +38,7 @@ def run_share(number: int, count: int, lines: list[str] | None = None) -> dict |
     return tokenize_share((number, count), *given, report=say)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("count", [1, 2, 9])
 def test_shares_in_any_number_and_order_are_the_same_bytes(corpus: Path, count: int) -> None:
     """The last to make a shard writes the manifest; what comes later finds all done."""
@@ -81,6 +82,7 @@ def test_processes_that_run_at_once_write_the_plain_command_s_bytes(corpus: Path
     assert bytes_of(corpus / "tokens") == bytes_of(corpus / "plain")
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("share", ["3/3", "1", "1/0", "a/b", "-1/2"])
 def test_a_share_that_is_none_is_refused(corpus: Path, share: str) -> None:
     _, said = command(corpus, share).communicate(timeout=60)

@@ -70,6 +70,7 @@ def config_of(mode: str, path: str, tokenizer: str) -> Config:
     return run_config(dataset, model__document_masking=True, val_samples=8, **named)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("mode", MODES)
 def test_numbers(tmp_path: Path, upload: Upload, mode: str, tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetching, "BLOCK", 1000)

@@ -35,6 +35,7 @@ def write_folder(folder: Path, files: int = 3, tokens: int = 5000, loss: bool = 
     return folder
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("sparse", [False, True])
 def test_nanoset(tmp_path: Path, upload: Upload, monkeypatch: pytest.MonkeyPatch, sparse: bool) -> None:
     monkeypatch.setattr(fetching, "SPARSE_BLOCK" if sparse else "BLOCK", 1000)  # many windows lie across two blocks

@@ -35,7 +35,7 @@ from support.tiny_run import tiny_dict
 
 SAMPLES = 16  # of every global batch, whatever the layout
 LENGTH = 16
-STEPS = 10
+STEPS = 5
 # Keys of families whose layers have more than a Llama's, which layouts have to treat by themselves.
 FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {"is_mistral_config": True, "num_key_value_heads": 2, "sliding_window": 5},

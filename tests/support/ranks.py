@@ -3,11 +3,11 @@
     results = run_ranks(2, work, argument)     # [work(0, argument), work(1, argument)]
 
 Ranks keep their process group and its device meshes for the next job on as many ranks, and with them what torch has
-worked out for each mesh (how DTensors move), which is a third of a small job's time. A job on another number of ranks
-gets new processes: a group lives as long as its ranks, so no test depends on how well torch takes one down.
+worked out for each mesh (how DTensors move), which is a third of a small job's time. Jobs on another number of ranks
+have other processes: a group lives as long as its ranks, so no test depends on how well torch takes one down.
 
-Ranks are forked, at most eight, from a server that has imported torch and done nothing else: a copy of a test process
-would inherit its threads' locks, torch's caches and every open file.
+Ranks are forked, at most eight of a job, from a server that has imported torch and done nothing else: a copy of a test
+process would inherit its threads' locks, torch's caches and every open file.
 
 A rank that raises ends the job and its traceback is reported; the ranks are then killed, because others may hang in a
 collective, and the next job forks new ones.
@@ -45,33 +45,35 @@ ROUNDING = 2e-6  # of a gradient or loss in fp32: both sides round, and every ki
 
 
 class Pool:
-    """Ranks that wait for jobs, as many as the last job had."""
+    """As many ranks as its jobs have, which wait for the next one."""
 
-    def __init__(self) -> None:
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
         self.pipes: list[Connection] = []
         self.processes: list[BaseProcess] = []
         self.jobs = 0  # since they were forked
         self.numbers = itertools.count()
         self.folder = tempfile.TemporaryDirectory()  # of the stores through which the ranks of a group meet
+        atexit.register(self.close)
 
-    def run(self, world_size: int, work: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
-        """`work(rank, *args)` on `world_size` ranks."""
-        if len(self.pipes) != world_size or self.jobs == JOBS_PER_RANKS:
-            self._fork(world_size)
+    def run(self, work: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
+        """`work(rank, *args)` on every rank."""
+        if not self.pipes or self.jobs == JOBS_PER_RANKS:
+            self._fork()
         self.jobs += 1
         for pipe in self.pipes:
             pipe.send((work, args))
         return self._collect(self.pipes)
 
-    def _fork(self, world_size: int) -> None:
+    def _fork(self) -> None:
         """New ranks instead of those that there are."""
         self.close()
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([*PRELOAD, "pytest"])
         store = f"{self.folder.name}/{next(self.numbers)}"
-        for rank in range(world_size):
+        for rank in range(self.world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, store, rank, world_size), daemon=True)
+            process = context.Process(target=_serve, args=(theirs, store, rank, self.world_size), daemon=True)
             process.start()
             theirs.close()
             self.pipes.append(ours)
@@ -108,7 +110,7 @@ class Pool:
         self.pipes, self.processes, self.jobs = [], [], 0
 
 
-_pool = Pool()
+pool_of = functools.cache(Pool)
 
 
 def run_ranks(world_size: int, work: Callable[..., Any], *args: Any) -> list[Any]:
@@ -117,14 +119,12 @@ def run_ranks(world_size: int, work: Callable[..., Any], *args: Any) -> list[Any
     `work` is a function of a module that can be imported by name; arguments travel by pickle.
     """
     assert world_size <= MOST_RANKS, f"{world_size} ranks: the pool has at most {MOST_RANKS}"
+    pool = pool_of(world_size)
     try:
-        return _pool.run(world_size, work, args)
+        return pool.run(work, args)
     except BaseException:
-        _pool.close()
+        pool.close()
         raise
-
-
-atexit.register(_pool.close)
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:

@@ -125,6 +125,7 @@ def same_run(folder: Path, other: Path) -> None:
     assert len(moments) > len(saved_weights(folder / last))  # a validation just before the save hides nothing
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("attempt", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_run_killed_at_file_system_events_ends_as_if_it_had_not_been(
     attempt: int, uninterrupted: tuple[dict[str, Any], Path], nursery: Nursery, tmp_path: Path
@@ -161,6 +162,7 @@ def test_a_run_killed_at_random_times_ends_as_if_it_had_not_been(
 
 
 @pytest.mark.slow
+@pytest.mark.cases(slow=0)
 def test_runs_killed_with_every_engine_lose_nothing_that_was_announced(capsys: pytest.CaptureFixture[str]) -> None:
     assert soak.main(["--kills", "30"]) == 0
     said = capsys.readouterr().out
@@ -183,6 +185,7 @@ def wait_for_steps(folder: Path, count: int) -> None:
         time.sleep(0.005)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_source_that_hangs_keeps_no_run_from_saving(workers: int, nursery: Nursery, tmp_path: Path) -> None:
     source = "data_stages.0.data.dataset={source: support.user_parts.Hanging}"
@@ -221,6 +224,7 @@ def test_a_signal_to_all_processes_while_blocks_are_compiled_is_seen(tmp_path: P
     assert (tmp_path / "checkpoints" / "1" / "manifest.json").exists()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT"])
 def test_a_signal_finishes_the_step_saves_and_exits_with_0_and_the_run_goes_on_exactly(
     name: str, nursery: Nursery, tmp_path: Path

@@ -38,7 +38,7 @@ def run(nursery: Nursery, folder: Path, *arguments: str, code: int = 0) -> Finis
     return finished
 
 
-@pytest.mark.budget(15, reason="six commands, three of them runs or pages of the doctor")
+@pytest.mark.slow
 def test_no_file_and_no_line_of_a_run_has_a_secret_of_the_environment(tmp_path: Path, nursery: Nursery) -> None:
     """A run of text with its debug log, a run that fails with its traceback, a job's script, the doctor's pages."""
     tiny_yaml(tmp_path, general={"project": MARK, "run": "tiny", "seed": 7})

@@ -289,6 +289,7 @@ def test_kenotrons_command_trains_on_8_ranks_and_any_layout_decodes_what_it_save
 
 
 @pytest.mark.slow
+@pytest.mark.cases(slow=0)
 def test_the_8_process_commands_of_the_first_readme_work_without_a_network(examples: Path, hub_home: Path) -> None:
     """run_train.py with debug_run_train.yaml, then run_generation.py on the checkpoint's own layout."""
     config = ("--config-file", "examples/debug_run_train.yaml")
