@@ -30,7 +30,6 @@ DATASET = "data_stages.0.data.dataset"
         (["model.model_config._attn_implementation=llama3_ring_attention"], "context_parallel_method: allgather"),
         (["model.model_config={hf: x, _attn_implementation: ring_flash_triton}"], "context_parallel_method: ring"),
         (["model.model_config.hidden_act=sliu"], "hidden_act: sliu; did you mean 'silu'?"),
-        (["model.init_method={use_mup: true}"], "model.init_method.use_mup"),
         (["model.init_method.scaling_method=layer_index"], "scaling_method: layer_index"),
         (["model.init_method.scaling_method=model_scale"], "scaling_method: model_scale"),
         (["model.dtype=float16"], "model.dtype: float16"),

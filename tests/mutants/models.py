@@ -11,6 +11,30 @@ LOSS = ("kernels/test_linear_cross_entropy.py",)
 
 MUTANTS = [
     Mutant(
+        name="scores-of-mup-divided-by-the-root",
+        file="models/parametrization.py",
+        find='        if leaf == "q_proj":',
+        replace='        if leaf == "none":',
+        why="use_mup leaves attention at 1 / sqrt(head_dim), where nanotron's rule has 1 / head_dim",
+        tests=("models/test_parametrization.py",),
+    ),
+    Mutant(
+        name="weight-decay-not-held-under-a-parametrization",
+        file="optim/groups.py",
+        find='"weight_decay": weight_decay * factor.weight_decay,',
+        replace='"weight_decay": weight_decay,',
+        why="wider models decay less: rate times decay shrinks with the width, and the optimum moves",
+        tests=("models/test_parametrization.py",),
+    ),
+    Mutant(
+        name="damped-twice-by-depth",
+        file="models/parametrization.py",
+        find="std=found[name].std * math.sqrt(deep)",
+        replace="std=found[name].std",
+        why="CompleteP on top of NUM_LAYERS divides the residual writers by depth and by its root",
+        tests=("models/test_parametrization.py",),
+    ),
+    Mutant(
         name="a-token-that-no-expert-scores-has-no-balance",
         file="models/blocks/moe.py",
         find="scores / (scores.sum(-1, keepdim=True) + 1e-20)",

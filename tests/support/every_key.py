@@ -172,7 +172,6 @@ REFUSED: dict[str, str] = {
 UNSERVED = [
     "doremi={domain_names: 'a, b'}",
     "metrics_logging.log_detail_interval=10",
-    "model.init_method={use_mup: true}",
     "metrics_logging.log_level=1",
     "tokens.limit_test_batches=1",
     "lighteval={}",

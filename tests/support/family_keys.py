@@ -100,6 +100,9 @@ TESTS = {
     ("test_mamba.py", "Mamba2Architecture"): """is_mamba2_config num_heads head_dim state_size time_step_limit
         family""",
     ("test_mamba.py", "Mamba2StyleArchitecture"): "n_groups",
+    ("test_parametrization.py", "SpectralInit"): "use_mup mup_factors",
+    ("test_parametrization.py", "Model"): "parametrization",
+    ("test_parametrization.py", "Parametrization"): "kind base_width base_depth",
     (VARIANTS, "NemotronHArchitecture"): "family is_nemotron_h_config",
     ("test_hybrids.py", "NemotronHArchitecture"): """hybrid_override_pattern num_hidden_layers time_step_min
         tie_word_embeddings residual_in_fp32 mamba_num_heads mamba_head_dim ssm_state_size head_dim

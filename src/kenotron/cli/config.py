@@ -180,10 +180,20 @@ def show(
     file: File,
     overrides: Overrides = None,
     comments: Annotated[bool, typer.Option("--comments", help="Write each key's description above it.")] = False,
+    multipliers: Annotated[
+        bool,
+        typer.Option("--multipliers", help="Print each parameter's initialization and its factors on steps instead."),
+    ] = False,
 ) -> None:
     """Print a config with every default and override filled in; the output is a config again."""
     config = load(file, overrides or [], report=_say)
-    if comments:
+    if multipliers:
+        from kenotron.interop import resolve_architecture
+        from kenotron.models.parametrization import table
+
+        for line in table(resolve_architecture(config)):
+            typer.echo(line)
+    elif comments:
         from kenotron.config.commented import dump_commented
 
         typer.echo(dump_commented(config), nl=False)

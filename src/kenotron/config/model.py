@@ -22,6 +22,17 @@ class RandomInit(Section):
     )
 
 
+class SpectralInit(Section):
+    """nanotron's spectral µTransfer: an initialization and a learning rate for each matrix, by its shape alone."""
+
+    use_mup: Literal[True] = key("Select it. Its authors advise against it above 350M; see model.parametrization.")
+    mup_factors: Literal["fused", "per_matrix"] = key(
+        "Count the outputs of q, k, v and of gate, up as those of one matrix, as nanotron does, or of each.",
+        "fused",
+        mark=OURS,
+    )
+
+
 class ExistingCheckpointInit(Section):
     """Weights of a checkpoint or of a Hugging Face model; optimizer, schedule and step start from zero."""
 
@@ -29,18 +40,30 @@ class ExistingCheckpointInit(Section):
 
 
 def _choose_init(value: Any) -> str | None:
-    if not isinstance(value, dict | RandomInit | ExistingCheckpointInit):
+    if not isinstance(value, dict | RandomInit | SpectralInit | ExistingCheckpointInit):
         return None
     found = [tag for name, tag in _INIT_TAGS.items() if has(value, name)]
     return found[-1] if found else None
 
 
 # The key that selects the variant. With keys of several variants the last wins, and the others are errors.
-_INIT_TAGS = {"std": "(random)", "path": "(existing)"}
-_init_rule = by_rule(_choose_init, "one of {std}, {path}", _INIT_TAGS)
+_INIT_TAGS = {"std": "(random)", "use_mup": "(spectral)", "path": "(existing)"}
+_init_rule = by_rule(_choose_init, "one of {std}, {use_mup: true}, {path}", _INIT_TAGS)
 InitMethod = Annotated[
-    Annotated[RandomInit, Tag("(random)")] | Annotated[ExistingCheckpointInit, Tag("(existing)")], _init_rule
+    Annotated[RandomInit, Tag("(random)")]
+    | Annotated[SpectralInit, Tag("(spectral)")]
+    | Annotated[ExistingCheckpointInit, Tag("(existing)")],
+    _init_rule,
 ]
+
+
+class Parametrization(Section):
+    """Initialization and steps relative to a model of another size, whose learning rate is then this one's, too."""
+
+    kind: Literal["mup", "completep"] = key("mup: for another width; completep: for another depth as well.", mark=OURS)
+    base_width: int = key("hidden_size of the model that the learning rate was found with.", ge=1, mark=OURS)
+    base_depth: int = key("num_hidden_layers of that model.", ge=1, mark=OURS)
+
 
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]  # a run trains in the first two
 DTYPE_NAMES = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16", "half": "float16", "fp64": "float64"}
@@ -57,6 +80,11 @@ class Model(Section):
     init_method: InitMethod = key("Where the initial weights come from.")
     dtype: Annotated[Dtype, _dtype_rule] = key(
         "Dtype of the forward and backward computation: bfloat16 or float32.", "bfloat16"
+    )
+    parametrization: Parametrization | None = key(
+        "How weights and steps depend on width and depth; null: they do not, the standard parametrization.",
+        None,
+        mark=OURS,
     )
     make_vocab_size_divisible_by: int = key(
         "Pad the vocabulary in memory to a multiple of this times tp. Padding is never saved or predicted.", 1, ge=1

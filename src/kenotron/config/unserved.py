@@ -14,7 +14,6 @@ from typing import Any
 
 # Key → the values that ask for nothing. Parents come after their children: what is left of them is nothing either.
 _OFF: dict[str, tuple[Any, ...]] = {
-    "model.init_method.use_mup": (False,),
     "metrics_logging.log_detail_interval": (),
     "metrics_logging.log_level": (0,),
     "metrics_logging": (None, {}),
@@ -73,6 +72,9 @@ def _keys(data: dict[str, Any]) -> Iterator[tuple[Keys, Any]]:
     details = _at(data, ("metrics_logging",))
     if isinstance(details, dict) and _same(details.get("log_level"), 0):
         details.pop("log_detail_interval", None)  # counts at log_level 1 only
+    init = _at(data, ("model", "init_method"))
+    if isinstance(init, dict) and _same(init.get("use_mup"), False):
+        del init["use_mup"]  # true selects a variant of its own
     for path, off in _OFF.items():
         *around, name = keys = tuple(path.split("."))
         section = _at(data, around)

@@ -15,6 +15,7 @@ token_loss.py  a training loss of your own
 foreign.py     models that others wrote, trained as they are; foreign_model.py, their form here; foreign_decoding.py
 module_state.py, document_separation.py    what they keep from call to call; whether they keep documents apart
 init_rules.py, initialization.py     fresh weights as functions of (seed, name, element)
+parametrization.py     what a width or depth does to fresh weights and to steps
 
 Importing this package imports no torch: the config reads the sections of the families.
 """
@@ -94,16 +95,23 @@ def materialize(model: Decoder, device: torch.device | str, trained_on: torch.de
 
 
 def initialize_model(
-    model: Decoder, std: float, scaling: str, seed: int, shard_of: Callable[[Tensor], TensorShard] | None = None
+    model: Decoder,
+    std: float,
+    scaling: str,
+    seed: int,
+    shard_of: Callable[[Tensor], TensorShard] | None = None,
+    factor_of: Callable[[str], float] = lambda name: 1.0,
 ) -> None:
     """Fill every weight by the family's own rules (nanotron's RandomInit), vocabulary padding with zeros.
 
-    `shard_of` returns the block of a parameter that this rank holds; None: every rank holds complete ones.
+    `shard_of` returns the block of a parameter that this rank holds; None: every rank holds complete ones. `factor_of`
+    a parameter's name multiplies its standard deviation.
     """
     from kenotron.kernels.tensor_shard import TensorShard
     from kenotron.models.initialization import initialize
 
-    initialize(named_parameters(model), model.init_rules(std, scaling), seed, shard_of or TensorShard.full)
+    rules = model.init_rules(std, scaling)
+    initialize(named_parameters(model), rules, seed, shard_of or TensorShard.full, factor_of)
     zero_vocabulary_padding(model, shard_of)
 
 

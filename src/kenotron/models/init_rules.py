@@ -45,6 +45,11 @@ class InitRule:
     distribution: Normal | Constant | FilledBy
 
 
+def times(distribution: Normal | Constant | FilledBy, factor: float) -> Normal | Constant | FilledBy:
+    """`distribution` with its standard deviation times `factor`."""
+    return Normal(distribution.std * factor) if isinstance(distribution, Normal) else distribution
+
+
 def rule_for(name: str, rules: Sequence[InitRule]) -> Normal | Constant | FilledBy:
     """The distribution of parameter `name`. Raises InputError where no rule covers it."""
     for rule in rules:

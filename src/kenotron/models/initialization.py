@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from kenotron.kernels.hashing import derive_key
 from kenotron.kernels.random import fill_normal_shard_
 from kenotron.kernels.tensor_shard import TensorShard
-from kenotron.models.init_rules import Constant, FilledBy, InitRule, Normal, rule_for
+from kenotron.models.init_rules import Constant, FilledBy, InitRule, Normal, rule_for, times
 
 
 @torch.no_grad()
@@ -26,10 +26,14 @@ def initialize(
     rules: Sequence[InitRule],
     seed: int,
     shard_of: Callable[[Tensor], TensorShard] = TensorShard.full,
+    factor_of: Callable[[str], float] = lambda name: 1.0,
 ) -> None:
-    """Fill `parameters` in place. `shard_of` returns the block of the logical tensor that a parameter holds here."""
+    """Fill `parameters` in place, their standard deviations times `factor_of` their names.
+
+    `shard_of` returns the block of the logical tensor that a parameter holds here.
+    """
     for name, parameter in parameters:
-        fill(name, shard_of(parameter), rule_for(name, rules), seed)
+        fill(name, shard_of(parameter), times(rule_for(name, rules), factor_of(name)), seed)
 
 
 def fill(name: str, shard: TensorShard, distribution: Normal | Constant | FilledBy, seed: int) -> None:

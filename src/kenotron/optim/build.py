@@ -15,7 +15,7 @@ Fused kernels make one pass over memory instead of a dozen. AdamW on 17M paramet
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +28,7 @@ from kenotron.optim.schedule import check_schedule
 
 if TYPE_CHECKING:
     from kenotron.config.optimizer import Optimizer
+    from kenotron.models.parametrization import Factors
 FACTORY = "optimizer.optimizer_factory"
 # Imported where a config asks for them.
 MUON = "kenotron.optim.muon.MuonWithAdamW"
@@ -41,17 +42,18 @@ def build_optimizer(
     *,
     all_names: Sequence[str] | None = None,
     padded: bool = False,
+    factors: Mapping[str, Factors] | None = None,
 ) -> torch.optim.Optimizer:
     """The optimizer of `config.optimizer` over the model's (name, parameter) pairs.
 
     `all_names` are those of the whole model, of which this rank may have a part; `padded`: some parameters have rows
-    that pad the vocabulary. Raises `InputError` for a pattern without parameters, for a dotted path that is not an
-    optimizer, does not take the keyword arguments of the config or needs whole matrices where there are none, and for a
-    schedule's path that is not a function.
+    that pad the vocabulary; `factors`: of the parametrization, by name. Raises `InputError` for a pattern without
+    parameters, for a dotted path that is not an optimizer, does not take the keyword arguments of the config or needs
+    whole matrices where there are none, and for a schedule's path that is not a function.
     """
     check_schedule(optimizer_config.learning_rate_scheduler)
     named_parameters = list(named_parameters)
-    groups = parameter_groups(named_parameters, optimizer_config, all_names)
+    groups = parameter_groups(named_parameters, optimizer_config, all_names, factors)
     optimizer: torch.optim.Optimizer
     factory: Any = optimizer_config.optimizer_factory  # one of several sections, which differ in name
     if optimizer_config.stochastic_rounding:

@@ -25,7 +25,7 @@ their first parameter.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,21 +35,25 @@ from kenotron.config.errors import InputError, nearest
 
 if TYPE_CHECKING:
     from kenotron.config.optimizer import Optimizer
+    from kenotron.models.parametrization import Factors
 
 
 def parameter_groups(
     named_parameters: Iterable[tuple[str, nn.Parameter]],
     optimizer_config: Optimizer,
     all_names: Sequence[str] | None = None,
+    factors: Mapping[str, Factors] | None = None,
 ) -> list[dict[str, Any]]:
     """Splits the trainable parameters into groups uniform in settings and mesh.
 
     Patterns are checked against `all_names`, those of the whole model where this rank has a part of it (pp); None:
     those of the parameters.
 
-    Each group is `{"params", "lr", "learning_rate_scale", "weight_decay"}`; with Muon also `"algorithm"`,
-    which is `"muon"` for hidden matrices and `"adamw"` for the rest. A tied parameter appears once, under
-    its first name.
+    `factors` of the parametrization multiply a parameter's rate, weight decay and epsilon, whatever a pattern gives it.
+
+    Each group is `{"params", "lr", "learning_rate_scale", "weight_decay"}`; with `factors` also `"eps"`, with Muon also
+    `"algorithm"`, which is `"muon"` for hidden matrices and `"adamw"` for the rest. A tied parameter appears once,
+    under its first name.
 
     Raises `InputError` for a pattern that has no effect.
     """
@@ -72,6 +76,14 @@ def parameter_groups(
         if name in excluded:
             weight_decay = 0.0
         settings: dict[str, Any] = {"learning_rate_scale": scale, "weight_decay": weight_decay}
+        if factors:
+            factor = factors[name]
+            settings = {
+                "learning_rate_scale": scale * factor.learning_rate,
+                "weight_decay": weight_decay * factor.weight_decay,
+                "eps": factory.adam_eps * factor.epsilon,
+            }
+            scale = settings["learning_rate_scale"]
         if factory.name == "muon":
             settings["algorithm"] = "muon" if is_hidden_matrix(name, parameter) else "adamw"
             if settings["algorithm"] == "muon":

@@ -9,7 +9,9 @@ import torch
 
 from kenotron.checkpoint.checkpoints import Checkpoints
 from kenotron.checkpoint.start import Start
+from kenotron.config.dotted import import_dotted
 from kenotron.config.errors import InputError
+from kenotron.config.model import SpectralInit
 from kenotron.data.stage_plan import check_paths
 from kenotron.kernels.attentions.choice import attention_of_run
 from kenotron.kernels.bfloat16 import bfloat16_is_fast
@@ -32,6 +34,8 @@ from kenotron.training.run_folder import log_folder
 if TYPE_CHECKING:
     from kenotron.config import Config
     from kenotron.data import RunData
+    from kenotron.models.decoder import Decoder
+    from kenotron.models.parametrization import Factors
     from kenotron.parallel.mesh import Mesh
 
 FROM_SCRATCH = Start()
@@ -66,8 +70,10 @@ def build_run(
     with torch.device("meta"):
         skeleton = build(config.model)
     parts, pipeline = build_parts(config, mesh, device)
+    factors = factors_of(skeleton, config)
     if "model" not in start.loads:
-        fill_weights(parts, config.model.init_method, config.general.seed, open_weights)
+        init, seed = config.model.init_method, config.general.seed
+        fill_weights(parts, init, seed, open_weights, lambda name: factors[name].std if factors else 1.0)
         if pipeline is not None:
             pipeline.share_tied_weights()
     optimizer = build_optimizer(
@@ -75,6 +81,7 @@ def build_run(
         config.optimizer,
         all_names=[name for name, _ in named_parameters(skeleton)],
         padded=config.model.decoder.vocab_size % config.model.make_vocab_size_divisible_by > 0,
+        factors=factors,
     )
     log.model_size(skeleton, parts, device)
     if config.model.dtype == "bfloat16" and not bfloat16_is_fast(device):
@@ -107,6 +114,14 @@ def build_run(
         close(run)
         raise
     return run
+
+
+def factors_of(skeleton: Decoder, config: Config) -> dict[str, Factors]:
+    """`models.parametrization.factors`, which is imported where a config asks for them."""
+    if config.model.parametrization is None and not isinstance(config.model.init_method, SpectralInit):
+        return {}
+    found: dict[str, Factors] = import_dotted("kenotron.models.parametrization.factors", "model")(skeleton, config)
+    return found
 
 
 def open_data(config: Config, start: Start) -> RunData:

@@ -5,7 +5,7 @@ The reader of Hugging Face weights is an argument: `kenotron.launch.training` pa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -53,10 +53,15 @@ class OpenWeights(Protocol):
 
 
 def fill_weights(
-    parts: Sequence[Decoder], init: InitMethod, seed: int, open_weights: OpenWeights | None = None
+    parts: Sequence[Decoder],
+    init: InitMethod,
+    seed: int,
+    open_weights: OpenWeights | None = None,
+    factor_of: Callable[[str], float] = lambda name: 1.0,
 ) -> None:
     """Fill the weights of this rank's `parts` as `model.init_method` says; `open_weights` opens the path that it names.
 
+    `factor_of` the name of a parameter multiplies the standard deviation of random ones.
     Raises InputError if the named checkpoint lacks a parameter, or has it in another shape.
     """
     if isinstance(init, ExistingCheckpointInit):
@@ -65,10 +70,10 @@ def fill_weights(
             raise InputError("model.init_method.path: training.train needs open_weights for it; kenotron.train has it")
         load_initial_weights(parts, init.path, open_weights)
         return
-    assert isinstance(init, RandomInit)
-    logger.info("Weights drawn with std %g (%s), seed %d", init.std, init.scaling_method, seed)
+    std, scaling = (init.std, init.scaling_method) if isinstance(init, RandomInit) else (1.0, "NONE")  # spectral
+    logger.info("Weights drawn with std %g (%s), seed %d", std, scaling, seed)
     for part in parts:
-        initialize_model(part, init.std, init.scaling_method, seed, shard_of)
+        initialize_model(part, std, scaling, seed, shard_of, factor_of)
 
 
 @torch.no_grad()

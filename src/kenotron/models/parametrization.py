@@ -1,0 +1,164 @@
+"""What a width or depth does to a parameter's fresh weights and to its steps, so that a learning rate carries over.
+
+    model.init_method: {use_mup: true}                                              spectral: nanotron's absolute rule
+    model.parametrization: {kind: mup, base_width: 256, base_depth: 4}              relative to a model of that size
+    model.parametrization: {kind: completep, base_width: 256, base_depth: 4}
+
+With m = width / base_width and l = depth / base_depth, AdamW's numbers are multiplied by
+
+                            fresh weights   learning rate   weight decay   epsilon
+    embedding, norms              1               1              1          1      (completep: 1 / (m l))
+    matrices of a layer       1 / sqrt(m)       1 / m            m          1 / m  (completep: 1 / (m l))
+    output head                 1 / m           1 / m            m          m      (completep: 1 / l)
+    (completep) what writes into the residual stream: 1 / l, 1 / l, l, l beside, on weights as drawn at base_depth
+
+Factors on activations (of logits, of residual branches, attention's 1 / head_dim) are in the weights before them: Adam
+does not see the scale of a gradient, so a weight times c, with learning rate times c, weight decay and epsilon by c,
+trains as the same weight with its output times c. The forward pass, and what is exported, stay those of the family.
+
+Sources: Yang et al., "A spectral condition for feature learning" (arXiv 2310.17813), parametrization 1, by nanotron's
+SpectralMupParametrizator; Yang et al., Tensor Programs V (2203.03466); Dey et al., CompleteP (2505.01618), alpha 1.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from kenotron.config.errors import InputError
+from kenotron.config.model import RandomInit, SpectralInit
+from kenotron.models import build, named_parameters
+from kenotron.models.family import EMBEDDING, HEAD
+from kenotron.models.init_rules import Normal, rule_for, times
+from kenotron.models.plan import modules
+
+if TYPE_CHECKING:
+    from kenotron.config import Config
+    from kenotron.models.decoder import Decoder
+
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # that nanotron has as one matrix
+
+
+@dataclass(frozen=True)
+class Factors:
+    """On a parameter's standard deviation, learning rate, weight decay and epsilon of Adam."""
+
+    std: float = 1.0
+    learning_rate: float = 1.0
+    weight_decay: float = 1.0
+    epsilon: float = 1.0
+
+    def with_output_times(self, c: float) -> Factors:
+        """Those of a weight that trains as this one would with its output multiplied by `c`."""
+        return Factors(self.std * c, self.learning_rate * c, self.weight_decay / c, self.epsilon / c)
+
+
+def factors(model: Decoder, config: Config) -> dict[str, Factors]:
+    """The factors of every parameter of the whole `model`, by name; empty under the standard parametrization.
+
+    Raises InputError for a model or an optimizer that the rules do not know.
+    """
+    spectral = isinstance(config.model.init_method, SpectralInit)
+    chosen = config.model.parametrization
+    if not spectral and chosen is None:
+        return {}
+    key = "model.init_method.use_mup" if spectral else "model.parametrization"
+    _check(model, config, key, ("adamW",) if spectral else ("adamW", "muon"))
+    shapes = {name: tuple(parameter.shape) for name, parameter in named_parameters(model)}
+    if spectral:
+        return _spectral(model, shapes, fused=config.model.init_method.mup_factors == "fused")  # type: ignore[union-attr]
+    assert chosen is not None
+    wide, deep = model.config.hidden_size / chosen.base_width, model.config.num_hidden_layers / chosen.base_depth
+    found = _relative(
+        model,
+        shapes,
+        wide,
+        deep if chosen.kind == "completep" else None,
+        muon=config.optimizer.optimizer_factory.name == "muon",
+    )
+    if chosen.kind == "completep" and getattr(config.model.init_method, "scaling_method", "NONE") == "NUM_LAYERS":
+        for name in _residual_writers(model):  # whose rule has this model's depth, where the base model's counts
+            found[name] = replace(found[name], std=found[name].std * math.sqrt(deep))
+    return found
+
+
+def spectral_factors(n_out: int, n_in: int) -> Factors:
+    """Of a linear map, on a standard deviation of 1 and on the learning rate (2310.17813, parametrization 1)."""
+    return Factors(std=min(1.0, math.sqrt(n_out / n_in)) / math.sqrt(n_in), learning_rate=n_out / n_in)
+
+
+def _spectral(model: Decoder, shapes: dict[str, tuple[int, ...]], fused: bool) -> dict[str, Factors]:
+    vocab, found = model.config.vocab_size, {}
+    for name, shape in shapes.items():
+        found[name] = Factors()
+        if len(shape) != 2 or name == EMBEDDING:
+            continue
+        module, leaf = name.removesuffix(".weight").rpartition(".")[::2]
+        together = next((names for names in FUSED if fused and leaf in names), (leaf,))
+        parts = [shapes.get(f"{module}.{each}.weight", (0,)) for each in together]
+        found[name] = spectral_factors(vocab if name == HEAD else sum(part[0] for part in parts), shape[1])
+        if leaf == "q_proj":  # scores are divided by head_dim, and not by its root
+            found[name] = found[name].with_output_times(1 / math.sqrt(_head_dim(model)))
+    return found
+
+
+def _relative(
+    model: Decoder, shapes: dict[str, tuple[int, ...]], wide: float, deep: float | None, muon: bool
+) -> dict[str, Factors]:
+    writes, found = _residual_writers(model), {}
+    for name, shape in shapes.items():
+        factor = Factors()
+        if len(shape) == 2 and name not in (EMBEDDING, HEAD):
+            # Muon's steps have one root mean square at every size; what a matrix does to its input then grows with it.
+            rate = wide**-0.5 if muon else 1 / wide
+            factor = Factors(wide**-0.5, rate, 1 / rate, 1 / wide)
+        if deep is not None:
+            factor = Factors(factor.std, factor.learning_rate, factor.weight_decay, 1 / (wide * deep))
+        if name == HEAD:
+            factor = factor.with_output_times(1 / wide)
+        if deep is not None and name in writes:
+            factor = factor.with_output_times(1 / deep)
+        found[name] = factor
+    return found
+
+
+def _check(model: Decoder, config: Config, key: str, optimizers: tuple[str, ...]) -> None:
+    optimizer, plan = config.optimizer.optimizer_factory.name, model.plan
+    if optimizer not in optimizers:
+        raise InputError(f"{key}: its factors are those of {' and '.join(optimizers)}; found the optimizer {optimizer}")
+    if model.config.tie_word_embeddings:
+        raise InputError(f"{key}: embedding and head learn at different rates; expected tie_word_embeddings false")
+    if plan.experts or plan.channels or plan.inner_row or not plan.row:
+        raise InputError(f"{key}: expected a model of attention and dense MLPs, found {model.config.family}")
+
+
+def _head_dim(model: Decoder) -> int:
+    config = model.config
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads  # type: ignore[attr-defined]
+
+
+def _residual_writers(model: Decoder) -> set[str]:
+    return {f"{name}.weight" for name, _ in modules(model, *model.plan.row)}
+
+
+def table(config: Config) -> list[str]:
+    """A line for each kind of parameter: name, shape, standard deviation, factors; equal layers share one."""
+    with torch.device("meta"):
+        model = build(config.model)
+    init = config.model.init_method
+    std, scaling = (init.std, init.scaling_method) if isinstance(init, RandomInit) else (1.0, "NONE")
+    rules, found = model.init_rules(std, scaling), factors(model, config)
+    rows: dict[tuple[str, ...], None] = {}
+    for name, parameter in named_parameters(model):
+        numbers = found.get(name, Factors())
+        drawn = times(rule_for(name, rules), numbers.std)
+        spread = f"{drawn.std:.4g}" if isinstance(drawn, Normal) else "-"
+        steps = (f"{each:.4g}" for each in (numbers.learning_rate, numbers.weight_decay, numbers.epsilon))
+        rows[re.sub(r"\.\d+\.", ".*.", name), " x ".join(map(str, parameter.shape)), spread, *steps] = None
+    titles = ("parameter", "shape", "std", "learning rate x", "weight decay x", "epsilon x")
+    widths = [max(len(row[column]) for row in (titles, *rows)) for column in range(len(titles))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in (titles, *rows)]

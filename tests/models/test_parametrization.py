@@ -1,0 +1,233 @@
+"""Parametrizations: nanotron's published factors, the papers' tables, and the models that they are the tables of."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kenotron.config import load
+from kenotron.config.errors import InputError
+from kenotron.interop import to_hf
+from kenotron.models import build, named_parameters
+from kenotron.models.parametrization import Factors, factors, spectral_factors
+from kenotron.optim.build import build_optimizer
+from kenotron.parallel.mesh import Mesh
+from support.layout_runs import Problem, expect_the_same, prepared, train_alone, train_on_layout
+from support.ranks import run_ranks
+from support.tiny_run import saved_weights, tiny_dict, train_quietly
+
+UNTIED = {"tie_word_embeddings": False}
+LLAMA_350M = UNTIED | {  # examples/mup/configs/mup_350m_llama_config.yaml of nanotron
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 2,
+    "vocab_size": 49152,
+}
+LAYER = "model.layers.0."
+
+
+def of(folder: Path, shapes: dict[str, Any], *overrides: str) -> dict[str, Factors]:
+    content = tiny_dict(folder)
+    content["model"]["model_config"] |= UNTIED | shapes
+    config = load(content, overrides)
+    with torch.device("meta"):
+        return factors(build(config.model), config)
+
+
+@pytest.mark.parametrize(
+    ("way", "matrix", "std", "rate"),
+    [
+        ("fused", "self_attn.q_proj", 0.03125, 2),
+        ("fused", "self_attn.v_proj", 0.03125, 2),
+        ("fused", "self_attn.o_proj", 0.03125, 1),
+        ("fused", "mlp.gate_proj", 0.03125, 8),
+        ("fused", "mlp.up_proj", 0.03125, 8),
+        ("fused", "mlp.down_proj", 0.0078125, 0.25),
+        ("per_matrix", "self_attn.q_proj", 0.03125, 1),
+        ("per_matrix", "self_attn.k_proj", 0.022097, 0.5),
+        ("per_matrix", "mlp.gate_proj", 0.03125, 4),
+    ],
+)
+def test_spectral_factors_of_350m_are_those_published(
+    way: str, matrix: str, std: float, rate: float, tmp_path: Path
+) -> None:
+    found = of(tmp_path, LLAMA_350M, f"model.init_method={{use_mup: true, mup_factors: {way}}}")
+    scores = 128**-0.5 if matrix.endswith("q_proj") else 1.0  # 1 / head_dim instead of its root, in the weights
+    name = f"{LAYER}{matrix}.weight"
+    assert found[name].std == pytest.approx(std * scores, rel=1e-4)
+    assert found[name].learning_rate == pytest.approx(rate * scores)
+    assert found[name].weight_decay == pytest.approx(1 / scores)
+    assert found["lm_head.weight"].std == pytest.approx(0.03125)
+    assert found["lm_head.weight"].learning_rate == pytest.approx(48)
+    for plain in ("model.embed_tokens.weight", "model.norm.weight", f"{LAYER}input_layernorm.weight"):
+        assert found[plain] == Factors()
+
+
+def test_a_narrow_output_gets_less() -> None:
+    assert spectral_factors(4, 16) == Factors(std=0.125, learning_rate=0.25)
+    assert spectral_factors(64, 16) == Factors(std=0.25, learning_rate=4.0)
+
+
+@pytest.mark.parametrize("optimizer", ["adamW", "muon"])
+@pytest.mark.parametrize("kind", ["mup", "completep"])
+def test_relative_factors_are_the_table_s(kind: str, optimizer: str, tmp_path: Path) -> None:
+    m, l = 4.0, 3.0
+    shapes = {"hidden_size": 64, "num_hidden_layers": 6}
+    found = of(
+        tmp_path,
+        shapes,
+        f"model.parametrization={{kind: {kind}, base_width: 16, base_depth: 2}}",
+        f"optimizer.optimizer_factory={{name: {optimizer}}}",
+    )
+    deep = kind == "completep"
+    rate = m**-0.5 if optimizer == "muon" else 1 / m
+    branch = 1 / l if deep else 1.0
+    hidden = Factors(m**-0.5, rate, 1 / rate, 1 / (m * l) if deep else 1 / m)
+    depth = l**0.5 if deep else 1.0  # NUM_LAYERS divides by the root of this depth, and the base model's counts
+    out = Factors(m**-0.5 * branch * depth, rate * branch, 1 / (rate * branch), 1 / m)
+    expected = {
+        "model.embed_tokens.weight": Factors(epsilon=1 / (m * l) if deep else 1.0),
+        "model.norm.weight": Factors(epsilon=1 / (m * l) if deep else 1.0),
+        f"{LAYER}self_attn.q_proj.weight": hidden,
+        f"{LAYER}mlp.up_proj.weight": hidden,
+        f"{LAYER}self_attn.o_proj.weight": out,
+        f"{LAYER}mlp.down_proj.weight": out,
+        "lm_head.weight": Factors(1 / m, 1 / m, m, 1 / l if deep else m),
+    }
+    for name, wanted in expected.items():
+        got = vars(found[name])
+        assert got == pytest.approx(vars(wanted)), name
+
+
+def test_at_the_base_size_it_is_the_standard_parametrization(tmp_path: Path) -> None:
+    base = of(tmp_path, {}, "model.parametrization={kind: completep, base_width: 16, base_depth: 2}")
+    assert set(base.values()) == {Factors()}
+
+
+def test_a_weight_times_c_trains_as_the_same_weight_with_its_output_times_c() -> None:
+    """What the factors on activations are replaced by, in ten steps of AdamW in float64."""
+    c, x, y = 0.125, torch.randn(12, 5, dtype=torch.float64), torch.randn(12, 3, dtype=torch.float64)
+    start = torch.randn(3, 5, dtype=torch.float64)
+    outputs = []
+    plain = Factors()
+    for factor, output in ((plain, c), (plain.with_output_times(c), 1.0)):
+        weight = torch.nn.Parameter(start * factor.std)
+        optimizer = torch.optim.AdamW(
+            [weight], lr=0.05 * factor.learning_rate, weight_decay=0.2 * factor.weight_decay, eps=1e-3 * factor.epsilon
+        )
+        for _ in range(10):
+            optimizer.zero_grad()
+            (output * x @ weight.T - y).square().mean().backward()
+            optimizer.step()
+        outputs.append((output * x @ weight.T).detach())
+    torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-12, atol=1e-12)
+
+
+def config_of(folder: Path, *overrides: str) -> Any:
+    content = tiny_dict(folder)
+    content["model"]["model_config"] |= UNTIED
+    return load(content, ["model.parametrization={kind: completep, base_width: 4, base_depth: 1}", *overrides])
+
+
+def test_they_reach_weights_and_optimizer(tmp_path: Path) -> None:
+    plain = load(config_of(tmp_path / "plain"), ["model.parametrization=null"])
+    with prepared(plain, Mesh()) as one, prepared(config_of(tmp_path / "scaled"), Mesh()) as other:
+        name = f"{LAYER}mlp.down_proj.weight"
+        before, after = (dict(named_parameters(*run.parts))[name] for run in (one, other))
+        torch.testing.assert_close(after, before * 4**-0.5 / 2 * 2**0.5)
+        (group,) = (g for g in other.optimizer.param_groups if any(p is after for p in g["params"]))
+        assert group["learning_rate_scale"] == pytest.approx(1 / 8)
+        assert group["weight_decay"] == pytest.approx(0.1 * 8)
+        assert group["eps"] == pytest.approx(1e-8 / 4)
+
+
+def test_patterns_of_parameter_groups_multiply_them(tmp_path: Path) -> None:
+    config = config_of(
+        tmp_path, "optimizer.param_groups=[{pattern: down_proj, learning_rate_scale: 3, weight_decay: 0}]"
+    )
+    with torch.device("meta"):
+        model = build(config.model)
+    optimizer = build_optimizer(model.named_parameters(), config.optimizer, factors=factors(model, config))
+    weight = dict(model.named_parameters())[f"{LAYER}mlp.down_proj.weight"]
+    (group,) = (g for g in optimizer.param_groups if any(p is weight for p in g["params"]))
+    assert (group["learning_rate_scale"], group["weight_decay"]) == (pytest.approx(3 / 8), 0.0)
+
+
+PROBLEMS = {
+    "spectral": Problem("spectral", ("model.init_method={use_mup: true}",), 3, UNTIED),
+    "completep": Problem(
+        "completep", ("model.parametrization={kind: completep, base_width: 8, base_depth: 2}",), 3, UNTIED
+    ),
+}
+
+
+@pytest.mark.cases(3)
+@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize(
+    ("ranks", "layout"), [(2, "dp=2 zero=3"), (2, "tp=2"), (2, "pp=2"), (4, "tp=2 mode=REDUCE_SCATTER pp=2")]
+)
+def test_a_layout_means_what_one_process_means(name: str, ranks: int, layout: str, tmp_path: Path) -> None:
+    reference = train_alone(PROBLEMS[name], tmp_path)
+    found = run_ranks(ranks, train_on_layout, PROBLEMS[name], layout, tmp_path / "layout", reference)
+    expect_the_same(found, reference)
+
+
+def test_what_is_exported_is_the_model_as_it_is(tmp_path: Path) -> None:
+    """No factor is left in the forward pass: the exported config has none, and its weights are the checkpoint's."""
+    config = load(config_of(tmp_path), ["model.parametrization=null", "model.init_method={use_mup: true}"])
+    run = train_quietly(config)
+    saved = Path(config.checkpoints.checkpoints_path) / str(run.step)
+    to_hf(saved, tmp_path / "hf", dtype="float32")
+    from safetensors.torch import load_file
+
+    exported = load_file(tmp_path / "hf" / "model.safetensors")
+    name = f"{LAYER}self_attn.q_proj.weight"
+    assert exported[name].equal(saved_weights(saved)[name])
+    assert "scale" not in json.loads((tmp_path / "hf" / "config.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("shapes", "overrides", "said"),
+    [
+        (
+            {},
+            ["optimizer.optimizer_factory={name: sgd}"],
+            "model.parametrization: its factors are those of adamW and muon; found",
+        ),
+        (
+            {"tie_word_embeddings": True},
+            [],
+            "model.parametrization: embedding and head learn at different rates; expected tie",
+        ),
+        (
+            {"is_mixtral_config": True, "num_local_experts": 4, "num_experts_per_tok": 2},
+            [],
+            "model.parametrization: expected a model of attention and dense MLPs, found mixtral",
+        ),
+        (
+            {},
+            [
+                "model.parametrization=null",
+                "model.init_method={use_mup: true}",
+                "optimizer.optimizer_factory={name: muon}",
+            ],
+            "model.init_method.use_mup: its factors are those of adamW; found the optimizer muon",
+        ),
+    ],
+)
+def test_what_the_rules_do_not_know_is_one_line(
+    shapes: dict[str, Any], overrides: list[str], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(InputError) as error:
+        of(tmp_path, shapes, "model.parametrization={kind: mup, base_width: 8, base_depth: 2}", *overrides)
+    assert str(error.value).startswith(said)
+
+
+def test_use_mup_false_asks_for_nothing(tmp_path: Path) -> None:
+    assert of(tmp_path, {}, "model.init_method={std: 0.05, use_mup: false}") == {}
