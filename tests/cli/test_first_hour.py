@@ -122,7 +122,10 @@ REFUSED += [
     ("model.model_config.hidden_size=15", "num_attention_heads: expected a divisor of hidden_size 15, found 4"),
     ("model.model_config.vocab_size=0", "model.model_config.vocab_size: expected a number of at least 1, found 0"),
     ("model.model_config.hidden_act=gellu", "model.model_config.hidden_act: gellu; did you mean 'gelu'?"),
-    ("model.init_method={}", "model.init_method: expected one of {std}, {use_mup: true}, {path}, found a map with no keys"),
+    (
+        "model.init_method={}",
+        "model.init_method: expected one of {std}, {use_mup: true}, {path}, found a map with no keys",
+    ),
     ("model.init_method.std=-1", "model.init_method.std: expected a number above 0, found -1"),
     ("parallelism.tp=3", "parallelism.tp: expected a divisor of num_attention_heads 4, found 3"),
     ("parallelism.pp=5", "parallelism.pp: expected at most num_hidden_layers 2 stages, found 5"),

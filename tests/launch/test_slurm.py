@@ -287,7 +287,6 @@ def test_a_job_that_could_not_resume_its_run_is_refused(tmp_path: Path, capsys: 
         assert "has a global batch of 4 sequences, this config has 8" in capsys.readouterr().err
 
 
-@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("given", "message"),
     [

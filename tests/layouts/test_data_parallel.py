@@ -183,7 +183,6 @@ def test_replicas_sum_at_the_end_what_no_backward_was_announced_for() -> None:
     assert [len(names) for names in record.collectives] == [0, 0, 4]
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize(("bucket_kb", "sums"), [(0, 21), (5, 12), (25 << 10, 1)])
 def test_replicas_sum_as_much_together_as_they_are_told(bucket_kb: int, sums: int) -> None:
     for bf16 in (False, True):

@@ -89,7 +89,6 @@ def reference_of(
     return each_alone(problem_of, tmp_path_factory)
 
 
-@pytest.mark.cases(3)
 @pytest.mark.budget(10, reason="a run of one process and one of two ranks, and documents of many lengths")
 @pytest.mark.parametrize(
     ("family", "world_size", "layout"),

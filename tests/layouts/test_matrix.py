@@ -40,6 +40,7 @@ PROBLEMS = {
 
 LAYOUTS = [
     # two ranks
+    (2, "plain", "tp=2 recompute=elementwise"),
     (2, "plain", "dp=2"),
     (2, "tied", "dp=2 zero=1"),
     (2, "plain", "dp=2 zero=2 accum=4"),
@@ -49,7 +50,6 @@ LAYOUTS = [
     (2, "biased", "tp=2 mode=REDUCE_SCATTER async=true"),
     (2, "plain", "tp=2 async=true recompute=true"),
     (2, "tied", "tp=2 recompute=selective"),
-    (2, "plain", "tp=2 recompute=elementwise"),
     (2, "plain", "pp=2"),
     (2, "tied", "pp=2 engine=1f1b accum=4"),
     (2, "tied", "pp=2 engine=1f1b accum=1"),
