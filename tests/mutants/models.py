@@ -21,8 +21,8 @@ MUTANTS = [
     Mutant(
         name="weight-decay-not-held-under-a-parametrization",
         file="optim/groups.py",
-        find='"weight_decay": weight_decay * factor.weight_decay,',
-        replace='"weight_decay": weight_decay,',
+        find="            weight_decay *= factors[name].weight_decay\n",
+        replace="",
         why="wider models decay less: rate times decay shrinks with the width, and the optimum moves",
         tests=("models/test_parametrization.py",),
     ),

@@ -75,15 +75,12 @@ def parameter_groups(
             weight_decay = weight_decay if rule.weight_decay is None else rule.weight_decay
         if name in excluded:
             weight_decay = 0.0
+        if factors:
+            scale *= factors[name].learning_rate
+            weight_decay *= factors[name].weight_decay
         settings: dict[str, Any] = {"learning_rate_scale": scale, "weight_decay": weight_decay}
         if factors:
-            factor = factors[name]
-            settings = {
-                "learning_rate_scale": scale * factor.learning_rate,
-                "weight_decay": weight_decay * factor.weight_decay,
-                "eps": factory.adam_eps * factor.epsilon,
-            }
-            scale = settings["learning_rate_scale"]
+            settings["eps"] = factory.adam_eps * factors[name].epsilon
         if factory.name == "muon":
             settings["algorithm"] = "muon" if is_hidden_matrix(name, parameter) else "adamw"
             if settings["algorithm"] == "muon":
