@@ -279,9 +279,13 @@ def test_bf16_over_fp32_weights_is_as_close_to_fp32_as_transformers_in_bf16(vari
     assert loss.dtype == torch.float32
     assert loss.item() == pytest.approx(exact.item(), rel=5e-3)
     assert {gradient.dtype for gradient in found.values()} == {torch.float32}
-    for name, expected in reference.items():
-        ours_off, theirs_off = ((g[name] - expected).norm() / expected.norm() for g in (found, yardstick))
-        assert ours_off < 1.3 * theirs_off + 1e-3, f"{name}: {ours_off:.4f} against {theirs_off:.4f}"
+    off = {
+        name: [float((g[name] - expected).norm() / expected.norm()) for g in (found, yardstick)]
+        for name, expected in reference.items()
+    }
+    assert sum(ours for ours, _ in off.values()) < 1.05 * sum(theirs for _, theirs in off.values())
+    for name, (ours_off, theirs_off) in off.items():
+        assert ours_off < 1.5 * theirs_off + 1e-3, f"{name}: {ours_off:.4f} against {theirs_off:.4f}"
 
 
 def test_gradients_of_bf16_micro_batches_add_up_in_fp32() -> None:

@@ -32,7 +32,8 @@ from torch import Tensor
 
 from kenotron.kernels.fused import fused
 from kenotron.kernels.products import (
-    on_onednn,
+    in_fp32,
+    is_ours,
     rows_by_matrix,
     rows_by_rows,
     wide_rows_by_rows,
@@ -115,11 +116,11 @@ def _tokens_in_chunk(hidden: Tensor, rows: int, chunk_bytes: int | None) -> int:
     fp32: chunks of 16 MiB 249, 32 MiB 259, one of 64 MiB 274 (fresh pages cost), and less memory; at
           ``[1024, 32768]`` 16 MiB (128 tokens) 1104, 32 MiB 985, one chunk 1009: at least 256 tokens.
     bf16: one chunk; the weight gradients of several would have to add up in fp32, at ``[1024, 32768]`` 301
-          in one chunk, 645 in four.
+          in one chunk, 645 in four. Where products of bf16 are those of fp32, as in fp32.
     """
     if chunk_bytes is not None:
         return max(1, chunk_bytes // (4 * rows))
-    if hidden.device.type == "cpu" and hidden.dtype == torch.float32:
+    if hidden.device.type == "cpu" and (hidden.dtype == torch.float32 or in_fp32(hidden, hidden)):
         return max(256, (1 << 25) // (4 * rows))
     if hidden.device.type == "cpu":
         return max(256, (1 << 28) // (4 * rows))
@@ -151,7 +152,7 @@ def _loss_and_gradients(
     tokens = hidden.shape[0]
     valid = weight[: max(options.rows, 1)]  # a rank with nothing but padding has one row, which counts for nothing
     chunk = min(tokens, options.chunk)
-    buffer = None if on_onednn(hidden, valid) else hidden.new_empty(chunk, len(valid))
+    buffer = None if is_ours(hidden, valid) else hidden.new_empty(chunk, len(valid))
     grad_hidden = torch.empty_like(hidden) if options.for_hidden else None
     grad_weight = _WeightGradient(weight, len(valid), several=chunk < tokens) if options.for_weight else None
     sums = torch.zeros(2, dtype=torch.float32, device=hidden.device)

@@ -1,11 +1,15 @@
-"""Matrix products, in fp32 through oneDNN on the CPUs where that is faster than MKL, which torch calls.
+"""Matrix products, on CPUs in the way that is fastest there.
 
-These are AMD's from Zen 5 on: MKL uses half of their vector width. GFLOP/s on two cores of an EPYC, 1024 tokens of 768
-times a matrix of 2048: 205 with MKL, 450 with oneDNN, and 205 -> 420, 218 -> 400 for the gradients of the two.
+fp32 goes through oneDNN on AMD's processors from Zen 5 on, because MKL, which torch calls, uses half of their vector
+width. GFLOP/s on two cores of an EPYC, 1024 tokens of 768 times a matrix of 2048: 205 with MKL, 450 with oneDNN, and
+205 -> 420, 218 -> 400 for the gradients of the two.
+
+bf16 is multiplied as fp32 and rounded once on CPUs that have no fast instruction for it (`kernels.bfloat16`), because
+torch emulates it there: 1024 tokens of 128 times a matrix of 384 take 20.7 ms on one core of an EPYC with AVX2, so 1.2.
 
 oneDNN's operator, which Inductor uses, too, is private to torch, returns new memory, and reads its first factor row by
-row: for ``dy^T x`` one of the two is transposed before. On other CPUs, and in other dtypes, everything here is torch's
-own product; with ``model.kernels: torch`` everywhere.
+row: for ``dy^T x`` one of the two is transposed before. Everything else here is torch's own product; with
+``model.kernels: torch`` everything is.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kenotron.kernels.bfloat16 import bfloat16_is_fast
 from kenotron.kernels.fused import chosen
 
 ZEN_5 = 26  # AMD's family of processors; later ones have higher numbers
@@ -47,6 +52,7 @@ def is_zen_5(cpuinfo: str) -> bool:
 
 _cpuinfo = Path("/proc/cpuinfo")  # of a processor that does not change: compiled blocks have one kind of product
 ONEDNN = torch.backends.mkl.is_available() and has_onednn() and _cpuinfo.exists() and is_zen_5(_cpuinfo.read_text())
+EMULATED = not bfloat16_is_fast(torch.device("cpu"))  # bf16
 _whole = True  # by `backward_in_halves`
 
 
@@ -67,9 +73,20 @@ def on_onednn(x: Tensor, matrix: Tensor) -> bool:
     return ONEDNN and suits and x.numel() * matrix.shape[0] >= SMALL
 
 
+def in_fp32(x: Tensor, matrix: Tensor) -> bool:
+    """Whether the product of x and matrix, both bf16, is computed in fp32 here, and rounded."""
+    suits = x.dtype == matrix.dtype == torch.bfloat16 and x.device.type == "cpu" and chosen() != "torch"
+    return EMULATED and suits
+
+
+def is_ours(x: Tensor, matrix: Tensor) -> bool:
+    """Whether the product of x ``[..., in]`` and matrix ``[out, in]`` is not torch's own."""
+    return on_onednn(x, matrix) or in_fp32(x, matrix)
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear`: x ``[..., in]``, weight ``[out, in]``, bias ``[out]`` → ``x W^T + b``, ``[..., out]``."""
-    if _whole and on_onednn(x, weight) and not torch.is_autocast_enabled("cpu"):
+    if _whole and is_ours(x, weight) and not torch.is_autocast_enabled("cpu"):
         return torch.ops.kenotron.rows_by_matrix(x, weight, bias)
     return F.linear(x, weight, bias)
 
@@ -79,7 +96,7 @@ def rows_by_matrix(x: Tensor, matrix: Tensor, out: Tensor | None = None, onto: T
 
     The result is in `out`, or in memory of its own where that is faster. With `onto` it is added to that.
     """
-    if on_onednn(x, matrix):
+    if is_ours(x, matrix):
         product: Tensor = torch.ops.kenotron.rows_by_matrix(x, matrix, None)
         return product if onto is None else onto.add_(product)
     return torch.mm(x, matrix.t(), out=out) if onto is None else onto.addmm_(x, matrix.t())
@@ -87,7 +104,7 @@ def rows_by_matrix(x: Tensor, matrix: Tensor, out: Tensor | None = None, onto: T
 
 def rows_by_rows(y: Tensor, x: Tensor, out: Tensor | None = None, onto: Tensor | None = None) -> Tensor:
     """y ``[rows, out]``, x ``[rows, in]`` → ``y^T x``, ``[out, in]``, in `out` if given, or added to `onto`."""
-    if not on_onednn(y, x.t()):
+    if not is_ours(y, x.t()):
         return torch.mm(y.t(), x, out=out) if onto is None else onto.addmm_(y.t(), x)
     if onto is not None:
         return write_rows_by_rows(y, x, onto, add=True)
@@ -96,7 +113,9 @@ def rows_by_rows(y: Tensor, x: Tensor, out: Tensor | None = None, onto: Tensor |
 
 def wide_rows_by_rows(y: Tensor, x: Tensor, result: Tensor, add: bool) -> None:
     """Writes ``y^T x`` of half-precision factors to `result` in fp32, or adds it; on CUDA in the product itself."""
-    if y.device.type != "cuda" or torch.version.hip is not None:  # cuBLAS has products of that kind
+    if y.device.type == "cpu":
+        write_rows_by_rows(y, x, result, add)
+    elif y.device.type != "cuda" or torch.version.hip is not None:  # cuBLAS has products of that kind
         result.add_(rows_by_rows(y, x)) if add else result.copy_(rows_by_rows(y, x))
     elif add:
         torch.addmm(result, y.t(), x, out_dtype=torch.float32, out=result)
@@ -104,7 +123,15 @@ def wide_rows_by_rows(y: Tensor, x: Tensor, result: Tensor, add: bool) -> None:
         torch.mm(y.t(), x, out_dtype=torch.float32, out=result)
 
 
+def _rows_by_matrix(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+    if x.dtype == torch.float32:
+        return onednn(x, matrix, bias)
+    return F.linear(x.float(), matrix.float(), None if bias is None else bias.float()).to(x.dtype)
+
+
 def _rows_by_rows(y: Tensor, x: Tensor) -> Tensor:
+    if x.dtype != torch.float32:
+        return torch.mm(y.t().float(), x.float()).to(x.dtype)
     if _transposes_y(y, x):
         return onednn(y.t().contiguous(), x.t(), None)
     return write_rows_by_rows(y, x, y.new_empty(y.shape[1], x.shape[1]))
@@ -131,6 +158,8 @@ def write_rows_by_rows(y: Tensor, x: Tensor, result: Tensor, add: bool = False) 
 
 
 def _mm(a: Tensor, b: Tensor) -> Tensor:
+    if in_fp32(a, b.t()):
+        return torch.mm(a.float(), b.float())
     return onednn(a, b.t(), None) if on_onednn(a, b.t()) else torch.mm(a, b)
 
 
@@ -155,7 +184,7 @@ def _backward_of_rows(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
 _library = torch.library.Library("kenotron", "FRAGMENT")
 _library.define("rows_by_matrix(Tensor x, Tensor matrix, Tensor? bias) -> Tensor")
 _library.define("rows_by_rows(Tensor y, Tensor x) -> Tensor")
-_library.impl("rows_by_matrix", onednn, "CPU")
+_library.impl("rows_by_matrix", _rows_by_matrix, "CPU")
 _library.impl("rows_by_rows", _rows_by_rows, "CPU")
 torch.library.register_fake(
     "kenotron::rows_by_matrix", lambda x, matrix, bias: x.new_empty(*x.shape[:-1], matrix.shape[0]), lib=_library

@@ -15,6 +15,7 @@ from kenotron.checkpoint.restart import start_elsewhere
 from kenotron.checkpoint.start import Start, continued_run, run_name, with_run_name
 from kenotron.config.errors import InputError
 from kenotron.config.families import is_users_own
+from kenotron.config.warnings import warnings_of
 from kenotron.launch.environment import Ranks, ranks_from_environment
 from kenotron.launch.memory import machine_limits
 from kenotron.launch.shared_folder import check_shared
@@ -51,6 +52,9 @@ def train(config: Config, mesh: Mesh, device: torch.device, *, fresh: bool = Fal
             run_on_rank0(lambda: check_blocks(config.model.decoder, longest, device))
         fetch_checkpoints(config, fresh)
     checkpoints = Checkpoints(config, fresh=fresh, local=local, start_elsewhere=start_elsewhere)
+    console.start_logging(config, mesh)
+    for line in warnings_of(config):
+        logger.warning("%s", line)
     with machine_limits(config, device, warn=True):  # with the architecture, from which memory is estimated
         run = training.train(
             config,

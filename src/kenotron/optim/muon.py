@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -87,19 +87,14 @@ class MuonWithAdamW(torch.optim.Optimizer):
                     _check_matrix(parameter)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # the argument is for torch's helpers
         """One update of every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             if group["algorithm"] == "adamw":
                 self._step_adamw(group, parameters)
             else:
                 self._step_muon(group, parameters)
-        return loss
 
     def _step_muon(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         for parameter in parameters:

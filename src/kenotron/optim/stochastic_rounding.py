@@ -14,7 +14,7 @@ Source: Gupta et al., "Deep learning with limited numerical precision" (arXiv 15
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -49,17 +49,12 @@ class StochasticAdamW(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # the argument is for torch's helpers
         """One update of every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self._update(parameter, group)
-        return loss
 
     def _update(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
         state = self.state[parameter]

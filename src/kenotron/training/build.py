@@ -14,7 +14,6 @@ from kenotron.config.errors import InputError
 from kenotron.config.model import SpectralInit
 from kenotron.data.stage_plan import check_paths
 from kenotron.kernels.attentions.choice import attention_of_run
-from kenotron.kernels.bfloat16 import bfloat16_is_fast
 from kenotron.models import build, named_parameters
 from kenotron.models.token_loss import load_loss
 from kenotron.optim.build import build_optimizer
@@ -84,10 +83,6 @@ def build_run(
         factors=factors,
     )
     log.model_size(skeleton, parts, device)
-    if config.model.dtype == "bfloat16" and not bfloat16_is_fast(device):
-        logger.warning(
-            "model.dtype bfloat16: this CPU multiplies float32 faster, and model.dtype=float32 trains faster here"
-        )
     if "model" not in start.loads:
         log.first_weights()
 

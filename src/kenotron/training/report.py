@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from kenotron.config import dump
 from kenotron.config.dotted import import_dotted
 from kenotron.config.errors import human_format
-from kenotron.config.warnings import warnings_of
 from kenotron.models import named_parameters
 from kenotron.models.decoder import Decoder
 from kenotron.models.family import family_of
@@ -42,10 +41,8 @@ class RunLog:
         """The project's name, before anything is loaded: printed by `launch`, before torch is."""
 
     def config(self, config: Config) -> None:
-        """The config with all defaults (at level debug: the run's folder has it), and what is probably not meant."""
+        """The config with all defaults (at level debug: the run's folder has it)."""
         logger.debug("Config:\n%s", dump(config).rstrip())
-        for line in warnings_of(config):
-            logger.warning("%s", line)
         if config.model.compile:
             logger.info("model.compile: the first step compiles the blocks, which takes up to a minute")
 
