@@ -18,7 +18,6 @@ DATASET = "data_stages.0.data.dataset"
     ("overrides", "named"),
     [
         (["lighteval={}"], "lighteval"),
-        (["doremi={domain_names: 'a, b', ref_model_resume_checkpoint_path: x}"], "doremi"),
         (["model.model_config={is_starcoder2_config: true, attn_pdrop: 0.1}"], "model_config.attn_pdrop: 0.1"),
         (["model.model_config={is_starcoder2_config: true, global_attn_layers: [1]}"], "global_attn_layers: [1]"),
         (["model.model_config={is_starcoder2_config: true, use_position_embeddings: true}"], "embeddings: True"),

@@ -193,6 +193,27 @@ def test_no_tensor_of_all_logits_in_fp32_is_ever_made(monkeypatch):
     assert largest <= tokens * rows * 2 + 4096
 
 
+@pytest.mark.parametrize("chunk_bytes", [None, 20 * 72 * 4])
+def test_every_token_has_a_weight_of_its_own(chunk_bytes):
+    x, w, labels = problem()
+    weights = torch.rand(len(labels))
+    loss, z_part = linear_cross_entropy(
+        x, w, labels, scale=0.5, z_loss=0.01, valid_rows=65, token_weights=weights, chunk_bytes=chunk_bytes
+    )
+    loss.backward()
+    wide, wide_w = (each.detach().double().requires_grad_() for each in (x, w))
+    parts = [
+        formula(wide[i : i + 1], wide_w, labels[i : i + 1], 0.5 * float(weights[i]), 0.01, 65)
+        for i in range(len(labels))
+    ]
+    expected, z_expected = (sum(part[k] for part in parts) for k in range(2))
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert z_part.item() == pytest.approx(z_expected.item(), rel=1e-6)
+    for found, exact in ((x.grad, wide.grad), (w.grad, wide_w.grad)):
+        assert (found - exact).abs().max() <= 2e-6 * exact.abs().max()
+
+
 # Ranks that share the vocabulary: threads here, which meet where ranks would -----------------------
 
 

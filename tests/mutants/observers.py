@@ -10,6 +10,38 @@ SIGNALLED = f"{RESUME}::test_a_signal_finishes_the_step_saves_and_exits_with_0_a
 
 MUTANTS = [
     Mutant(
+        name="domain-weights-begin-anew-each-step",
+        file="observers/doremi.py",
+        find="        exponents = np.log(self.alpha) + self.step_size * self.excess\n",
+        replace="        exponents = np.log(1 / len(self.alpha)) + self.step_size * self.excess\n",
+        why="DoReMi's weights never move away from uniform (nanotron's DoReMiContext is never updated)",
+        tests=("layouts/test_doremi.py::test_weights_are_those_of_the_algorithm",),
+    ),
+    Mutant(
+        name="an-absent-domain-has-no-excess",
+        file="observers/doremi.py",
+        find="sums / np.maximum(tokens, 1), self.excess)",
+        replace="sums / np.maximum(tokens, 1), 0.0)",
+        why="a domain without tokens in a batch loses weight, as in nanotron",
+        tests=("layouts/test_doremi.py::test_weights_are_those_of_the_algorithm",),
+    ),
+    Mutant(
+        name="domain-weights-of-each-ranks-own-tokens",
+        file="observers/doremi.py",
+        find='        found = all_reduce(sums, run.mesh.group("loss")).cpu().numpy()\n',
+        replace="        found = sums.cpu().numpy()\n",
+        why="each rank weighs domains by its own tokens, as in nanotron",
+        tests=("layouts/test_doremi.py::test_every_layout_learns_the_same_weights",),
+    ),
+    Mutant(
+        name="losses-weighted-by-whole-numbers",
+        file="training/step.py",
+        find="upload(batch.weights, device, torch.float32)",
+        replace="upload(batch.weights, device)",
+        why="weights of sequences become int64, and those below 1 nothing",
+        tests=("layouts/test_doremi.py::test_a_step_weighs_the_mean_loss_of_each_domain",),
+    ),
+    Mutant(
         name="a-loss-that-falls-is-a-spike",
         file="observers/spikes.py",
         find="    return (value - mean) / max(",

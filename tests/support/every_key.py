@@ -170,7 +170,6 @@ REFUSED: dict[str, str] = {
 }
 # Not in the schema, and refused by name.
 UNSERVED = [
-    "doremi={domain_names: 'a, b'}",
     "metrics_logging.log_detail_interval=10",
     "metrics_logging.log_level=1",
     "tokens.limit_test_batches=1",
@@ -596,4 +595,4 @@ OWN = {key: test for test, keys in OWN_TESTS.items() for key in keys.split()} | 
 
 # Sections: what their keys do is what they do.
 SECTIONS = """Config.general Config.parallelism Config.model Config.tokenizer Config.checkpoints Config.logging
-    Config.tokens Config.optimizer Config.data_stages Config.profiler Config.s3_upload"""
+    Config.tokens Config.optimizer Config.data_stages Config.profiler Config.s3_upload Config.doremi"""

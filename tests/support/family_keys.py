@@ -47,6 +47,10 @@ EXPORTED = {
 VARIANTS, FAMILIES = "test_config_variants.py", "test_families_equal_transformers.py"
 ROUTER = "test_mixture_of_experts.py"
 TESTS = {
+    (
+        "test_doremi.py",
+        "DoReMi",
+    ): "domain_names domain_weights ref_model_resume_checkpoint_path step_size smoothing_param",
     (VARIANTS, "DecoderArchitecture"): "family",
     (VARIANTS, "GPTNeoXArchitecture"): "family is_gpt_neox_config",
     (FAMILIES, "GPTNeoXArchitecture"): "hidden_act layer_norm_eps attention_bias use_parallel_residual rotary_pct",

@@ -19,6 +19,7 @@ from kenotron.config.data import (
     paths_of,
 )
 from kenotron.config.decoder import DecoderArchitecture, Problem
+from kenotron.config.doremi import DoReMi
 from kenotron.config.errors import nearest
 from kenotron.config.general import General
 from kenotron.config.logging import Logging
@@ -65,6 +66,7 @@ class Config(Section):
         "How remote files (s3://, gs://, hf://, https://) are read.", RemoteData(), mark=OURS
     )
     profiler: Profiler | None = key("A torch profiler trace of some steps.", None)
+    doremi: DoReMi | None = key("The domains of the data, and how their weights are learnt.", None)
     s3_upload: S3Upload | None = key("Upload of the checkpoints of a local checkpoints_path.", None)
 
     @property
@@ -152,6 +154,7 @@ def problems_of(config: Config) -> list[Problem]:
         _check_checkpoints,
         _check_uploads,
         _check_data,
+        _check_domains,
     )
     return [problem for check in checks for problem in check(config)]
 
@@ -178,6 +181,24 @@ def _check_rounding(config: Config) -> Iterator[Problem]:
         yield where, "expected weights in bf16: model.dtype bfloat16 and optimizer.accumulate_grad_in_fp32 false"
     if config.optimizer.optimizer_factory.name != "adamW":
         yield where, f"expected the optimizer adamW, found {config.optimizer.optimizer_factory.name}"
+
+
+def _check_domains(config: Config) -> Iterator[Problem]:
+    if (doremi := config.doremi) is None:
+        return
+    count, weights, loss = len(doremi.domain_names), doremi.domain_weights, config.model.loss
+    if count < 2 or len(set(doremi.domain_names)) < count:
+        yield "doremi.domain_names", f"expected two different names or more, found {', '.join(doremi.domain_names)}"
+    if weights is not None and (len(weights) != count or min(weights) <= 0 or abs(sum(weights) - 1) > 1e-2):
+        yield "doremi.domain_weights", f"expected {count} numbers above 0 whose sum is 1, found {weights}"
+    for i, stage in enumerate(config.data_stages):
+        if (found := len(stage.data.datasets)) != count:
+            yield (
+                f"data_stages.{i}.data.dataset",
+                f"expected a mixture of {count}, one dataset a domain, found {found}",
+            )
+    if doremi.ref_model_resume_checkpoint_path is not None and loss is not None:
+        yield "model.loss", "expected null in a proxy run (doremi), which learns cross entropy"
 
 
 def _check_documents(config: Config) -> Iterator[Problem]:

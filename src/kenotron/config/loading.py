@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from kenotron.config.config import Config
 from kenotron.config.dialects import resume_from_itself, upgrade
 from kenotron.config.document import Document, Keys, read
+from kenotron.config.domains import resolve_domains
 from kenotron.config.dotted import find_beside
 from kenotron.config.errors import InputError, NotSupportedYet
 from kenotron.config.overrides import apply, is_file, merge
@@ -54,6 +55,7 @@ def load(
     for text in overrides:
         if not is_file(text):
             apply(document, text)
+    resolve_domains(document)
     for line in resume_from_itself(document):  # with another checkpoints_path it starts from the file's
         say(line)
     if found := take_unserved(document.data):

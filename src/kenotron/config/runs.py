@@ -63,6 +63,7 @@ _FREE = (
     "optimizer.zero_stage",
     "optimizer.spikes*",
     "model.compile",
+    "doremi.ref_model_resume_checkpoint_path",
     "model.ddp_bucket_cap_mb",
     "model.make_vocab_size_divisible_by",
     "data_stages.*.num_loading_workers",

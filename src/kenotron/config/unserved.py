@@ -19,7 +19,6 @@ _OFF: dict[str, tuple[Any, ...]] = {
     "metrics_logging": (None, {}),
     "tokens.limit_test_batches": (0,),
     "checkpoints.local.copy_to_next_machine": (False,),
-    "doremi": (None,),
     "lighteval": (None,),
     "wandb": (None,),
 }

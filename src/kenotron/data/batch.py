@@ -11,7 +11,8 @@ Samples share one token, so every token but the first is a label exactly once: n
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +31,8 @@ class TokenBatch:
     """One micro-batch; see docs/architecture.md.
 
     `tokens`, `labels`, `positions`, `documents` are ``[sequences, sequence_length]`` int64, `sample_ids`
-    ``[sequences]``. `positions` and `documents` are None where every sequence is one document.
+    ``[sequences]``. `positions` and `documents` are None where every sequence is one document. `sources`
+    ``[sequences]`` has the number of each one's source in its stage, `weights` ``[sequences]`` fp32 of its loss.
     """
 
     tokens: Int64
@@ -38,16 +40,13 @@ class TokenBatch:
     sample_ids: Int64
     positions: Int64 | None = None
     documents: Int64 | None = None
+    sources: Int64 | None = None
+    weights: NDArray[np.float32] | None = None
 
     def __getitem__(self, rows: slice | Int64) -> TokenBatch:
         """Some of the sequences, or all in another order."""
-        return TokenBatch(
-            self.tokens[rows],
-            self.labels[rows],
-            self.sample_ids[rows],
-            None if self.positions is None else self.positions[rows],
-            None if self.documents is None else self.documents[rows],
-        )
+        arrays: dict[str, Any] = vars(self)
+        return replace(self, **{name: array[rows] for name, array in arrays.items() if array is not None})
 
 
 def fold(batch: TokenBatch, length: int) -> TokenBatch:
@@ -66,7 +65,8 @@ def fold(batch: TokenBatch, length: int) -> TokenBatch:
         positions = np.where(positions - places == positions[:, :1], places, positions)
     if documents is not None:
         documents = documents - documents[:, :1]
-    return TokenBatch(tokens, labels, np.repeat(batch.sample_ids, old // length), positions, documents)
+    sources = None if batch.sources is None else np.repeat(batch.sources, old // length)
+    return TokenBatch(tokens, labels, np.repeat(batch.sample_ids, old // length), positions, documents, sources)
 
 
 def batch_places(total: int, micro_batch_size: int, dp_rank: int, dp_size: int) -> Int64:

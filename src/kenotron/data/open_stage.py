@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, partial
 
@@ -67,7 +67,8 @@ class OpenStage:
         if self._joined is not None:
             joined, first = self._joined
             read = joined.read(index + first[source_of], document_masking)
-            return make_batch(read.tokens, sample_ids, read.document_ids if document_masking else None, read.loss_mask)
+            documents = read.document_ids if document_masking else None
+            return replace(make_batch(read.tokens, sample_ids, documents, read.loss_mask), sources=source_of)
         where = {s: np.flatnonzero(source_of == s) for s in sorted(set(source_of.tolist()))}
         parts = [(rows, self.sources[s].read(index[rows], document_masking)) for s, rows in where.items()]
         types = {read.tokens.dtype for _, read in parts}
@@ -82,7 +83,7 @@ class OpenStage:
             if read.loss_mask is not None:
                 loss_mask = np.ones(shape, dtype=np.bool_) if loss_mask is None else loss_mask
                 loss_mask[rows] = read.loss_mask
-        return make_batch(tokens, sample_ids, document_ids, loss_mask)
+        return replace(make_batch(tokens, sample_ids, document_ids, loss_mask), sources=source_of)
 
 
 class Sources:

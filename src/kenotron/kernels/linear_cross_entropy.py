@@ -67,9 +67,12 @@ def linear_cross_entropy(
     valid_rows: int | None = None,
     chunk_bytes: int | None = None,
     softcap: float | None = None,
+    token_weights: Tensor | None = None,
     ranks: VocabularyRanks | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``scale * sum over real tokens of (lse - logit[label] + z_loss * lse**2)`` and its z part, detached: fp32.
+
+    With `token_weights` ``[tokens]`` fp32 each token's summand is multiplied by its weight.
 
     hidden ``[tokens, H]`` and weight ``[V, H]`` in one dtype, that of the matrix products; labels ``[tokens]``
     int64, -100 where there is no loss. Rows of `weight` from `valid_rows` on pad the vocabulary and are
@@ -93,6 +96,7 @@ def linear_cross_entropy(
         needs_gradient and hidden.requires_grad,
         needs_gradient and weight.requires_grad,
         softcap,
+        token_weights,
         ranks,
     )
     return _LinearCrossEntropy.apply(hidden, weight, labels, options)
@@ -107,6 +111,7 @@ class _Options:
     for_hidden: bool
     for_weight: bool
     softcap: float | None
+    token_weights: Tensor | None
     ranks: VocabularyRanks | None
 
 
@@ -164,7 +169,9 @@ def _loss_and_gradients(
         if options.rows == 0:
             logits.fill_(torch.finfo(logits.dtype).min)
         losses, factors = _exponentials_(logits, labels[piece], options)
-        sums += losses
+        if options.token_weights is not None:
+            losses, factors = (each * options.token_weights[piece, None] for each in (losses, factors))
+        sums += losses.sum(0)
         if slopes is not None:
             logits.mul_(slopes)
         if grad_hidden is not None:
@@ -186,7 +193,7 @@ def _bound_(logits: Tensor, softcap: float) -> Tensor:
 def _exponentials_(logits: Tensor, labels: Tensor, options: _Options) -> tuple[Tensor, Tensor]:
     """Turns logits ``[n, rows]`` into E of the module's docstring, in place.
 
-    Returns the chunk's (cross-entropy sum, z-loss sum) ``[2]`` and the factors ``[n, 1]`` (with the scale; 0 for
+    Returns (cross-entropy, z-loss) of each token ``[n, 2]`` and the factors ``[n, 1]`` (with the scale; 0 for
     tokens without loss) that make E the gradient of the logits, all fp32.
     """
     ranks, real = options.ranks, labels != IGNORED
@@ -209,7 +216,7 @@ def _exponentials_(logits: Tensor, labels: Tensor, options: _Options) -> tuple[T
     label_entry = ((picked - own_largest).exp() - total / slope).to(logits.dtype)[:, 0]
     logits[row, index] = label_entry if ranks is None else torch.where(here, label_entry, logits[row, index])
     factors = torch.where(real[:, None], options.scale * slope / total, 0.0)
-    losses = torch.where(real[:, None], torch.cat((lse - picked, options.z_loss * lse * lse), 1), 0.0).sum(0)
+    losses = torch.where(real[:, None], torch.cat((lse - picked, options.z_loss * lse * lse), 1), 0.0)
     return losses, factors
 
 

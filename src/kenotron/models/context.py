@@ -69,6 +69,7 @@ class Context:
     longest: int | None = None  # a bound of the documents' lengths, of few values: compiled code has it as a constant
     sample_ids: Tensor | None = None
     loss_scale: float = 1.0
+    sequence_weights: Tensor | None = None  # [sequences] fp32, of the losses of each one's tokens; None: 1
     sequence_scale: float = 0.0  # 1 / sequences of the global batch: for losses that are means over sequences
     sum_over_sequence: Callable[[Tensor], Tensor] | None = None  # in place, over the ranks that share sequences (cp)
     counted: Tensor | None = None  # 0 in recomputation, whose tokens were counted before, 1 in the pass before it
@@ -81,6 +82,11 @@ class Context:
 
     def __post_init__(self) -> None:
         self.has_documents = self.cu_seqlens is not None
+
+    @property
+    def token_weights(self) -> Tensor | None:
+        """`sequence_weights` for each token of this rank."""
+        return None if self.sequence_weights is None else self.sequence_weights.repeat_interleave(self.shape[1])
 
 
 @dataclass(frozen=True)

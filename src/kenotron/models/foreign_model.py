@@ -95,7 +95,7 @@ class ForeignModel(Decoder):
         logits = self.logits(tokens.view(ctx.shape), ctx, self.compute_dtype).flatten(0, 1)
         if labels is None:
             return logits if ctx.logits_to_keep is None else logits[ctx.logits_to_keep]
-        return sum_of_losses(ctx.loss or _cross_entropy, logits, labels, ctx.loss_scale)
+        return sum_of_losses(ctx.loss or _cross_entropy, logits, labels, ctx)
 
     def logits(self, tokens: Tensor, ctx: Context, dtype: torch.dtype) -> Tensor:
         """``[sequences, length]`` → ``[sequences, length, vocab]``, computed in `dtype`."""

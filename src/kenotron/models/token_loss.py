@@ -23,6 +23,8 @@ from kenotron.kernels.linear_cross_entropy import IGNORED
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from kenotron.models.context import Context
+
 TokenLoss = Callable[["Tensor", "Tensor"], "Tensor"]
 
 
@@ -36,8 +38,8 @@ def load_loss(path: str | None) -> TokenLoss | None:
     return found
 
 
-def sum_of_losses(loss: TokenLoss, logits: Tensor, labels: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """(the sum of `loss` over tokens that have a label, times `scale`; its z part, which is 0), as a head returns them.
+def sum_of_losses(loss: TokenLoss, logits: Tensor, labels: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
+    """(the sum of `loss` over tokens that have a label, weighted as `ctx` says; its z part, 0), as a head returns them.
 
     Raises `InputError` unless `loss` returns one number for every token.
     """
@@ -47,5 +49,6 @@ def sum_of_losses(loss: TokenLoss, logits: Tensor, labels: Tensor, scale: float)
             f"model.loss: expected a loss for every token, of shape {list(labels.shape)}, found {list(losses.shape)}; "
             "torch's functions return that with reduction='none'"
         )
-    total = torch.where(labels == IGNORED, 0.0, losses.float()).sum() * scale
+    losses = torch.where(labels == IGNORED, 0.0, losses.float())
+    total = (losses if ctx.token_weights is None else losses * ctx.token_weights).sum() * ctx.loss_scale
     return total, torch.zeros_like(total)

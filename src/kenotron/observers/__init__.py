@@ -13,6 +13,7 @@ replay.py         what `kenotron replay` adds to a run
 progress.py       a bar or a line with the ETA
 tensorboard.py    the metrics as TensorBoard's curves
 expert_load.py    how evenly the experts of a mixture are used
+doremi.py         weights of the domains, learnt beside a reference
 samples.py        completions of `logging.sample_prompts`
 profiler.py       torch's trace of some steps, and its anomaly mode
 compression.py    what compressors make of the validation text
@@ -70,6 +71,10 @@ def observers(config: Config, mesh: Mesh) -> list[Hook]:
         from kenotron.observers.module_buffers import ModuleBuffers
 
         hooks.append(ModuleBuffers())
+    if config.doremi is not None and config.doremi.ref_model_resume_checkpoint_path is not None:
+        from kenotron.observers.doremi import ProxyOfReference
+
+        hooks.append(ProxyOfReference(config.doremi, config.doremi.ref_model_resume_checkpoint_path))
     if config.logging.sample_prompts:
         from kenotron.observers.samples import SampleCompletions
 

@@ -58,14 +58,14 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def upload(array: ArrayLike, device: torch.device) -> torch.Tensor:
-    """`array` as an int64 tensor on `device`, without waiting for it.
+def upload(array: ArrayLike, device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    """`array` as a tensor of `dtype` on `device`, without waiting for it.
 
     To an accelerator it goes from pinned memory, as a copy from ordinary memory would wait for all queued work, and in
     a stream of its own, beside that work. On a CPU the tensor shares the array's memory where the array is
-    int64 already.
+    of that dtype already.
     """
-    tensor = torch.as_tensor(array, dtype=torch.int64)
+    tensor = torch.as_tensor(array, dtype=dtype)
     if device.type == "cpu":
         return tensor
     accelerator = torch.get_device_module(device)

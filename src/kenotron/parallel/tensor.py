@@ -453,7 +453,7 @@ class VocabParallelHead(_VocabParallel):
             return bounded(unshard_columns(linear(hidden, weight), group)[:, : self.vocab_size], self.softcap)
         if ctx.loss is not None:
             logits = bounded(unshard_columns(linear(hidden, weight), group)[:, : self.vocab_size], self.softcap)
-            return sum_of_losses(ctx.loss, logits, labels, ctx.loss_scale)
+            return sum_of_losses(ctx.loss, logits, labels, ctx)
         ranks = VocabularyRanks(
             self.first, lambda x: all_reduce(x, group, dist.ReduceOp.MAX), lambda x: all_reduce(x, group)
         )
@@ -465,6 +465,7 @@ class VocabParallelHead(_VocabParallel):
             z_loss=self.z_loss,
             valid_rows=self.vocab_size,
             softcap=self.softcap,
+            token_weights=ctx.token_weights,
             ranks=ranks,
         )
 

@@ -68,7 +68,7 @@ def fill_weights(
         logger.info("Weights from %s", init.path)
         if open_weights is None:
             raise InputError("model.init_method.path: training.train needs open_weights for it; kenotron.train has it")
-        load_initial_weights(parts, init.path, open_weights)
+        load_initial_weights(parts, init.path, open_weights, "model.init_method.path")
         return
     std, scaling = (init.std, init.scaling_method) if isinstance(init, RandomInit) else (1.0, "NONE")  # spectral
     logger.info("Weights drawn with std %g (%s), seed %d", std, scaling, seed)
@@ -77,22 +77,26 @@ def fill_weights(
 
 
 @torch.no_grad()
-def load_initial_weights(parts: Sequence[Decoder], path: str, open_weights: OpenWeights) -> None:
-    """Copy the weights of the checkpoint or Hugging Face model at `path`; every rank reads its own blocks."""
+def load_initial_weights(parts: Sequence[Decoder], path: str, open_weights: OpenWeights, key: str) -> None:
+    """Copy the weights of the checkpoint or Hugging Face model at `path`; every rank reads its own blocks.
+
+    Raises InputError, which names the config's `key`, if it lacks a parameter, or has it in another shape.
+    """
     config = parts[0].config
     run_on_rank0(lambda: len(list(open_weights(path, config))))  # downloaded and verified once
-    raise_on_any_rank(lambda: _copy_from(open_weights(path, config, verify=False), model_tensors(*parts), path))
+    raise_on_any_rank(
+        lambda: _copy_from(open_weights(path, config, verify=False), model_tensors(*parts), f"{key}: {path}")
+    )
 
 
 def _copy_from(source: WeightReader, targets: dict[str, TensorShard], path: str) -> None:
     missing = sorted(set(targets) - set(source))
     if missing:
-        raise InputError(f"model.init_method.path: {path} lacks {missing[0]!r} ({len(missing)} missing in all)")
+        raise InputError(f"{path} lacks {missing[0]!r} ({len(missing)} missing in all)")
     for name, shard in targets.items():
         if source.shape(name) != shard.shape:
             raise InputError(
-                f"model.init_method.path: {name} is {list(source.shape(name))} in {path}, but the config says "
-                f"{list(shard.shape)}"
+                f"{path}: {name} is {list(source.shape(name))} there, but the config says {list(shard.shape)}"
             )
         if not shard.shape:
             shard.tensor.copy_(source.block(name, (), ()))

@@ -182,10 +182,11 @@ def to_device(
         positions=positions,
         attention=run.attention,
         cu_seqlens=borders,
-        document_starts=None if borders is None else upload(borders, device).to(torch.int32),
+        document_starts=None if borders is None else upload(borders, device, torch.int32),
         longest=None if borders is None else bound_of_documents(borders, length),
         sample_ids=upload(batch.sample_ids, device).flatten(),
         loss_scale=loss_scale,
+        sequence_weights=None if batch.weights is None else upload(batch.weights, device, torch.float32),
         sequence_scale=sequence_scale,
         loss=loss,
     )

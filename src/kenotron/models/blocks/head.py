@@ -45,7 +45,7 @@ class LMHead(nn.Module):
             return bounded(logits if logits.shape[1] == self.vocab_size else logits[:, : self.vocab_size], self.softcap)
         if ctx.loss is not None:
             logits = bounded(linear(hidden, weight)[:, : self.vocab_size], self.softcap)
-            return sum_of_losses(ctx.loss, logits, labels, ctx.loss_scale)
+            return sum_of_losses(ctx.loss, logits, labels, ctx)
         return linear_cross_entropy(
             hidden,
             weight,
@@ -54,6 +54,7 @@ class LMHead(nn.Module):
             z_loss=self.z_loss,
             valid_rows=self.vocab_size,
             softcap=self.softcap,
+            token_weights=ctx.token_weights,
         )
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
