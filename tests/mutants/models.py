@@ -322,9 +322,17 @@ MUTANTS = [
     Mutant(
         name="initial-std-of-the-wrong-depth",
         file="models/family.py",
-        find="std / math.sqrt(2 * ",
-        replace="std / math.sqrt(",
+        find="residual_branches: ClassVar[int] = 2",
+        replace="residual_branches: ClassVar[int] = 1",
         why="projections into the residual stream are damped for half of its additions",
+        tests=("models/test_initial_weights.py",),
+    ),
+    Mutant(
+        name="every-layer-damped-as-the-first",
+        file="models/family.py",
+        find='row.replace("*", layer, 1), count)',
+        replace="row, count)",
+        why="LAYER_INDEX gives the rules of layer 0 to all layers",
         tests=("models/test_initial_weights.py",),
     ),
     Mutant(

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kenotron.config.errors import InputError
-from kenotron.config.model import RandomInit, SpectralInit
+from kenotron.config.model import ExistingCheckpointInit, SpectralInit
 from kenotron.models import build, named_parameters
 from kenotron.models.family import EMBEDDING, HEAD
 from kenotron.models.init_rules import Normal, rule_for, times
@@ -80,7 +80,13 @@ def factors(model: Decoder, config: Config) -> dict[str, Factors]:
         deep if chosen.kind == "completep" else None,
         muon=config.optimizer.optimizer_factory.name == "muon",
     )
-    if chosen.kind == "completep" and getattr(config.model.init_method, "scaling_method", "NONE") == "NUM_LAYERS":
+    scaling = getattr(config.model.init_method, "scaling_method", "NONE")
+    if chosen.kind == "completep" and scaling == "LAYER_INDEX":
+        raise InputError(
+            "model.init_method.scaling_method: a layer's number means something else at another depth; with completep "
+            "expected NUM_LAYERS or NONE, found LAYER_INDEX"
+        )
+    if chosen.kind == "completep" and scaling == "NUM_LAYERS":
         for name in _residual_writers(model):  # whose rule has this model's depth, where the base model's counts
             found[name] = replace(found[name], std=found[name].std * math.sqrt(deep))
     return found
@@ -150,12 +156,12 @@ def table(config: Config) -> list[str]:
     with torch.device("meta"):
         model = build(config.model)
     init = config.model.init_method
-    std, scaling = (init.std, init.scaling_method) if isinstance(init, RandomInit) else (1.0, "NONE")
-    rules, found = model.init_rules(std, scaling), factors(model, config)
+    found = factors(model, config)
+    rules = [] if isinstance(init, ExistingCheckpointInit) else model.init_rules(init.std, init.scaling_method)
     rows: dict[tuple[str, ...], None] = {}
     for name, parameter in named_parameters(model):
         numbers = found.get(name, Factors())
-        drawn = times(rule_for(name, rules), numbers.std)
+        drawn = times(rule_for(name, rules), numbers.std) if rules else None
         spread = f"{drawn.std:.4g}" if isinstance(drawn, Normal) else "-"
         steps = (f"{each:.4g}" for each in (numbers.learning_rate, numbers.weight_decay, numbers.epsilon))
         rows[re.sub(r"\.\d+\.", ".*.", name), " x ".join(map(str, parameter.shape)), spread, *steps] = None
