@@ -222,7 +222,12 @@ def test_what_is_exported_is_the_model_as_it_is(tmp_path: Path) -> None:
         (
             {},
             ["model.parametrization.kind=completep", "model.init_method={std: 0.02, scaling_method: layer_index}"],
-            "model.init_method.scaling_method: a layer's number means something else at another depth; with completep",
+            "model.init_method.scaling_method: completep expects NUM_LAYERS or NONE, found LAYER_INDEX",
+        ),
+        (
+            {},
+            ["model.init_method={use_mup: true}"],
+            "model.parametrization: expected none with init_method.use_mup",
         ),
     ],
 )

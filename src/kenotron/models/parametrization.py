@@ -66,6 +66,8 @@ def factors(model: Decoder, config: Config) -> dict[str, Factors]:
     chosen = config.model.parametrization
     if not spectral and chosen is None:
         return {}
+    if spectral and chosen is not None:
+        raise InputError("model.parametrization: expected none with init_method.use_mup, which is another one")
     key = "model.init_method.use_mup" if spectral else "model.parametrization"
     _check(model, config, key, ("adamW",) if spectral else ("adamW", "muon"))
     shapes = {name: tuple(parameter.shape) for name, parameter in named_parameters(model)}
@@ -82,10 +84,7 @@ def factors(model: Decoder, config: Config) -> dict[str, Factors]:
     )
     scaling = getattr(config.model.init_method, "scaling_method", "NONE")
     if chosen.kind == "completep" and scaling == "LAYER_INDEX":
-        raise InputError(
-            "model.init_method.scaling_method: a layer's number means something else at another depth; with completep "
-            "expected NUM_LAYERS or NONE, found LAYER_INDEX"
-        )
+        raise InputError("model.init_method.scaling_method: completep expects NUM_LAYERS or NONE, found LAYER_INDEX")
     if chosen.kind == "completep" and scaling == "NUM_LAYERS":
         for name in _residual_writers(model):  # whose rule has this model's depth, where the base model's counts
             found[name] = replace(found[name], std=found[name].std * math.sqrt(deep))
