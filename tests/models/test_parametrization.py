@@ -105,6 +105,14 @@ def test_relative_factors_are_the_table_s(kind: str, optimizer: str, tmp_path: P
         assert got == pytest.approx(vars(wanted)), name
 
 
+def test_biases_of_what_writes_into_the_residual_stream_are_divided_by_depth_with_it(tmp_path: Path) -> None:
+    shapes = {"family": "starcoder2", "hidden_size": 64, "num_hidden_layers": 6}
+    found = of(tmp_path, shapes, "model.parametrization={kind: completep, base_width: 16, base_depth: 2}")
+    out, plain = found[f"{LAYER}self_attn.o_proj.bias"], found[f"{LAYER}self_attn.q_proj.bias"]
+    assert (plain.learning_rate, plain.epsilon) == (1.0, pytest.approx(1 / 12))
+    assert (out.learning_rate, out.weight_decay, out.epsilon) == pytest.approx((1 / 3, 3.0, 1 / 4))
+
+
 def test_at_the_base_size_it_is_the_standard_parametrization(tmp_path: Path) -> None:
     base = of(tmp_path, {}, "model.parametrization={kind: completep, base_width: 16, base_depth: 2}")
     assert set(base.values()) == {Factors()}
@@ -223,6 +231,11 @@ def test_what_is_exported_is_the_model_as_it_is(tmp_path: Path) -> None:
             {},
             ["model.parametrization.kind=completep", "model.init_method={std: 0.02, scaling_method: layer_index}"],
             "model.init_method.scaling_method: completep expects NUM_LAYERS or NONE, found LAYER_INDEX",
+        ),
+        (
+            {"family": "olmo2"},
+            ["model.parametrization.kind=completep"],
+            "model.parametrization.kind: expected mup: the norms after branches of olmo2 undo 1 / depth",
         ),
         (
             {},

@@ -27,6 +27,14 @@ MUTANTS = [
         tests=("models/test_parametrization.py",),
     ),
     Mutant(
+        name="biases-of-branches-not-divided-by-depth",
+        file="models/parametrization.py",
+        find='for kind in ("weight", "bias")',
+        replace='for kind in ("weight",)',
+        why="a deep model's biases write into the residual stream with the shallow one's steps",
+        tests=("models/test_parametrization.py",),
+    ),
+    Mutant(
         name="damped-twice-by-depth",
         file="models/parametrization.py",
         find="std=found[name].std * math.sqrt(deep)",

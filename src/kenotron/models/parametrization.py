@@ -75,18 +75,15 @@ def factors(model: Decoder, config: Config) -> dict[str, Factors]:
         return _spectral(model, shapes, fused=config.model.init_method.mup_factors == "fused")  # type: ignore[union-attr]
     assert chosen is not None
     wide, deep = model.config.hidden_size / chosen.base_width, model.config.num_hidden_layers / chosen.base_depth
-    found = _relative(
-        model,
-        shapes,
-        wide,
-        deep if chosen.kind == "completep" else None,
-        muon=config.optimizer.optimizer_factory.name == "muon",
-    )
+    completep, muon = chosen.kind == "completep", config.optimizer.optimizer_factory.name == "muon"
+    if completep and any(name.endswith("post_feedforward_layernorm.weight") for name in shapes):
+        raise InputError(f"{key}.kind: expected mup: the norms after branches of {model.config.family} undo 1 / depth")
+    found = _relative(model, shapes, wide, deep if completep else None, muon)
     scaling = getattr(config.model.init_method, "scaling_method", "NONE")
-    if chosen.kind == "completep" and scaling == "LAYER_INDEX":
+    if completep and scaling == "LAYER_INDEX":
         raise InputError("model.init_method.scaling_method: completep expects NUM_LAYERS or NONE, found LAYER_INDEX")
-    if chosen.kind == "completep" and scaling == "NUM_LAYERS":
-        for name in _residual_writers(model):  # whose rule has this model's depth, where the base model's counts
+    if completep and scaling == "NUM_LAYERS":
+        for name in _residual_writers(model) & found.keys():  # whose rule has this depth, where the base model's counts
             found[name] = replace(found[name], std=found[name].std * math.sqrt(deep))
     return found
 
@@ -147,7 +144,7 @@ def _head_dim(model: Decoder) -> int:
 
 
 def _residual_writers(model: Decoder) -> set[str]:
-    return {f"{name}.weight" for name, _ in modules(model, *model.plan.row)}
+    return {f"{name}.{kind}" for name, _ in modules(model, *model.plan.row) for kind in ("weight", "bias")}
 
 
 def table(config: Config) -> list[str]:
