@@ -23,11 +23,16 @@ from support.tiny_run import REPOSITORY
 
 PAGES = sorted(
     page
-    for pattern in ("README.md", "CONTRIBUTING.md", "AGENTS.md", "docs/*.md", "examples/**/*.md", "benchmarks/*.md")
+    for pattern in (
+        *("README.md", "CONTRIBUTING.md", "AGENTS.md", "docs/*.md"),
+        *("examples/**/*.md", "benchmarks/*.md", "experiments/*.md"),
+    )
     for page in REPOSITORY.glob(pattern)
     if page.name not in ("commands.md", "config-reference.md")  # generated from the commands and keys themselves
 )
-BEGINNING = re.compile(r"(?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?(kenotron|make|pytest|python (?:benchmarks|tests)/\S+) (.*)")
+BEGINNING = re.compile(
+    r"(?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?(kenotron|make|pytest|python (?:benchmarks|experiments|tests)/\S+) (.*)"
+)
 MEANT_TO_FAIL = "kenotron config check my.yaml tokens.train_stps=100"  # shows how a typo is answered
 TARGETS = set(re.findall(r"^([a-z-]+):", (REPOSITORY / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from kenotron.config import diff, load
 from kenotron.storage.native import find_compiler
 from support.hub_cache import offline_environment
 from support.nursery import Finished, Nursery
@@ -144,6 +145,21 @@ def test_a_model_in_its_true_shape_is_checked_and_trains_in_miniature(examples: 
     assert "valid: 100000 steps of 1024 sequences of 4096 tokens" in checked.stdout
     assert (trained.code, trained.stderr) == (0, "")
     assert (examples.parent / "checkpoints" / "llama-3.2-1b" / "2" / "manifest.json").exists()
+
+
+def test_the_spectral_llama_runs_by_its_readme(examples: Path, nursery: Nursery) -> None:
+    """nanotron's published factors, and steps in miniature; the other YAML differs in its init alone."""
+    shown, trained = run_readme(examples / "mup", examples.parent, nursery)
+    assert (shown.code, trained.code, trained.stderr) == (0, 0, "")
+    rows = {line.split()[0]: line.split()[-4:-2] for line in shown.stdout.splitlines()}
+    assert rows["model.layers.*.mlp.up_proj.weight"] == ["0.03125", "8"]
+    assert rows["lm_head.weight"] == ["0.03125", "48"]
+    compare(examples / "mup" / "README.md", trained.stdout)
+    spectral, standard = (
+        load(examples / "mup" / "configs" / f"{name}_350m_llama_config.yaml") for name in ("mup", "sp")
+    )
+    differ = {path.partition(".init_method")[0] for path, _, _ in diff(spectral, standard)}
+    assert differ == {"general.run", "checkpoints.checkpoints_path", "model"}
 
 
 @pytest.mark.slow

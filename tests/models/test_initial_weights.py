@@ -11,12 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kenotron.config.decoder import DecoderArchitecture
 from kenotron.config.errors import InputError
 from kenotron.kernels.tensor_shard import TensorShard
 from kenotron.models import initialize_model, materialize, named_parameters
 from kenotron.models.decoder import Decoder
-from kenotron.models.families.llama import LlamaArchitecture, LlamaStyleArchitecture
+from kenotron.models.families.llama import LlamaArchitecture
+from kenotron.models.families.mamba import MambaArchitecture
+from kenotron.models.families.mixtral import MixtralArchitecture
 from kenotron.models.families.nano import NanoArchitecture
+from kenotron.models.families.nemotron_h import NemotronHArchitecture
 from kenotron.models.initialization import Constant, InitRule, Normal, fill, initialize, rule_for
 
 LAYERS = 3
@@ -26,7 +30,7 @@ def llama(
     vocab_multiple: int = 1,
     scaling: str = "NUM_LAYERS",
     seed: int = 1,
-    section: type[LlamaStyleArchitecture] = LlamaArchitecture,
+    section: type[DecoderArchitecture] = LlamaArchitecture,
     **changes: Any,
 ) -> dict[str, Tensor]:
     """Every initial weight of a small model, by name."""
@@ -39,7 +43,8 @@ def llama(
     }
     shapes |= {"attention_bias": True} if section is LlamaArchitecture else {}
     with torch.device("meta"):
-        model = Decoder(section(**(shapes | changes)), vocab_multiple)
+        keys = {name: value for name, value in (shapes | changes).items() if value is not None}
+        model = Decoder(section(**keys), vocab_multiple)
     materialize(model, "cpu")
     initialize_model(model, std=0.02, scaling=scaling, seed=seed)
     return {name: parameter.detach() for name, parameter in named_parameters(model)}
@@ -59,7 +64,27 @@ def test_every_weight_has_the_standard_deviation_of_its_rule(scaling: str, into_
             assert abs(weight.mean().item()) < 4 * std / math.sqrt(weight.numel()), name
 
 
-@pytest.mark.parametrize("scaling", ["NUM_LAYERS", "NONE"])
+FAMILIES: dict[type[DecoderArchitecture], tuple[int, dict[str, Any]]] = {  # branches of a layer, keys
+    LlamaArchitecture: (2, {}),
+    MixtralArchitecture: (2, {"num_local_experts": 2}),
+    MambaArchitecture: (1, {"num_attention_heads": None, "intermediate_size": None}),
+    NemotronHArchitecture: (1, {"hybrid_override_pattern": "M*-", "head_dim": 16}),
+}
+
+
+@pytest.mark.parametrize("section", FAMILIES, ids=lambda section: section.__name__)
+def test_layer_index_divides_by_the_branches_up_to_a_layer(section: type[DecoderArchitecture]) -> None:
+    """Lingua's `current_depth`, torchtitan's `depth_init`: sqrt(2 * (layer + 1)); everything else is as it was."""
+    branches, keys = FAMILIES[section]
+    plain, found = (llama(scaling=scaling, section=section, **keys) for scaling in ("NONE", "LAYER_INDEX"))
+    damped = [name for name in found if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight"))]
+    assert {name.split(".")[2] for name in damped} == {str(layer) for layer in range(LAYERS)}
+    for name, weight in found.items():
+        by = math.sqrt(branches * (int(name.split(".")[2]) + 1)) if name in damped else 1.0
+        torch.testing.assert_close(weight * by, plain[name], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("scaling", ["NUM_LAYERS", "NONE", "LAYER_INDEX"])
 def test_a_nano_begins_with_nothing_written_into_the_residual_stream(scaling: str) -> None:
     weights = llama(scaling=scaling, section=NanoArchitecture)
     zeros = {name for name, weight in weights.items() if not weight.any()}

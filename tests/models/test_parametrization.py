@@ -13,7 +13,7 @@ from kenotron.config import load
 from kenotron.config.errors import InputError
 from kenotron.interop import to_hf
 from kenotron.models import build, named_parameters
-from kenotron.models.parametrization import Factors, factors, spectral_factors
+from kenotron.models.parametrization import Factors, factors, spectral_factors, table
 from kenotron.optim.build import build_optimizer
 from kenotron.parallel.mesh import Mesh
 from support.layout_runs import Problem, expect_the_same, prepared, train_alone, train_on_layout
@@ -103,6 +103,14 @@ def test_relative_factors_are_the_table_s(kind: str, optimizer: str, tmp_path: P
     for name, wanted in expected.items():
         got = vars(found[name])
         assert got == pytest.approx(vars(wanted)), name
+
+
+def test_biases_of_what_writes_into_the_residual_stream_are_divided_by_depth_with_it(tmp_path: Path) -> None:
+    shapes = {"family": "starcoder2", "hidden_size": 64, "num_hidden_layers": 6}
+    found = of(tmp_path, shapes, "model.parametrization={kind: completep, base_width: 16, base_depth: 2}")
+    out, plain = found[f"{LAYER}self_attn.o_proj.bias"], found[f"{LAYER}self_attn.q_proj.bias"]
+    assert (plain.learning_rate, plain.epsilon) == (1.0, pytest.approx(1 / 12))
+    assert (out.learning_rate, out.weight_decay, out.epsilon) == pytest.approx((1 / 3, 3.0, 1 / 4))
 
 
 def test_at_the_base_size_it_is_the_standard_parametrization(tmp_path: Path) -> None:
@@ -219,6 +227,21 @@ def test_what_is_exported_is_the_model_as_it_is(tmp_path: Path) -> None:
             ],
             "model.init_method.use_mup: its factors are those of adamW; found the optimizer muon",
         ),
+        (
+            {},
+            ["model.parametrization.kind=completep", "model.init_method={std: 0.02, scaling_method: layer_index}"],
+            "model.init_method.scaling_method: completep expects NUM_LAYERS or NONE, found LAYER_INDEX",
+        ),
+        (
+            {"family": "olmo2"},
+            ["model.parametrization.kind=completep"],
+            "model.parametrization.kind: expected mup: the norms after branches of olmo2 undo 1 / depth",
+        ),
+        (
+            {},
+            ["model.init_method={use_mup: true}"],
+            "model.parametrization: expected none with init_method.use_mup",
+        ),
     ],
 )
 def test_what_the_rules_do_not_know_is_one_line(
@@ -227,6 +250,13 @@ def test_what_the_rules_do_not_know_is_one_line(
     with pytest.raises(InputError) as error:
         of(tmp_path, shapes, "model.parametrization={kind: mup, base_width: 8, base_depth: 2}", *overrides)
     assert str(error.value).startswith(said)
+
+
+def test_a_table_has_no_standard_deviation_for_weights_of_a_checkpoint(tmp_path: Path) -> None:
+    rows = table(load(config_of(tmp_path), ["model.init_method={path: checkpoints/100}"]))
+    assert [row.split()[-4] for row in rows[1:]] == ["-"] * (len(rows) - 1)
+    drawn = [row.split()[-4] for row in table(config_of(tmp_path))]
+    assert "0.025" in drawn  # 0.05 / sqrt(4)
 
 
 def test_use_mup_false_asks_for_nothing(tmp_path: Path) -> None:

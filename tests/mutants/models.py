@@ -27,6 +27,14 @@ MUTANTS = [
         tests=("models/test_parametrization.py",),
     ),
     Mutant(
+        name="biases-of-branches-not-divided-by-depth",
+        file="models/parametrization.py",
+        find='for kind in ("weight", "bias")',
+        replace='for kind in ("weight",)',
+        why="a deep model's biases write into the residual stream with the shallow one's steps",
+        tests=("models/test_parametrization.py",),
+    ),
+    Mutant(
         name="damped-twice-by-depth",
         file="models/parametrization.py",
         find="std=found[name].std * math.sqrt(deep)",
@@ -322,9 +330,17 @@ MUTANTS = [
     Mutant(
         name="initial-std-of-the-wrong-depth",
         file="models/family.py",
-        find="std / math.sqrt(2 * ",
-        replace="std / math.sqrt(",
+        find="residual_branches: ClassVar[int] = 2",
+        replace="residual_branches: ClassVar[int] = 1",
         why="projections into the residual stream are damped for half of its additions",
+        tests=("models/test_initial_weights.py",),
+    ),
+    Mutant(
+        name="every-layer-damped-as-the-first",
+        file="models/family.py",
+        find='row.replace("*", layer, 1), count)',
+        replace="row, count)",
+        why="LAYER_INDEX gives the rules of layer 0 to all layers",
         tests=("models/test_initial_weights.py",),
     ),
     Mutant(

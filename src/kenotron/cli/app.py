@@ -11,7 +11,7 @@ import typer
 from typer.exceptions import TyperException
 
 import kenotron
-from kenotron.cli import checkpoint, config, convert, data
+from kenotron.cli import checkpoint, config, convert, data, mup
 from kenotron.cli import data_fetch as _data_fetch  # noqa: F401 (its command is data.app's)
 from kenotron.cli import data_prepare as _data_prepare  # noqa: F401 (its commands are data.app's)
 from kenotron.cli import data_which as _data_which  # noqa: F401 (its command is data.app's)
@@ -101,6 +101,7 @@ def all_commands() -> typer.Typer:
     app.add_typer(checkpoint.app, name="checkpoint")
     app.add_typer(convert.app, name="convert")
     app.add_typer(data.app, name="data")
+    app.add_typer(mup.app, name="mup")
     return app
 
 

@@ -33,18 +33,19 @@ Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...",
 CHECKED_TOKENS = 512  # of a sequence, with which blocks of a user's own are tried; a run tries its whole length
 
 
-def _say(line: str) -> None:
+def to_stderr(line: str) -> None:
+    """Print a line beside the output."""
     typer.echo(line, err=True)
 
 
 @app.command()
 def check(file: File, overrides: Overrides = None) -> None:
     """Check a config: keys, types, cross-checks, unsupported features, and that what it refers to exists."""
-    config = load(file, overrides or [], report=_say)
+    config = load(file, overrides or [], report=to_stderr)
     refuse_unsupported(config)
     _check_names(config)
     for line in warnings_before_start(file, config, overrides or ()):
-        _say(f"warning: {line}")
+        to_stderr(f"warning: {line}")
     stages, lengths = config.data_stages, set(config.sequence_lengths.values())
     samples, length = f"{config.global_batch_size}", f"{max(lengths)}"
     if any(stage.batch_size_ramp for stage in stages):
@@ -186,7 +187,7 @@ def show(
     ] = False,
 ) -> None:
     """Print a config with every default and override filled in; the output is a config again."""
-    config = load(file, overrides or [], report=_say)
+    config = load(file, overrides or [], report=to_stderr)
     if multipliers:
         from kenotron.interop import resolve_architecture
         from kenotron.models.parametrization import table
@@ -206,7 +207,7 @@ def diff(a: File, b: File) -> None:
     """Print every key whose value differs between two configs, including defaults; a run's folder has its own."""
     from kenotron.cli.compare_runs import config_file
 
-    for path, old, new in differences(*(load(config_file(Path(each)), report=_say) for each in (a, b))):
+    for path, old, new in differences(*(load(config_file(Path(each)), report=to_stderr) for each in (a, b))):
         typer.echo(f"{path}: {old!r} -> {new!r}")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Tag
 
@@ -15,9 +15,9 @@ class RandomInit(Section):
     """Normally distributed weights; projections that write to the residual stream are scaled down."""
 
     std: float = key("Standard deviation of the initial weights.", gt=0)
-    scaling_method: Annotated[Literal["NONE", "NUM_LAYERS"], upper_case("NUM_LAYERS")] = key(
-        "Scale of the projections that write to the residual stream: NUM_LAYERS divides std by sqrt(2 * layers) "
-        "(in a Mamba, with one branch per layer, by sqrt(layers)), NONE does not scale (in a nano they start at zero).",
+    scaling_method: Annotated[Literal["NONE", "NUM_LAYERS", "LAYER_INDEX"], upper_case("NUM_LAYERS")] = key(
+        "What std is divided by where a layer writes to the residual stream: NUM_LAYERS sqrt(2 * layers), LAYER_INDEX "
+        "sqrt(2 * (i + 1)) in layer i = 0, 1, …, NONE 1. Without the 2 in a Mamba; in a nano the weights are zeros.",
         "NUM_LAYERS",
     )
 
@@ -25,6 +25,8 @@ class RandomInit(Section):
 class SpectralInit(Section):
     """nanotron's spectral µTransfer: an initialization and a learning rate for each matrix, by its shape alone."""
 
+    std: ClassVar[float] = 1.0  # of which `models.parametrization` has the factors
+    scaling_method: ClassVar[str] = "NONE"
     use_mup: Literal[True] = key("Select it. Its authors advise against it above 350M; see model.parametrization.")
     mup_factors: Literal["fused", "per_matrix"] = key(
         "Count the outputs of q, k, v and of gate, up as those of one matrix, as nanotron does, or of each.",

@@ -29,7 +29,7 @@ _VALUES: dict[str, tuple[str, ...]] = {
         *("float16", "fp16", "half", "float64", "fp64", "complex64", "complex128"),
         *("uint8", "int8", "int16", "int32", "int64", "bool"),
     ),
-    "model.init_method.scaling_method": ("layer_index", "model_scale"),
+    "model.init_method.scaling_method": ("model_scale",),
 }
 
 # Keys that name local files or folders. A URL there would be taken for a folder called `s3:`.
@@ -64,6 +64,8 @@ def named(keys: Sequence[str | int], value: object) -> str:
     path = ".".join(map(str, keys))
     if path == "wandb":
         return "wandb (numbers go to metrics.jsonl and TensorBoard, and to other trackers by a hook, docs/extend.md)"
+    if path == "model.init_method.scaling_method":
+        value = f"{value} (nanotron names it without a definition; expected NUM_LAYERS, LAYER_INDEX or NONE)"
     return path if isinstance(value, dict | list) else f"{path}: {value}"
 
 

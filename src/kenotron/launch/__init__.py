@@ -8,7 +8,7 @@
 launch(config)      train: in this process if it is a rank, alone or one of several; else in ranks started here
 work_on_ranks(…)    the same for any other function of (config, mesh, device)
 training.py         training as ranks run it, with readers of Hugging Face models and observers
-comparing.py, replaying.py, data_which.py   `kenotron compare`, `replay` and `data which`
+comparing.py, replaying.py, data_which.py, transfer.py   `kenotron compare`, `replay`, `data which`, `mup check`
 before_start.py     what a command warns of before a run starts
 local.py            the ranks of this machine, through torch's elastic launcher
 recovery.py         the same with spare processes: a rank that dies is replaced while the others stay

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from kenotron.config.decoder import DecoderArchitecture
 from kenotron.config.errors import InputError
 from kenotron.config.families import KEY, built_in_families, find_family
-from kenotron.models.init_rules import Constant, InitRule, Normal
+from kenotron.models.init_rules import Constant, FilledBy, InitRule, Normal
 from kenotron.models.plan import Plan
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ class Family(ABC, Generic[C]):
     plan: Plan
     """How a model of this family may be split: of the class, or of the instance where it depends on the section."""
 
+    residual_branches: ClassVar[int] = 2  # of a layer
     hf_model_type: ClassVar[str] = ""
     """`model_type` in Hugging Face's config.json; "" without a counterpart there."""
     hf_class: ClassVar[str] = ""
@@ -81,17 +82,21 @@ class Family(ABC, Generic[C]):
         return None
 
     def init_rules(self, std: float, scaling: str) -> list[InitRule]:
-        """Distributions of fresh weights, first match wins.
-
-        nanotron's RandomInit: N(0, std), and what writes into the residual stream (the plan's rows) damped by depth.
-        """
-        damped = std / math.sqrt(2 * self.config.num_hidden_layers) if scaling == "NUM_LAYERS" else std
+        """Distributions of fresh weights, first match wins: nanotron's RandomInit, with the plan's rows damped."""
         return [
             InitRule("*norm.weight", Constant(1.0)),
             InitRule("*.bias", Constant(0.0)),
-            *(InitRule(f"{pattern}.weight", Normal(damped)) for pattern in self.plan.row),
+            *self.damped(scaling, self.plan.row, lambda by: Normal(std / by)),
             InitRule("*.weight", Normal(std)),
         ]
+
+    def damped(self, scaling: str, rows: Sequence[str], spread: Callable[[float], Normal | FilledBy]) -> list[InitRule]:
+        """Of `rows`, whose first * is a layer: `spread` of the root of the residual branches that `scaling` counts."""
+        counts = {"*": self.residual_branches * self.config.num_hidden_layers if scaling == "NUM_LAYERS" else 1}
+        if scaling == "LAYER_INDEX":
+            counts = {str(at): self.residual_branches * (at + 1) for at in range(self.config.num_hidden_layers)}
+        named = ((row.replace("*", layer, 1), count) for row in rows for layer, count in counts.items())
+        return [InitRule(f"{name}.weight", spread(math.sqrt(count))) for name, count in named]
 
     # Hugging Face: what differs beyond names of keys, names of tensors, and the few that are stored joined there.
 

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kenotron.config.errors import InputError
-from kenotron.config.model import RandomInit, SpectralInit
+from kenotron.config.model import ExistingCheckpointInit, SpectralInit
 from kenotron.models import build, named_parameters
 from kenotron.models.family import EMBEDDING, HEAD
 from kenotron.models.init_rules import Normal, rule_for, times
@@ -66,6 +66,8 @@ def factors(model: Decoder, config: Config) -> dict[str, Factors]:
     chosen = config.model.parametrization
     if not spectral and chosen is None:
         return {}
+    if spectral and chosen is not None:
+        raise InputError("model.parametrization: expected none with init_method.use_mup, which is another one")
     key = "model.init_method.use_mup" if spectral else "model.parametrization"
     _check(model, config, key, ("adamW",) if spectral else ("adamW", "muon"))
     shapes = {name: tuple(parameter.shape) for name, parameter in named_parameters(model)}
@@ -73,15 +75,15 @@ def factors(model: Decoder, config: Config) -> dict[str, Factors]:
         return _spectral(model, shapes, fused=config.model.init_method.mup_factors == "fused")  # type: ignore[union-attr]
     assert chosen is not None
     wide, deep = model.config.hidden_size / chosen.base_width, model.config.num_hidden_layers / chosen.base_depth
-    found = _relative(
-        model,
-        shapes,
-        wide,
-        deep if chosen.kind == "completep" else None,
-        muon=config.optimizer.optimizer_factory.name == "muon",
-    )
-    if chosen.kind == "completep" and getattr(config.model.init_method, "scaling_method", "NONE") == "NUM_LAYERS":
-        for name in _residual_writers(model):  # whose rule has this model's depth, where the base model's counts
+    completep, muon = chosen.kind == "completep", config.optimizer.optimizer_factory.name == "muon"
+    if completep and any(name.endswith("post_feedforward_layernorm.weight") for name in shapes):
+        raise InputError(f"{key}.kind: expected mup: the norms after branches of {model.config.family} undo 1 / depth")
+    found = _relative(model, shapes, wide, deep if completep else None, muon)
+    scaling = getattr(config.model.init_method, "scaling_method", "NONE")
+    if completep and scaling == "LAYER_INDEX":
+        raise InputError("model.init_method.scaling_method: completep expects NUM_LAYERS or NONE, found LAYER_INDEX")
+    if completep and scaling == "NUM_LAYERS":
+        for name in _residual_writers(model) & found.keys():  # whose rule has this depth, where the base model's counts
             found[name] = replace(found[name], std=found[name].std * math.sqrt(deep))
     return found
 
@@ -142,7 +144,7 @@ def _head_dim(model: Decoder) -> int:
 
 
 def _residual_writers(model: Decoder) -> set[str]:
-    return {f"{name}.weight" for name, _ in modules(model, *model.plan.row)}
+    return {f"{name}.{kind}" for name, _ in modules(model, *model.plan.row) for kind in ("weight", "bias")}
 
 
 def table(config: Config) -> list[str]:
@@ -150,12 +152,12 @@ def table(config: Config) -> list[str]:
     with torch.device("meta"):
         model = build(config.model)
     init = config.model.init_method
-    std, scaling = (init.std, init.scaling_method) if isinstance(init, RandomInit) else (1.0, "NONE")
-    rules, found = model.init_rules(std, scaling), factors(model, config)
+    found = factors(model, config)
+    rules = [] if isinstance(init, ExistingCheckpointInit) else model.init_rules(init.std, init.scaling_method)
     rows: dict[tuple[str, ...], None] = {}
     for name, parameter in named_parameters(model):
         numbers = found.get(name, Factors())
-        drawn = times(rule_for(name, rules), numbers.std)
+        drawn = times(rule_for(name, rules), numbers.std) if rules else None
         spread = f"{drawn.std:.4g}" if isinstance(drawn, Normal) else "-"
         steps = (f"{each:.4g}" for each in (numbers.learning_rate, numbers.weight_decay, numbers.epsilon))
         rows[re.sub(r"\.\d+\.", ".*.", name), " x ".join(map(str, parameter.shape)), spread, *steps] = None

@@ -115,8 +115,7 @@ def factors_of(skeleton: Decoder, config: Config) -> dict[str, Factors]:
     """`models.parametrization.factors`, which is imported where a config asks for them."""
     if config.model.parametrization is None and not isinstance(config.model.init_method, SpectralInit):
         return {}
-    found: dict[str, Factors] = import_dotted("kenotron.models.parametrization.factors", "model")(skeleton, config)
-    return found
+    return import_dotted("kenotron.models.parametrization.factors", "model")(skeleton, config)
 
 
 def open_data(config: Config, start: Start) -> RunData:

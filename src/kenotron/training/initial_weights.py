@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kenotron.config.errors import InputError
-from kenotron.config.model import ExistingCheckpointInit, RandomInit
+from kenotron.config.model import ExistingCheckpointInit
 from kenotron.kernels.tensor_shard import TensorShard
 from kenotron.models import initialize_model
 from kenotron.models.decoder import Decoder
@@ -70,10 +70,9 @@ def fill_weights(
             raise InputError("model.init_method.path: training.train needs open_weights for it; kenotron.train has it")
         load_initial_weights(parts, init.path, open_weights, "model.init_method.path")
         return
-    std, scaling = (init.std, init.scaling_method) if isinstance(init, RandomInit) else (1.0, "NONE")  # spectral
-    logger.info("Weights drawn with std %g (%s), seed %d", std, scaling, seed)
+    logger.info("Weights drawn with std %g (%s), seed %d", init.std, init.scaling_method, seed)
     for part in parts:
-        initialize_model(part, std, scaling, seed, shard_of, factor_of)
+        initialize_model(part, init.std, init.scaling_method, seed, shard_of, factor_of)
 
 
 @torch.no_grad()

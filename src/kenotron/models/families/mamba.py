@@ -127,6 +127,7 @@ C = TypeVar("C", bound=MambaStyleArchitecture)
 class MambaStyle(Family[C]):
     """What Mamba and Mamba-2 share: the block around the mixer, and Hugging Face's names around it."""
 
+    residual_branches = 1
     hf_names = {  # noqa: RUF012
         "model.embed_tokens": "backbone.embeddings",
         "model.layers": "backbone.layers",
@@ -147,11 +148,10 @@ class MambaStyle(Family[C]):
         return RMSNorm(self.config.hidden_size, self.config.layer_norm_epsilon)
 
     def init_rules(self, std: float, scaling: str) -> list[InitRule]:
-        """The papers': `std` is the embedding's; NUM_LAYERS divides by sqrt(layers), one residual branch each."""
+        """The papers': `std` is the embedding's."""
         from kenotron.models.blocks.mamba_init import log_of_index, time_step_bias, uniform
 
         config = self.config
-        damping = math.sqrt(config.num_hidden_layers) if scaling == "NUM_LAYERS" else 1.0
         time_steps = time_step_bias(config.time_step_min, config.time_step_max, config.time_step_floor)
         return [
             InitRule("*norm.weight", Constant(1.0)),
@@ -162,7 +162,7 @@ class MambaStyle(Family[C]):
             InitRule("*.in_proj*.weight", uniform(config.hidden_size**-0.5)),
             InitRule("*.conv1d*.weight", uniform(config.conv_kernel**-0.5)),
             InitRule("*.x_proj.weight", uniform(config.inner_size**-0.5)),
-            InitRule("*.out_proj.weight", uniform(config.inner_size**-0.5 / damping)),
+            *self.damped(scaling, ("model.layers.*.mixer.out_proj",), lambda by: uniform(config.inner_size**-0.5 / by)),
             InitRule("*.weight", Normal(std)),
         ]
 

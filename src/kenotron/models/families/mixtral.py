@@ -5,7 +5,6 @@ What the sparse families share is here, too: their keys, their plan, their block
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -145,8 +144,8 @@ class SparseStyle(LlamaStyle[S]):
 
     def init_rules(self, std: float, scaling: str) -> list[InitRule]:
         """What writes into the residual stream is damped by depth, in experts as elsewhere."""
-        damped = std / math.sqrt(2 * self.config.num_hidden_layers) if scaling == "NUM_LAYERS" else std
-        return [InitRule("*.down_proj.weight", Normal(damped)), *super().init_rules(std, scaling)]
+        rows = self.damped(scaling, ("model.layers.*.*down_proj",), lambda by: Normal(std / by))
+        return [*rows, *super().init_rules(std, scaling)]
 
 
 class MixtralArchitecture(SparseArchitecture):

@@ -182,8 +182,8 @@ class NemotronH(Mamba2Style[NemotronHArchitecture]):
 
     def init_rules(self, std: float, scaling: str) -> list[InitRule]:
         """Mamba's, and what else writes into the residual stream damped by depth in the same way."""
-        damped = std / math.sqrt(self.config.num_hidden_layers) if scaling == "NUM_LAYERS" else std
-        rows = [InitRule(f"*.{name}.weight", Normal(damped)) for name in ("o_proj", "down_proj")]
+        names = "model.layers.*.*o_proj", "model.layers.*.*down_proj"
+        rows = self.damped(scaling, names, lambda by: Normal(std / by))
         return [InitRule("*.e_score_correction_bias", Constant(0.0)), *rows, *super().init_rules(std, scaling)]
 
     @classmethod

@@ -1,0 +1,138 @@
+"""`kenotron mup check`: it passes what the papers promise, and sees what breaks it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from kenotron.cli import main
+from kenotron.config import load
+from kenotron.config.errors import InputError
+from kenotron.launch import transfer
+from kenotron.models import parametrization
+from kenotron.models.parametrization import Factors
+from support.tiny_run import tiny_dict
+
+
+def quiet(line: str) -> None:
+    """Say nothing."""
+
+
+def small(folder: Path, kind: str = "completep", **keys: Any) -> dict[str, Any]:
+    """The base model of its own parametrization: two layers, width 16, four heads."""
+    content = tiny_dict(folder)
+    content["model"]["model_config"] |= {"tie_word_embeddings": False, "num_key_value_heads": 4} | keys
+    content["model"]["parametrization"] = {"kind": kind, "base_width": 16, "base_depth": 2}
+    return content
+
+
+def swept(folder: Path, kind: str = "completep", **keys: Any) -> dict[tuple[str, str], transfer.Sweep]:
+    found = transfer.coordinates(load(small(folder, kind, **keys)), (1, 4), seeds=1, say=quiet)
+    return {(each.kind, each.axis): each for each in found}
+
+
+def slopes(sweep: transfer.Sweep, module: str) -> list[float]:
+    return sweep.slopes[list(sweep.modules).index(f"model.layers.*.{module}")].tolist()
+
+
+def test_what_is_promised_holds_and_the_standard_parametrization_does_not(tmp_path: Path) -> None:
+    sweeps = swept(tmp_path)
+    assert list(sweeps) == [(kind, axis) for axis in ("width", "depth") for kind in ("completep", "standard")]
+    for (kind, axis), sweep in sweeps.items():
+        assert sweep.promised.all() == (kind == "completep"), axis
+    # A sum over m times as many inputs grows by the root of m while they are independent, by m once they are learnt.
+    assert slopes(sweeps["standard", "width"], "mlp.up_proj") == pytest.approx([0.5, 1.0], abs=0.2)
+    assert slopes(sweeps["completep", "depth"], "mlp.down_proj") == pytest.approx([-1.0, -1.0], abs=0.2)
+
+
+@pytest.mark.parametrize("wrong", [{"learning_rate": 4.0}, {"std": 2.0}])
+def test_a_wrong_factor_is_seen(wrong: dict[str, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At four times the width: steps or weights of the standard parametrization in the matrices of a layer."""
+    right = parametrization.factors
+
+    def broken(model: Any, config: Any) -> dict[str, Factors]:
+        found = right(model, config)
+        changed = [name for name in found if "_proj" in name and model.config.hidden_size == 64]
+        more = {name: {key: getattr(found[name], key) * by for key, by in wrong.items()} for name in changed}
+        return found | {name: replace(found[name], **numbers) for name, numbers in more.items()}
+
+    monkeypatch.setattr(parametrization, "factors", broken)
+    assert not swept(tmp_path, "mup")["mup", "width"].promised.all()
+
+
+def test_heads_that_are_not_named_are_as_many_as_the_others(tmp_path: Path) -> None:
+    sweep = swept(tmp_path, "mup", num_key_value_heads=None)["mup", "width"]
+    assert slopes(sweep, "self_attn.k_proj") == pytest.approx([0.0, 0.0], abs=transfer.TOLERANCE)
+
+
+def test_a_best_rate_is_the_vertex_of_a_parabola() -> None:
+    rates = [2 ** (half / 2) for half in range(-6, 3)]
+    assert transfer.best_rate({rate: 3 + 0.2 * (np.log2(rate) + 1.3) ** 2 for rate in rates}) == pytest.approx(2**-1.3)
+    assert transfer.best_rate({rate: rate for rate in rates}) == rates[0]
+
+
+def test_best_rates_are_those_of_whole_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses with their minimum at half the config's rate; for the standard parametrization beyond the grid."""
+
+    def loss(run: Any) -> float:
+        best = -9 if run.config.model.parametrization is None else -1
+        rate = run.config.optimizer.learning_rate_scheduler.learning_rate
+        return float((np.log2(rate / 0.01) - best) ** 2)
+
+    monkeypatch.setattr(transfer, "_last_loss", loss)
+    config = load(small(tmp_path, "mup"))
+    half = pytest.approx(0.005)
+    assert transfer.best_rates(config, 2, quiet) == {"mup": (half, half), "standard": (half, 0.0025)}
+    with pytest.raises(InputError, match=r"^optimizer.*learning_rate: expected one near the best of base_width, found"):
+        transfer.best_rates(load(config, ["optimizer.learning_rate_scheduler.learning_rate=0.1"]), 2, quiet)
+
+
+def test_a_run_that_diverged_counts_as_a_model_that_knows_nothing(tmp_path: Path) -> None:
+    overrides = ["optimizer.learning_rate_scheduler.learning_rate=1e30", "tokens.train_steps=12"]
+    (found,) = transfer._each([load(small(tmp_path, "mup"), overrides)], transfer._last_loss, quiet)
+    assert found == pytest.approx(np.log(64))
+
+
+def call(folder: Path, content: dict[str, Any], *arguments: str) -> int | str | None:
+    (folder / "my.yaml").write_text(yaml.safe_dump(content))
+    with pytest.raises(SystemExit) as ended:
+        main(["mup", "check", str(folder / "my.yaml"), *arguments])
+    return ended.value.code
+
+
+def test_the_command_prints_a_table_and_leaves_no_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "best_rates", lambda *args: {"mup": (0.01, 0.011), "standard": (0.01, 0.004)})
+    assert call(tmp_path, small(tmp_path, "mup"), "--learning-rates") == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].split() == ["over", "width", "mup", "|x|", "mup", "moved", "standard", "|x|", "standard", "moved"]
+    assert said[1].startswith("model.embed_tokens ")
+    assert said[-4] == "mup over width: holds"
+    assert said[-3].startswith("standard over width: does not hold: ")
+    assert said[-2] == "mup: best rate 0.01, then 0.011: holds"
+    assert said[-1] == "standard: best rate 0.01, then 0.004: does not hold"
+    monkeypatch.setattr(transfer, "best_rates", lambda *args: {"mup": (0.01, 0.02)})
+    assert call(tmp_path, small(tmp_path, "mup"), "--learning-rates") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["my.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (["model.parametrization=null"], "model: expected a parametrization to check, {kind: …}, and init_method {"),
+        (["model.init_method={path: x}"], "model: expected a parametrization to check"),
+        (["model.parametrization.base_width=10"], "model.model_config.num_attention_heads: expected a number that"),
+        (["optimizer.optimizer_factory={name: sgd}"], "model.parametrization: its factors are those of adamW and muon"),
+    ],
+)
+def test_what_cannot_be_checked_is_one_line(changes: list[str], said: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError) as error:
+        transfer.coordinates(load(small(tmp_path), changes))
+    assert str(error.value).startswith(said)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,63 @@
+"""What experiments/ shows is seen in its short form, and its configs are valid."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+from typing import Any
+
+import pytest
+
+from kenotron.config import load, refuse_unsupported
+from support.tiny_run import REPOSITORY
+
+TRANSFER = REPOSITORY / "experiments" / "transfer"
+SHORT = (
+    "tokens.train_steps=80",
+    "tokens.val_check_interval=80",
+    "tokens.limit_val_batches=16",
+    "optimizer.learning_rate_scheduler.lr_warmup_steps=24",
+)
+
+
+@pytest.fixture(scope="module")
+def transfer() -> Any:
+    spec = spec_from_file_location("transfer_experiment", TRANSFER / "run.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_way_is_a_config_and_the_rates_are_around_its_own(transfer: Any) -> None:
+    configs = [load(TRANSFER / "transfer.yaml", overrides) for overrides, _ in transfer.WAYS.values()]
+    for config in configs:
+        refuse_unsupported(config)
+    rate = configs[0].optimizer.learning_rate_scheduler.learning_rate
+    assert rate == pytest.approx(2**transfer.FOUND, rel=1e-3)
+    sizes = [(each.model.decoder.hidden_size, each.model.decoder.num_hidden_layers) for each in configs]
+    assert sizes == [(64, 2), (256, 2), (256, 2), (64, 8), (64, 8)]
+    heads = {each.model.decoder.hidden_size / each.model.decoder.num_attention_heads for each in configs}
+    assert heads == {16}
+
+
+def test_a_best_rate_is_the_minimum_of_the_parabola_through_the_means(transfer: Any) -> None:
+    losses = {rate: [4 + (rate + 7.3) ** 2 + noise for noise in (-0.1, 0.1)] for rate in transfer.RATES}
+    assert transfer.best(losses) == (pytest.approx(-7.3), pytest.approx(4.0))
+    assert transfer.best(transfer.each_seed(losses)[0]) == (pytest.approx(-7.3), pytest.approx(3.9))
+
+
+@pytest.mark.slow
+def test_a_rate_carries_over_to_four_times_the_width_and_depth() -> None:
+    command = [sys.executable, str(TRANSFER / "run.py"), "--seeds", "1", *SHORT]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in done.stdout.splitlines() if line[:1] == "|"]
+    found = {row[0]: row[1:] for row in rows}
+    assert abs(float(found["width 256, µP"][1])) <= 0.5  # octaves: a step of the grid
+    assert float(found["width 256, standard"][1]) < -0.5
+    assert float(found["depth 8, CompleteP"][0]) < float(found["depth 8, standard"][0]) - 0.2
+    assert re.search(r"^17 of 17: .*; ETA 0 min$", done.stdout, re.MULTILINE)
