@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import pytest
 from kenotron.config import load, refuse_unsupported
 from support.tiny_run import REPOSITORY
 
-TRANSFER = REPOSITORY / "experiments" / "transfer"
+TRANSFER, PRECISION = (REPOSITORY / "experiments" / name for name in ("transfer", "precision"))
 SHORT = (
     "tokens.train_steps=80",
     "tokens.val_check_interval=80",
@@ -22,14 +23,28 @@ SHORT = (
 )
 
 
-@pytest.fixture(scope="module")
-def transfer() -> Any:
-    spec = spec_from_file_location("transfer_experiment", TRANSFER / "run.py")
+def script_of(folder: Path) -> Any:
+    spec = spec_from_file_location(f"{folder.name}_experiment", folder / "run.py")
     assert spec is not None
     assert spec.loader is not None
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def transfer() -> Any:
+    return script_of(TRANSFER)
+
+
+def rows_of(folder: Path, *options: str) -> dict[str, list[str]]:
+    """First cell → the others, of the tables that a script prints."""
+    command = [sys.executable, str(folder / "run.py"), *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^(\d+) of \1: .*; ETA 0 min$", done.stdout, re.MULTILINE)
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in done.stdout.splitlines() if line[:1] == "|"]
+    return {row[0]: row[1:] for row in rows}
 
 
 def test_every_way_is_a_config_and_the_rates_are_around_its_own(transfer: Any) -> None:
@@ -51,13 +66,28 @@ def test_a_best_rate_is_the_minimum_of_the_parabola_through_the_means(transfer: 
 
 
 @pytest.mark.slow
+@pytest.mark.cases(slow=0)  # minutes: at night
 def test_a_rate_carries_over_to_four_times_the_width_and_depth() -> None:
-    command = [sys.executable, str(TRANSFER / "run.py"), "--seeds", "1", *SHORT]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in done.stdout.splitlines() if line[:1] == "|"]
-    found = {row[0]: row[1:] for row in rows}
+    found = rows_of(TRANSFER, "--seeds", "1", *SHORT)
     assert abs(float(found["width 256, µP"][1])) <= 0.5  # octaves: a step of the grid
     assert float(found["width 256, standard"][1]) < -0.5
     assert float(found["depth 8, CompleteP"][0]) < float(found["depth 8, standard"][0]) - 0.2
-    assert re.search(r"^17 of 17: .*; ETA 0 min$", done.stdout, re.MULTILINE)
+
+
+def test_every_way_of_the_precision_is_a_config() -> None:
+    precision = script_of(PRECISION)
+    configs = [load(PRECISION / "precision.yaml", overrides) for overrides in precision.WAYS.values()]
+    for config in configs:
+        refuse_unsupported(config)
+    assert [config.kept_dtype for config in configs] == ["float32", "bfloat16", "bfloat16"]
+    found = {way: [4.0, 5.0] for way in precision.WAYS} | {"bf16, to the nearest": [4.04, 5.1]}
+    assert "| bf16, to the nearest | 4.5700 | 0.7495 | +1.50% (+1.00% to +2.00%) |" in precision.table(found)
+
+
+@pytest.mark.slow
+@pytest.mark.cases(slow=0)  # minutes: at night
+def test_stochastic_rounding_gives_back_what_bf16_costs() -> None:
+    steps = ("tokens.train_steps=200", "tokens.val_check_interval=200")
+    found = rows_of(PRECISION, "--seeds", "2", *steps)
+    nearest, stochastic = (float(found[f"bf16, {way}"][0]) for way in ("to the nearest", "stochastic rounding"))
+    assert stochastic < 0.99 * nearest
