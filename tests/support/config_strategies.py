@@ -145,11 +145,9 @@ def _agree(config: dict[str, Any]) -> dict[str, Any]:
     if config.get("remote_data"):
         config["data_stages"][0]["data"]["dataset"] = {"tokens": ["s3://a/b", "c"]}
     if config.get("doremi"):
-        parts = [{"tokens": [name], "weight": weight} for name, weight in (("s3://a/b", 0.25), ("c", 0.75))]
-        config["doremi"].update(domain_names=["a", "b"], domain_weights=[0.25, 0.75])
-        config["doremi"].pop("ref_model_resume_checkpoint_path", None)
+        config["doremi"].update(domain_names=["a", "b"], domain_weights=None)
         for stage in config["data_stages"]:
-            stage["data"]["dataset"] = {"mixture": parts}
+            stage["data"]["dataset"] = {"mixture": [{"tokens": [path], "weight": 1.0} for path in ("s3://a/b", "c")]}
     _stages(config["data_stages"])
     _ramps(config)
     if config["tokens"].get("val_samples"):
