@@ -87,7 +87,6 @@ def test_every_way_of_the_precision_is_a_config() -> None:
 @pytest.mark.slow
 @pytest.mark.cases(slow=0)  # minutes: at night
 def test_stochastic_rounding_gives_back_what_bf16_costs() -> None:
-    steps = ("tokens.train_steps=200", "tokens.val_check_interval=200")
-    found = rows_of(PRECISION, "--seeds", "2", *steps)
+    found = rows_of(PRECISION, "--seeds", "1")  # the whole of one seed: after 150 steps the effect is 1%
     nearest, stochastic = (float(found[f"bf16, {way}"][0]) for way in ("to the nearest", "stochastic rounding"))
     assert stochastic < 0.99 * nearest

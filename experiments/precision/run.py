@@ -86,6 +86,7 @@ def draw(found: dict[str, list[float]], path: Path) -> None:
         axes.plot(losses, [row] * len(losses), "o", alpha=0.6)
         axes.plot([statistics.mean(losses)], [row], "k|", markersize=22)
     axes.set_yticks(range(len(found)), list(reversed(found)))
+    axes.set_ylim(-0.5, len(found) - 0.5)
     axes.set_xlabel("validation loss after the last step, one point a seed")
     figure.savefig(path, metadata={"Date": None})
 

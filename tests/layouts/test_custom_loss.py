@@ -10,6 +10,8 @@ from test_matrix import expect_the_same
 
 import kenotron as kn
 from kenotron.config.errors import InputError
+from kenotron.kernels.attention import attention
+from kenotron.models import Context
 from kenotron.models.token_loss import load_loss, sum_of_losses
 from support.layout_runs import Problem, train_alone, train_on_layout
 from support.ranks import run_ranks
@@ -32,13 +34,26 @@ def test_a_custom_loss_is_the_same_on_every_layout(layout: str, reference: Path,
     expect_the_same(run_ranks(2, train_on_layout, SMOOTHED, layout, tmp_path, reference), reference)
 
 
+def context(scale: float, weights: torch.Tensor | None = None) -> Context:
+    """Of two sequences of three tokens."""
+    return Context((2, 3), torch.arange(6), attention, loss_scale=scale, sequence_weights=weights)
+
+
 def test_it_is_the_sum_over_tokens_with_a_label_and_validation_stays_cross_entropy(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(6, 5, generator=generator, dtype=torch.float64)
     labels = torch.tensor([0, 4, -100, 2, 1, -100])
     real = labels != -100
-    expected = smoothed(logits[real], labels[real]).sum() / 4
-    assert sum_of_losses(smoothed, logits, labels, 0.25)[0].item() == pytest.approx(expected.item(), rel=1e-6)
+    losses, weights = smoothed(logits[real], labels[real]), torch.tensor([0.5, 2.0])
+    weighted = losses @ weights[[0, 0, 1, 1]].double()
+    for found, expected in (
+        (sum_of_losses(smoothed, logits, labels, context(0.25))[0], losses.sum() / 4),
+        (
+            sum_of_losses(smoothed, logits, labels, context(0.25, weights))[0],
+            losses @ weights[[0, 0, 1, 1]].double() / 4,
+        ),
+    ):
+        assert found.item() == pytest.approx(expected.item(), rel=1e-6)
 
     validate = ("tokens.val_check_interval=1", "tokens.limit_val_batches=1", "tokens.train_steps=1")
     plain, custom = (
@@ -55,7 +70,7 @@ def test_what_is_no_loss_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"model.loss: expected a function at 'support.user_parts.__name__'"):
         load_loss("support.user_parts.__name__")
     with pytest.raises(InputError, match=r"a loss for every token, of shape \[3\], found \[\].*reduction='none'"):
-        sum_of_losses(mean_loss, torch.zeros(3, 4), torch.zeros(3, dtype=torch.int64), 1.0)
+        sum_of_losses(mean_loss, torch.zeros(3, 4), torch.zeros(3, dtype=torch.int64), context(1.0))
     with pytest.raises(InputError, match=r"z_loss_enabled.* is part of cross entropy; expected false with model.loss"):
         tiny_config(tmp_path, PATH, "model.model_config.z_loss_enabled=true")
     with pytest.raises(InputError, match=r"model\.loss"):

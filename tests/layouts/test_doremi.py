@@ -120,6 +120,7 @@ def test_a_step_weighs_the_mean_loss_of_each_domain(tmp_path: Path) -> None:
         "tokens.train_steps=1",
         "checkpoints.save_initial_state=true",
         "doremi.step_size=3.0",
+        "doremi.smoothing_param=0.1",
         "data_stages.0.data.dataset.mixture.0.weight=3.0",
         f"general.hooks=[{__name__}.Batches]",
     )
@@ -133,7 +134,7 @@ def test_a_step_weighs_the_mean_loss_of_each_domain(tmp_path: Path) -> None:
     for domain in range(2):
         of_proxy, of_reference = (torch.cat([x for d, x in each if d == domain]).double() for each in (ours, theirs))
         excess[domain], means[domain] = (of_proxy - of_reference).clamp(min=0).mean(), of_proxy.mean()
-    expected = np.exp(3.0 * excess) / np.exp(3.0 * excess).sum() * (1 - 1e-3) + 1e-3 / 2
+    expected = np.exp(3.0 * excess) / np.exp(3.0 * excess).sum() * (1 - 0.1) + 0.1 / 2
     (step,) = metrics(proxy)
     assert [step[f"doremi_excess/{name}"] for name in NAMES] == pytest.approx(excess, rel=1e-5)
     assert [step[f"doremi_weight/{name}"] for name in NAMES] == pytest.approx(expected, rel=1e-5)
