@@ -14,7 +14,7 @@ import pytest
 from kenotron.config import load, refuse_unsupported
 from support.tiny_run import REPOSITORY
 
-TRANSFER, PRECISION = (REPOSITORY / "experiments" / name for name in ("transfer", "precision"))
+TRANSFER, PRECISION, DOREMI = (REPOSITORY / "experiments" / name for name in ("transfer", "precision", "doremi"))
 SHORT = (
     "tokens.train_steps=80",
     "tokens.val_check_interval=80",
@@ -82,6 +82,17 @@ def test_every_way_of_the_precision_is_a_config() -> None:
     assert [config.kept_dtype for config in configs] == ["float32", "bfloat16", "bfloat16"]
     found = {way: [4.0, 5.0] for way in precision.WAYS} | {"bf16, to the nearest": [4.04, 5.1]}
     assert "| bf16, to the nearest | 4.5700 | 0.7495 | +1.50% (+1.00% to +2.00%) |" in precision.table(found)
+
+
+def test_the_domains_are_there_and_the_table_compares_them(tmp_path: Path) -> None:
+    doremi = script_of(DOREMI)
+    refuse_unsupported(load(DOREMI / "doremi.yaml", list(doremi.LARGE)))
+    for name, (root, pattern) in doremi.DOMAINS.items():
+        assert doremi.collect(root, pattern, tmp_path / name) > 1000
+    found = [(dict.fromkeys(doremi.DOMAINS, value) for value in (0.25, 2.0, learned)) for learned in (1.8, 2.2)]
+    table = doremi.table([tuple(each) for each in found])
+    assert table[2] == "| python | 0.250 | 2.0000 | 2.0000 | -10.0%, +10.0% |"
+    assert table[-1] == "| worst | | 2.0000 | 2.0000 | -10.0%, +10.0% |"
 
 
 @pytest.mark.slow
