@@ -216,6 +216,7 @@ def test_the_next_run_reads_its_data_in_the_learned_shares(tmp_path: Path) -> No
         ("doremi.domain_names=[a]", "doremi.domain_names: expected two different names or more, found a"),
         ("doremi.domain_names=[a, a]", "doremi.domain_names: expected two different names or more, found a, a"),
         ("doremi.domain_names='a, b, c'", "data_stages.0.data.dataset: expected a mixture of 3, one dataset a domain"),
+        ("doremi={domain_names: [], domain_weights: []}", "expected 0 numbers above 0 whose sum is 1, found []"),
         ("doremi.domain_weights=[0.5, 0.2]", "expected 2 numbers above 0 whose sum is 1, found [0.5, 0.2]"),
         ("doremi.domain_weights=[0.5, 0.2, 0.3]", "expected 2 numbers above 0 whose sum is 1"),
         ("doremi.domain_weights=nothing.json", "doremi.domain_weights: no such file or folder: nothing.json"),
@@ -230,6 +231,8 @@ def test_what_does_not_fit_is_said_in_one_line(override: str, said: str, tmp_pat
 def test_files_that_are_no_weights_are_refused(tmp_path: Path) -> None:
     for content, said in (
         ("[1, 2]", "expected the doremi.json that a proxy run writes"),
+        ('{"domain_names": 5, "domain_weights": [1.0]}', "expected the doremi.json that a proxy run writes"),
+        ('{"domain_names": ["a"], "domain_weights": [null]}', "expected the doremi.json that a proxy run writes"),
         ('{"domain_names": ["a", "b"], "domain_weights": [0.5, 0.5]}', "is of the domains a, b"),
     ):
         (tmp_path / "doremi.json").write_text(content)

@@ -189,7 +189,7 @@ def _check_domains(config: Config) -> Iterator[Problem]:
     count, weights, loss = len(doremi.domain_names), doremi.domain_weights, config.model.loss
     if count < 2 or len(set(doremi.domain_names)) < count:
         yield "doremi.domain_names", f"expected two different names or more, found {', '.join(doremi.domain_names)}"
-    if weights is not None and (len(weights) != count or min(weights) <= 0 or abs(sum(weights) - 1) > 1e-2):
+    if weights is not None and (len(weights) != count or min(weights, default=0) <= 0 or abs(sum(weights) - 1) > 1e-2):
         yield "doremi.domain_weights", f"expected {count} numbers above 0 whose sum is 1, found {weights}"
     for i, stage in enumerate(config.data_stages):
         if (found := len(stage.data.datasets)) != count:

@@ -47,12 +47,12 @@ def _numbers(document: Document, text: str, names: Any) -> list[float]:
         raise no_such_path(key, file)
     try:
         saved = json.loads(file.read_text(encoding="utf-8"))
-        found, weights = saved["domain_names"], saved["domain_weights"]
+        found, weights = [*map(str, saved["domain_names"])], [*map(float, saved["domain_weights"])]
     except (ValueError, KeyError, TypeError):
         raise InputError(f"{key}: {text}: expected the doremi.json that a proxy run writes") from None
     if found != names:
         raise InputError(f"{key}: {text} is of the domains {', '.join(found)}, but doremi.domain_names are others")
-    return [float(weight) for weight in weights]
+    return weights
 
 
 def _mix(document: Document, keys: Keys, names: list[Any], weights: list[Any] | None) -> None:

@@ -75,8 +75,7 @@ def on_onednn(x: Tensor, matrix: Tensor) -> bool:
 
 def in_fp32(x: Tensor, matrix: Tensor) -> bool:
     """Whether the product of x and matrix, both bf16, is computed in fp32 here, and rounded."""
-    suits = x.dtype == matrix.dtype == torch.bfloat16 and x.device.type == "cpu" and chosen() != "torch"
-    return EMULATED and suits
+    return EMULATED and x.dtype == matrix.dtype == torch.bfloat16 and x.device.type == "cpu" and chosen() != "torch"
 
 
 def is_ours(x: Tensor, matrix: Tensor) -> bool:
@@ -131,7 +130,7 @@ def _rows_by_matrix(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
 
 def _rows_by_rows(y: Tensor, x: Tensor) -> Tensor:
     if x.dtype != torch.float32:
-        return torch.mm(y.t().float(), x.float()).to(x.dtype)
+        return _mm(y.t(), x).to(x.dtype)
     if _transposes_y(y, x):
         return onednn(y.t().contiguous(), x.t(), None)
     return write_rows_by_rows(y, x, y.new_empty(y.shape[1], x.shape[1]))
