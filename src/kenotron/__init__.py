@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kenotron.config import Config
+    from kenotron.evaluation import evaluate
     from kenotron.generation import Completion
     from kenotron.launch.comparing import compare
     from kenotron.launch.replaying import replay
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from kenotron.training import Hook, Run
 
 __version__ = "0.1.0.dev0"
-__all__ = ["Hook", "compare", "generate", "load", "replay", "submit", "train"]
+__all__ = ["Hook", "compare", "evaluate", "generate", "load", "replay", "submit", "train"]
 
 # Everything is imported where it is used: `import kenotron` costs nothing.
 
@@ -105,6 +106,7 @@ def generate(
 
 
 _FOUND_IN = {
+    "evaluate": "kenotron.evaluation",
     "Hook": "kenotron.training.hooks",
     "compare": "kenotron.launch.comparing",
     "replay": "kenotron.launch.replaying",

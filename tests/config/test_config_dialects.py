@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
@@ -212,10 +213,62 @@ def test_a_granularity_that_nanotron_does_not_have(minimal: dict[str, Any]) -> N
         load(minimal)
 
 
-def test_kenotrons_lighteval_keys_are_refused_by_name(minimal: dict[str, Any]) -> None:
+def test_a_lighteval_section_without_tasks_is_refused_by_name(minimal: dict[str, Any]) -> None:
     minimal["lighteval"] = {"slurm_template": "t.jinja", "generation": {"greedy": {"sampler": "GREEDY", "seed": None}}}
-    with pytest.raises(NotSupportedYet, match=r"^not supported yet: lighteval$"):
+    with pytest.raises(NotSupportedYet, match=r"^not supported yet: lighteval without a YAML file's tasks\.tasks"):
         load(minimal)
+
+
+LIGHTEVAL = {
+    "batch_size": 16,
+    "checkpoints_path": None,
+    "logging": {"local_output_path": "logs", "push_results_to_tensorboard": True},
+    "parallelism": {"dp": 2, "pp": 1, "tp": 2},
+    "tasks": {"max_samples": 1000, "dataset_loading_processes": 8, "custom_tasks": None},
+    "wandb": None,
+}
+EARLY = "hellaswag winogrande piqa social_iqa openbookqa arc_easy arc_challenge commonsense_qa mmlu"
+
+
+@pytest.mark.parametrize(
+    ("text", "tasks", "examples"),
+    [
+        ("early-signal", EARLY.split(), None),
+        ("lighteval|hellaswag|0|0", ["hellaswag"], 0),
+        ("lighteval|arc:easy|5|1, leaderboard|mmlu:abstract_algebra|5|0", ["arc_easy", "mmlu_abstract_algebra"], 5),
+        ("custom|siqa|3|1,lighteval|early-signal|3|0", ["social_iqa", *EARLY.split()], 3),
+        ("piqa", ["piqa"], None),
+    ],
+)
+def test_nanotrons_lighteval_becomes_evaluation(
+    minimal: dict[str, Any], text: str, tasks: list[str], examples: int | None
+) -> None:
+    minimal["tokenizer"] = {"tokenizer_name_or_path": "a/b"}
+    section = copy.deepcopy(LIGHTEVAL)
+    section["tasks"]["tasks"] = text
+    config, lines = upgraded(minimal | {"lighteval": section})
+    assert lines == [
+        "lighteval is now evaluation, by lm-evaluation-harness in a process of its own; left out: logging, parallelism"
+    ]
+    assert config == load(
+        minimal | {"evaluation": {"tasks": tasks, "num_fewshot": examples, "limit": 1000, "batch_size": 16}}
+    )
+
+
+@pytest.mark.parametrize(
+    ("tasks", "said"),
+    [
+        ({"tasks": "a|b|0|0,a|c|5|0"}, "lighteval.tasks.tasks: expected one number for all tasks, found 0, 5 examples"),
+        ({"tasks": "a", "custom_tasks": "my.tasks"}, "custom_tasks my.tasks: expected evaluation.include_path instead"),
+    ],
+)
+def test_lighteval_that_has_no_equal(minimal: dict[str, Any], tasks: dict[str, str], said: str) -> None:
+    with pytest.raises(InputError, match=said.replace(".", r"\.")):
+        load(minimal | {"lighteval": {"tasks": tasks}})
+    if "custom_tasks" not in tasks:
+        return
+    with pytest.raises(InputError, match="lighteval and evaluation are both set; remove one of them"):
+        load(minimal | {"lighteval": {"tasks": {"tasks": "a"}}, "evaluation": {"tasks": ["a"]}})
 
 
 def test_upgraded_lines_name_file_and_line(minimal: dict[str, Any], write: Callable[[str], Path]) -> None:

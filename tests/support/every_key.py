@@ -594,5 +594,5 @@ OWN_TESTS = {
 OWN = {key: test for test, keys in OWN_TESTS.items() for key in keys.split()} | family_keys.OWN
 
 # Sections: what their keys do is what they do.
-SECTIONS = """Config.general Config.parallelism Config.model Config.tokenizer Config.checkpoints Config.logging
-    Config.tokens Config.optimizer Config.data_stages Config.profiler Config.s3_upload Config.doremi"""
+SECTIONS = """Config.evaluation Config.general Config.parallelism Config.model Config.tokenizer Config.checkpoints
+    Config.logging Config.tokens Config.optimizer Config.data_stages Config.profiler Config.s3_upload Config.doremi"""

@@ -51,6 +51,10 @@ TESTS = {
         "test_doremi.py",
         "DoReMi",
     ): "domain_names domain_weights ref_model_resume_checkpoint_path step_size smoothing_param",
+    (
+        "test_evaluation_of_runs.py",
+        "Evaluation",
+    ): "tasks include_path eval_interval num_fewshot limit batch_size device",
     (VARIANTS, "DecoderArchitecture"): "family",
     (VARIANTS, "GPTNeoXArchitecture"): "family is_gpt_neox_config",
     (FAMILIES, "GPTNeoXArchitecture"): "hidden_act layer_norm_eps attention_bias use_parallel_residual rotary_pct",

@@ -72,7 +72,7 @@ class Checkpoints:
         self.engine: Engine = Engine(config)  # until `open`
         self.durable_step = 0  # of the newest checkpoint in checkpoints_path
         self.problem: str | None = None  # why the last save there failed
-        self.protected: set[int] = set()  # steps that retention leaves alone; on rank 0
+        self.protected: set[tuple[str, int]] = set()  # on rank 0: who reads a step, which retention leaves alone
         self._text: tuple[Config, str] | None = None
 
     # ---- before the first step ---------------------------------------------------------------------------------
@@ -162,7 +162,8 @@ class Checkpoints:
         """
         settings, keep = self.config.checkpoints, None
         if settings.keep_last is not None and not keep_all:
-            keep = Keep(settings.keep_last, settings.keep_every, frozenset(self.protected))
+            protected = frozenset(step for _, step in tuple(self.protected))  # a thread may change it
+            keep = Keep(settings.keep_last, settings.keep_every, protected)
         return self._noted(self.engine.save(self.root, step, content, keep))
 
     def save_local(self, step: int, content: dict[str, Any]) -> Outcomes:

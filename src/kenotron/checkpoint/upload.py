@@ -69,7 +69,7 @@ class Uploader:
         self.remove, self.keep_last, self.keep_every, self.beside = remove, keep_last, keep_every, beside
         self.report, self._files_at_once = report, files_at_once
         self.may_prune = True
-        self.protected: set[int] = set()  # the step that is being uploaded
+        self.protected: set[tuple[str, int]] = set()  # as in `Checkpoints`
         self.problems: dict[int, str] = {}  # step → why it is not uploaded
         self._uploaded: set[tuple[float, int]] = set()
         self._cleared = False
@@ -166,12 +166,12 @@ class Uploader:
 
     @contextmanager
     def _protect(self, step: int) -> Iterator[None]:
-        self.protected.add(step)
+        self.protected.add(("upload", step))
         self._sent.clear()
         try:
             yield
         finally:
-            self.protected.discard(step)
+            self.protected.discard(("upload", step))
 
     def _report_problem(self, entry: CheckpointFolder, error: str) -> None:
         if self.problems.get(entry.step) != error:  # the same is said once

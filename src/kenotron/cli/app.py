@@ -19,6 +19,7 @@ from kenotron.cli.branch import branch
 from kenotron.cli.chat import chat
 from kenotron.cli.compare import compare
 from kenotron.cli.doctor import doctor
+from kenotron.cli.evaluate import evaluate
 from kenotron.cli.generate import generate
 from kenotron.cli.init import init
 from kenotron.cli.plot import plot
@@ -75,6 +76,7 @@ COMMANDS = {
     "preprocess": "data tokenize",
     "inference": "generate",
     "sample": "generate",
+    "eval": "evaluate",
     "check": "config check",
     "validate": "config check",
     "diff": "config diff",
@@ -93,6 +95,7 @@ def all_commands() -> typer.Typer:
     app.command()(branch)
     app.command()(generate)
     app.command()(chat)
+    app.command()(evaluate)
     app.command()(compare)
     app.command()(plot)
     for command in (replay, doctor, submit, status, logs, cancel):

@@ -21,6 +21,7 @@ from kenotron.config.data import (
 from kenotron.config.decoder import DecoderArchitecture, Problem
 from kenotron.config.doremi import DoReMi
 from kenotron.config.errors import nearest
+from kenotron.config.evaluation import Evaluation
 from kenotron.config.general import General
 from kenotron.config.logging import Logging
 from kenotron.config.model import Model
@@ -67,6 +68,7 @@ class Config(Section):
     )
     profiler: Profiler | None = key("A torch profiler trace of some steps.", None)
     doremi: DoReMi | None = key("The domains of the data, and how their weights are learnt.", None)
+    evaluation: Evaluation | None = key("Tasks on the run's checkpoints, beside training.", None, mark=OURS)
     s3_upload: S3Upload | None = key("Upload of the checkpoints of a local checkpoints_path.", None)
 
     @property
@@ -155,6 +157,7 @@ def problems_of(config: Config) -> list[Problem]:
         _check_uploads,
         _check_data,
         _check_domains,
+        _check_evaluation,
     )
     return [problem for check in checks for problem in check(config)]
 
@@ -199,6 +202,16 @@ def _check_domains(config: Config) -> Iterator[Problem]:
             )
     if doremi.ref_model_resume_checkpoint_path is not None and loss is not None:
         yield "model.loss", "expected null in a proxy run (doremi), which learns cross entropy"
+
+
+def _check_evaluation(config: Config) -> Iterator[Problem]:
+    if (evaluation := config.evaluation) is None:
+        return
+    interval, saved = evaluation.eval_interval, config.checkpoints.checkpoint_interval
+    if interval is not None and interval % saved:
+        yield "evaluation.eval_interval", f"expected a multiple of checkpoint_interval {saved}, found {interval}"
+    if not (config.tokenizer.train or config.tokenizer.tokenizer_name_or_path):
+        yield "evaluation.tasks", "need a tokenizer; expected tokenizer.tokenizer_name_or_path"
 
 
 def _check_documents(config: Config) -> Iterator[Problem]:

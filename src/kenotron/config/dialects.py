@@ -12,6 +12,7 @@ pad_vocab_size_multiple: 8    →       make_vocab_size_divisible_by: 8
 _use_doc_masking: true        →       document_masking: true, beside model_config
 datastates: {…}               →       checkpoints: {datastates: {…}}
 resume_checkpoint_path: a     →       (removed, where the run's own checkpoints go to a)
+lighteval: {tasks: …}         →       evaluation: {tasks: […]}
 weight_decay_exclude_named_params: [.*token_embedding.*]  →  [.*embed_tokens.*]
 """
 
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from kenotron.config import lighteval
 from kenotron.config.document import Document, Keys
 from kenotron.config.errors import InputError
 
@@ -39,6 +41,7 @@ def upgrade(document: Document) -> Iterator[str]:
         _mamba,
         _datastates,
         _embedding,
+        lighteval.translate,
     ):
         yield from rewrite(document)
 

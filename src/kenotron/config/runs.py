@@ -53,6 +53,7 @@ _FREE = (
     "checkpoints.keep_*",
     "checkpoints.local*",
     "checkpoints.export_hf",
+    "evaluation*",
     "checkpoints.checkpointing_engine",
     "checkpoints.datastates*",
     "checkpoints.writer",

@@ -1,7 +1,7 @@
 """Keys of nanotron and of the first Kénotron that are known here and not implemented yet: the one list of them.
 
-    lighteval: null         asks for nothing: accepted and left out
-    lighteval: {…}          not supported yet: lighteval (my.yaml:43)
+    metrics_logging: null   asks for nothing: accepted and left out
+    metrics_logging: {…}    not supported yet: metrics_logging (my.yaml:43)
 
 A feature that arrives takes its line out of the list and adds its section to the schema.
 """
@@ -64,6 +64,8 @@ def named(keys: Sequence[str | int], value: object) -> str:
     path = ".".join(map(str, keys))
     if path == "wandb":
         return "wandb (numbers go to metrics.jsonl and TensorBoard, and to other trackers by a hook, docs/extend.md)"
+    if path == "lighteval":
+        return "lighteval without a YAML file's tasks.tasks (expected evaluation: {tasks: [hellaswag]})"
     if path == "model.init_method.scaling_method":
         value = f"{value} (nanotron names it without a definition; expected NUM_LAYERS, LAYER_INDEX or NONE)"
     return path if isinstance(value, dict | list) else f"{path}: {value}"

@@ -28,7 +28,7 @@ from kenotron.launch.comparing import on_layout
 from kenotron.launch.data_which import of_step, start_of
 from kenotron.launch.environment import ranks_from_environment
 from kenotron.text.progress import Report
-from kenotron.training.metrics import logged_lines
+from kenotron.training.metrics import logged_steps
 
 COMPARED = ("lm_loss", "grad_norm", "state_hash", "lr")
 OWN = ("general.run", "tokens.train_steps")  # a replay needs the run's values of these
@@ -174,7 +174,7 @@ def _metrics(path: Path) -> dict[int, dict[str, Any]]:
     """The lines of a run's metrics by their steps."""
     if not path.exists():
         raise InputError(f"no file {path}; --log-dir names the folder of the run's metrics.jsonl")
-    return {line["iteration"]: line for _, line in logged_lines(path)}
+    return logged_steps(path)
 
 
 def _range(logged: dict[int, dict[str, Any]]) -> str:

@@ -19,6 +19,7 @@ profiler.py       torch's trace of some steps, and its anomaly mode
 compression.py    what compressors make of the validation text
 benchmark.py      the row of `general.benchmark_csv_path`
 export.py         `checkpoints.export_hf`: every checkpoint for transformers, too
+evaluation.py     `evaluation`: tasks on each checkpoint, in a process beside training
 uploads.py        checkpoints on S3 and other stores
 
 Training knows none of them: whoever starts it passes them on (`kenotron.launch.training`).
@@ -98,6 +99,10 @@ def _of_the_first_rank(config: Config) -> list[Hook]:
         hooks.append(Uploads(config, config.upload_url))
     if config.tokens.validates:
         hooks.append(Compressors())
+    if config.evaluation is not None:
+        from kenotron.observers.evaluation import EvaluationHook
+
+        hooks.append(EvaluationHook(config.evaluation))
     if config.general.kill_switch_path is not None:
         hooks.append(KillSwitch(Path(config.general.kill_switch_path)))
     if config.general.benchmark_csv_path is not None:

@@ -68,7 +68,7 @@ class ExportHook(Hook):
         elif run.mesh.is_first:
             self._settle(run)
             remove_leftovers(path / FOLDER)
-            run.checkpoints.protected.add(int(path.name))
+            run.checkpoints.protected.add(("export", int(path.name)))
             self.started, self.background = time.perf_counter(), BackgroundExport(path, path / FOLDER)
 
     def after_step(self, run: Run, result: StepResult) -> None:
@@ -97,7 +97,7 @@ class ExportHook(Hook):
             logger.error("%s", _failed(export.source, error))
             return _failed(export.source, error)
         finally:
-            run.checkpoints.protected.discard(int(export.source.name))
+            run.checkpoints.protected.discard(("export", int(export.source.name)))
         return None
 
 

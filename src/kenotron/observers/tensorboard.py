@@ -13,6 +13,7 @@ from kenotron.training.run_folder import log_folder
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
+    from kenotron.training.metrics import EvaluationResult
     from kenotron.training.run import Run
     from kenotron.training.step import StepResult
 
@@ -49,6 +50,12 @@ class TensorBoard(Hook):
         except OSError as error:
             self.writer = None  # closing it would write again
             raise not_written(f"TensorBoard's file in {log_folder(run.config)}", run, error) from error
+
+    def after_evaluation(self, run: Run, result: EvaluationResult) -> None:
+        """Write the results at the step of the checkpoint."""
+        for name, value in result.metrics.items():
+            if self.writer is not None:
+                self.writer.add_scalar(name, value, result.step)
 
     def on_error(self, run: Run, error: Exception) -> None:
         """Write the scalars of a step that is done, if a hook failed before."""

@@ -17,8 +17,8 @@ Hooks are called by descending `priority`, those of equal priority in the order 
 
     buffers and loads of experts 70 · cause of NaN 65 · spikes 60 · profiler 50 · validation 40 · your own, data stalls,
     same data 0 · state hash -5 · metrics -10 · TensorBoard -15 · non-finite guard -20 · progress -30 · slow ranks -35
-    · signals -40 · replicas -45 · checkpoints -50 · exports -55 · compression baselines -60 · generated samples -70
-    · benchmark row -80 · uploads -90
+    · signals -40 · replicas -45 · checkpoints -50 · exports -55 · compression baselines -60 · evaluations -65
+    · generated samples -70 · benchmark row -80 · uploads -90
 
 So what a hook records in `after_step` is part of that step's line, and a checkpoint is the last thing a step does.
 State that has to survive a restart goes through `state_dict`: JSON values, saved in every checkpoint's manifest, and
@@ -37,7 +37,7 @@ from kenotron.config.errors import InputError, nearest
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from kenotron.training.metrics import ValidationResult
+    from kenotron.training.metrics import EvaluationResult, ValidationResult
     from kenotron.training.run import Run
     from kenotron.training.step import StepResult
 
@@ -66,6 +66,9 @@ class Hook:
 
     def after_validation(self, run: Run, result: ValidationResult) -> None:
         """A validation pass is complete."""
+
+    def after_evaluation(self, run: Run, result: EvaluationResult) -> None:
+        """A checkpoint has been evaluated, perhaps that of an earlier step; on rank 0."""
 
     def on_save(self, run: Run, path: Path) -> None:
         """A complete checkpoint is in `path`, in checkpoints_path; with background saves perhaps of an earlier step."""

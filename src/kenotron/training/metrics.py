@@ -91,6 +91,14 @@ class ValidationResult:
         return fields
 
 
+@dataclass(frozen=True)
+class EvaluationResult:
+    """What evaluation tasks say of the checkpoint of `step`; `metrics` are fields of ``metrics.jsonl``."""
+
+    step: int
+    metrics: dict[str, float]
+
+
 class Metrics(Hook):
     """Writes every step's line of metrics. Only rank 0 has one."""
 
@@ -119,6 +127,10 @@ class Metrics(Hook):
         """Keep the numbers for this step's line."""
         self.validation = result.metrics()
 
+    def after_evaluation(self, run: Run, result: EvaluationResult) -> None:
+        """Write a line of its own, with the step that was evaluated."""
+        self._write(run, {"iteration": result.step, **result.metrics})
+
     def on_save(self, run: Run, path: Path) -> None:
         """Show memory and disk in the next line."""
         self.just_saved = True
@@ -133,16 +145,19 @@ class Metrics(Hook):
         raw |= recorded
         self.validation = {}
         run.last_metrics = raw
-        assert self.file is not None
-        try:
-            self.file.write(json.dumps({name: _json_number(value) for name, value in raw.items()}) + "\n")
-        except OSError as error:
-            path, self.file = self.file.name, None  # closing it would write again
-            raise not_written(path, run, error) from error
+        self._write(run, raw)
         interval = run.config.logging.iteration_step_info_interval
         if (run.step - 1) % interval == 0 or run.finished:
             on_console = {name: value for name, value in recorded.items() if name not in run.off_console}
             run_log(run.config).step(run, shown, on_console)
+
+    def _write(self, run: Run, line: dict[str, Any]) -> None:
+        assert self.file is not None
+        try:
+            self.file.write(json.dumps({name: _json_number(value) for name, value in line.items()}) + "\n")
+        except OSError as error:
+            path, self.file = self.file.name, None  # closing it would write again
+            raise not_written(path, run, error) from error
 
     def _take_recorded(self, run: Run, raw: dict[str, Any]) -> dict[str, Any]:
         """What hooks recorded for this step."""
@@ -255,8 +270,15 @@ def memory_fields(run: Run) -> dict[str, int]:
 
 def logged_step(folder: Path, step: int) -> dict[str, float]:
     """The metrics of `step` in the log folder of a run; empty if the step is missing."""
-    found = [line for _, line in logged_lines(folder / "metrics.jsonl") if line["iteration"] == step]
-    return found[-1] if found else {}
+    return logged_steps(folder / "metrics.jsonl").get(step, {})
+
+
+def logged_steps(path: Path) -> dict[int, dict[str, Any]]:
+    """Each step's metrics in a file of them, with those of its evaluation, which have a line of their own."""
+    steps: dict[int, dict[str, Any]] = {}
+    for _, line in logged_lines(path):
+        steps.setdefault(line["iteration"], {}).update(line)
+    return steps
 
 
 def drop_later_steps(path: Path, step: int) -> None:

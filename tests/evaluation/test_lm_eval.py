@@ -1,6 +1,6 @@
 """An exported checkpoint scores the same in `lm_eval` as here: log-likelihoods of a local task, document by document.
 
-The task of docs/hugging-face.md: a text file of questions with choices, scored by the likelihood of each choice, and
+The task of docs/evaluation.md: a text file of questions with choices, scored by the likelihood of each choice, and
 texts as a whole, for perplexity. Skipped where lm_eval is not installed (`pip install "lm_eval[hf]"`). Seen: 0.4.13.
 """
 
@@ -14,9 +14,14 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 
+import kenotron as kn
+from kenotron.evaluation.harness import results_of
 from kenotron.generation.load import load_for_generation
 from kenotron.interop import to_hf
+from kenotron.text.tokenizer import TextTokenizer
+from support.evaluation_tasks import TASKS, write_tasks
 from support.notebook import DOCS
 from support.tiny_llamas import our_logits, our_model, save_ours, small_tokenizer
 
@@ -39,8 +44,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def evaluated(model: Path, folder: Path) -> dict[str, Any]:
-    """What lm_eval makes of the tasks that docs/hugging-face.md prints, on our questions and texts."""
-    page = (DOCS / "hugging-face.md").read_text(encoding="utf-8")
+    """What lm_eval makes of the tasks that docs/evaluation.md prints, on our questions and texts."""
+    page = (DOCS / "evaluation.md").read_text(encoding="utf-8")
     files = re.findall(r"```yaml\n# (tasks/\S+\.yaml)\n(.*?)```", page, re.DOTALL)
     assert [name for name, _ in files] == ["tasks/my_choices.yaml", "tasks/my_texts.yaml"]
     (folder / "tasks").mkdir()
@@ -87,3 +92,41 @@ def test_log_likelihoods_of_a_local_task_are_ours(checkpoint: Path, tmp_path: Pa
     size = sum(len(row["text"].encode()) for row in TEXTS)
     bits = found["results"]["my_texts"]["bits_per_byte,none"]
     assert bits == pytest.approx(-math.fsum(wholes) / size / math.log(2), rel=1e-5)
+
+
+def with_start_of_text() -> TextTokenizer:
+    """A tokenizer that puts a token before every text, as Llama's does."""
+    tokenizer = small_tokenizer()
+    end = tokenizer.decode([0])
+    template = TemplateProcessing(single=f"{end} $A", special_tokens=[(end, 0)])
+    tokenizer.backend.post_processor = template
+    return TextTokenizer(tokenizer.backend, {"eos_token": end, "bos_token": end})
+
+
+@pytest.mark.parametrize("examples", [None, 2])
+@pytest.mark.parametrize("tokenizer", [small_tokenizer, with_start_of_text])
+def test_all_metrics_are_those_of_its_own_backend(tokenizer: Any, examples: int | None, tmp_path: Path) -> None:
+    shape = {"max_position_embeddings": 128}
+    checkpoint = save_ours(our_model(tmp_path, **shape), tmp_path / "checkpoints", tokenizer(), **shape)
+    to_hf(checkpoint, tmp_path / "exported")
+    folder = write_tasks(tmp_path)
+    found = lm_eval.simple_evaluate(
+        model="hf",
+        model_args={"pretrained": str(tmp_path / "exported"), "dtype": "float32"},
+        tasks=list(TASKS),
+        num_fewshot=examples,
+        bootstrap_iters=1000,
+        task_manager=lm_eval.tasks.TaskManager(include_path=str(folder), include_defaults=False),
+        device="cpu",
+    )
+    theirs = results_of(found)
+    ours = kn.evaluate(checkpoint, list(TASKS), include_path=folder, num_fewshot=examples)
+    assert theirs.keys() == ours.keys() == TASKS.keys()
+    for task, metrics in theirs.items():
+        assert {name: each.value for name, each in ours[task].items()} == pytest.approx(
+            {name: each.value for name, each in metrics.items()}, abs=1e-4
+        )
+    written = [sample["filtered_resps"][0] for sample in found["samples"]["written"]]
+    prompts = [sample["arguments"][0][0] for sample in found["samples"]["written"]]
+    completions = kn.generate(checkpoint, prompts, max_new_tokens=6, stop=["\n"])
+    assert [each.text for each in completions] == written

@@ -1,0 +1,123 @@
+"""Evaluations in a process of their own that stays warm, at low priority, beside the run that saves the checkpoints.
+
+    worker = Worker(settings, Path("logs/my_run/evaluation"))
+    worker.answer(wait=True)            # {"ready": 3.1}: lm_eval is imported, the datasets are loaded
+    worker.ask(Path("checkpoints/100"))
+    worker.answer()                     # None for a while; then {"results": {"hellaswag": …}, "seconds": 4.2}
+
+The process reads only files of the checkpoint and takes part in no collective, so training never waits for it. It ends
+when its stdin does: with the process that started it, however that ends. Its folder has what it prints, and the
+requests that were made of the datasets, which every evaluation of the run repeats.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from kenotron.config.dotted import search_path
+from kenotron.config.errors import InputError
+from kenotron.config.evaluation import Evaluation
+
+NICE = 10
+MAIN = "from kenotron.evaluation.worker import main; main()"
+OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+class Worker:
+    """The process; `folder` is made for its output and requests."""
+
+    def __init__(self, settings: Evaluation, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.output = folder / "output.log"
+        environment = {name: value for name, value in os.environ.items() if name not in OF_RANKS}
+        environment |= {"PYTHONPATH": search_path(), "LM_HARNESS_CACHE_PATH": str(folder.absolute())}
+        if settings.device == "cpu":
+            quarter = max(1, len(os.sched_getaffinity(0)) // 4)  # the others are for training
+            environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(quarter)}
+        with self.output.open("ab") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", MAIN, settings.model_dump_json()],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=output,
+                env=environment,
+                start_new_session=True,  # Ctrl-C on the terminal is for the training process
+                text=True,
+            )
+
+    def ask(self, checkpoint: Path) -> None:
+        """Let it evaluate a checkpoint after what it was asked before; `answer` tells what became of each."""
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # it has ended: `answer` says so
+            print(checkpoint.absolute(), file=self._process.stdin, flush=True)
+
+    def answer(self, wait: bool = False) -> dict[str, Any] | None:
+        """The next of its answers; None: not yet. One with "problem" says what went wrong."""
+        stdout = self._process.stdout
+        assert stdout is not None
+        if not wait and not select.select([stdout], [], [], 0)[0]:
+            return None
+        if line := stdout.readline():
+            found: dict[str, Any] = json.loads(line)
+            return found
+        code = self._process.wait()
+        return {"problem": f"the process ended with exit code {code}; {self.output} has what it printed"}
+
+    @property
+    def ended(self) -> bool:
+        """Whether the process is no more."""
+        return self._process.poll() is not None
+
+    def stop(self) -> None:
+        """End it now."""
+        self._process.kill()
+        self._process.communicate()
+
+
+def main() -> None:
+    """The process: its argument is the section `evaluation`, its input the paths of checkpoints."""
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):
+        signal.signal(getattr(signal, name), signal.SIG_IGN)
+    os.nice(NICE)
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # lm_eval and datasets print, too
+    from kenotron.evaluation import evaluate
+    from kenotron.evaluation.harness import Tasks
+
+    settings, started = Evaluation.model_validate_json(sys.argv[1]), time.perf_counter()
+
+    def answer(**found: object) -> None:
+        print(json.dumps(found), file=answers, flush=True)
+
+    try:
+        tasks = Tasks(settings.tasks, settings.include_path, frozen=True)
+    except InputError as error:
+        answer(problem=str(error))
+        return
+    answer(ready=time.perf_counter() - started)
+    for line in sys.stdin:
+        started = time.perf_counter()
+        try:
+            results = evaluate(
+                line.rstrip("\n"),
+                tasks,
+                num_fewshot=settings.num_fewshot,
+                limit=settings.limit,
+                batch_size=settings.batch_size,
+                device=settings.device,
+            )
+        except Exception as error:  # of one checkpoint: the next may go well
+            traceback.print_exc()
+            answer(problem=str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}")
+        else:
+            answer(results=results, seconds=time.perf_counter() - started)

@@ -1,0 +1,123 @@
+"""`evaluation`: tasks of lm-evaluation-harness on each checkpoint, in a process of its own beside training.
+
+    save 10 ──▶ checkpoint 10 complete ──▶ evaluated beside the steps 12, 13, … ──▶ "evaluation: 10 | hellaswag acc …"
+
+One evaluation goes on at a time. A checkpoint that is complete meanwhile waits, protected from retention, and gives its
+turn to a newer one: evaluations that take longer than the steps between checkpoints leave some out, and say so. The run
+waits for the last one before it ends, unless it was asked to stop; the next start makes up for it then.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kenotron.config.errors import InputError
+from kenotron.evaluation.worker import Worker
+from kenotron.training.console import logger
+from kenotron.training.hooks import Hook
+from kenotron.training.metrics import EvaluationResult, logged_step
+from kenotron.training.run_folder import log_folder
+
+if TYPE_CHECKING:
+    from typing import Any
+
+    from kenotron.config.evaluation import Evaluation
+    from kenotron.training.run import Run
+    from kenotron.training.step import StepResult
+
+
+class EvaluationHook(Hook):
+    """Asks a `Worker` for the evaluation of each checkpoint that is due. Only rank 0 has one."""
+
+    priority = -65  # after the checkpoint and its export
+
+    def __init__(self, settings: Evaluation) -> None:
+        self.settings = settings
+        self.worker: Worker | None = None
+        self.current: Path | None = None  # the checkpoint that is being evaluated
+        self.waiting: Path | None = None
+
+    def on_train_start(self, run: Run) -> None:
+        """Load the tasks, and make up for an evaluation that was interrupted. Raises InputError: there are no such."""
+        logger.info("Evaluation: loading %s", ", ".join(self.settings.tasks))
+        self.worker = self._start(run)
+        path = run.config.checkpoint_folder / str(run.start.durable_step)
+        logged = logged_step(log_folder(run.config), run.start.durable_step)
+        if path.is_dir() and not any(name.startswith("eval/") for name in logged):
+            self.on_save(run, path)
+
+    def on_save(self, run: Run, path: Path) -> None:
+        """Evaluate the checkpoint, now or when the one before is done."""
+        interval, step = self.settings.eval_interval, int(path.name)
+        if interval is not None and step % interval and not run.finished:
+            return
+        run.checkpoints.protected.add(("evaluation", step))
+        if self.waiting is not None:
+            logger.warning("evaluation: %s is left out: evaluations take longer than the steps between", self.waiting)
+            self._release(run, self.waiting)
+        self.waiting = path
+        self._next(run)
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        """Log an evaluation that is done."""
+        self._poll(run)
+
+    def on_train_end(self, run: Run) -> None:
+        """Wait for the evaluations that are left; not when a signal has ended the run."""
+        if self.current is not None and run.interrupted:
+            logger.warning("evaluation of step %s: the next start makes up for it", (self.waiting or self.current).name)
+            return
+        while self.current is not None:
+            logger.info("Waiting for the evaluation of step %s", self.current.name)
+            self._poll(run, wait=True)
+
+    def on_close(self, run: Run) -> None:
+        """End the process."""
+        if self.worker is not None:
+            self.worker.stop()
+
+    def _start(self, run: Run) -> Worker:
+        worker = Worker(self.settings, log_folder(run.config) / "evaluation")
+        answer = worker.answer(wait=True)
+        assert answer is not None
+        if "problem" in answer:
+            worker.stop()
+            raise InputError(answer["problem"])
+        return worker
+
+    def _next(self, run: Run) -> None:
+        """Begin with the checkpoint that waits, if none is being evaluated."""
+        if self.current is not None or self.waiting is None:
+            return
+        if self.worker is None or self.worker.ended:
+            self.worker = self._start(run)
+        self.current, self.waiting = self.waiting, None
+        self.worker.ask(self.current)
+
+    def _poll(self, run: Run, wait: bool = False) -> None:
+        if self.current is None or self.worker is None or (answer := self.worker.answer(wait)) is None:
+            return
+        path, self.current = self.current, None
+        self._release(run, path)
+        if "problem" in answer:
+            logger.error("evaluation of step %s: %s; training goes on", path.name, answer["problem"])
+        else:
+            self._log(run, int(path.name), answer)
+        self._next(run)
+
+    def _log(self, run: Run, step: int, answer: dict[str, Any]) -> None:
+        numbers, said = {}, []
+        for task, metrics in answer["results"].items():
+            for name, (value, stderr) in metrics.items():
+                numbers[f"eval/{task}/{name}"] = value
+                if stderr is not None:
+                    numbers[f"eval/{task}/{name}_stderr"] = stderr
+            shown = (f"{name} {value:.4g}" + (f" ± {err:.2g}" if err else "") for name, (value, err) in metrics.items())
+            said.append(f"{task} {', '.join(shown)}")
+        logger.info("%s", " | ".join([f"evaluation: {step}", *said, f"seconds: {answer['seconds']:.1f}"]))
+        for hook in run.hooks:
+            hook.after_evaluation(run, EvaluationResult(step, numbers))
+
+    def _release(self, run: Run, path: Path) -> None:
+        run.checkpoints.protected.discard(("evaluation", int(path.name)))

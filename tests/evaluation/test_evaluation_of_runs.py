@@ -1,0 +1,162 @@
+"""`evaluation:` in a run: each checkpoint's results reach the log, metrics.jsonl and hooks, and training goes on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kenotron as kn
+from kenotron.config import InputError
+from kenotron.observers import evaluation
+from support.tiny_run import metrics, text_overrides, tiny_config, train_and_listen
+
+ROWS = [
+    {"question": f"The sum of {a} and {b} is", "choices": [str(a + b), str(a), "the"], "answer": 0}
+    for a in range(3)
+    for b in range(3)
+]
+TASK = """
+task: sums
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {0}/sums.jsonl}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}}"
+doc_to_choice: choices
+doc_to_target: answer
+metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
+"""
+
+
+def keys(folder: Path, *more: str) -> list[str]:
+    (folder / "tasks").mkdir(exist_ok=True)
+    (folder / "tasks" / "sums.yaml").write_text(TASK.format(folder))
+    (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    section = f"evaluation={{tasks: [sums], include_path: {folder}/tasks}}"
+    return [*text_overrides(folder), section, "checkpoints.checkpoint_interval=2", "tokens.train_steps=6", *more]
+
+
+class Listener(kn.Hook):
+    """Keeps what it is called with."""
+
+    found: list[Any] = []  # noqa: RUF012
+
+    def after_evaluation(self, run: Any, result: Any) -> None:
+        """Note it."""
+        self.found.append(result)
+
+
+class Pretender:
+    """A `Worker` that answers when it is told to; of checkpoint 3 it says that it went wrong."""
+
+    made: list[Pretender] = []  # noqa: RUF012
+    slow = True
+
+    def __init__(self, settings: Any, folder: Path) -> None:
+        self.asked: list[Path] = []
+        self.ended = False
+        self.made.append(self)
+
+    def ask(self, checkpoint: Path) -> None:
+        assert checkpoint.is_dir()
+        self.asked.append(checkpoint)
+
+    def answer(self, wait: bool = False) -> dict[str, Any] | None:
+        if not self.asked:
+            return {"ready": 0.0}
+        if self.slow and not wait:
+            return None
+        step = int(self.asked[-1].name)
+        if step == 3:
+            return {"problem": "out of memory"}
+        return {"results": {"sums": {"acc": [step / 10, 0.1], "f1": [1.0, None]}}, "seconds": 1.0}
+
+    def stop(self) -> None:
+        self.ended = True
+
+
+@pytest.fixture
+def pretend(monkeypatch: pytest.MonkeyPatch) -> type[Pretender]:
+    Pretender.made, Pretender.slow, Listener.found = [], True, []
+    monkeypatch.setattr(evaluation, "Worker", Pretender)
+    return Pretender
+
+
+def test_slow_evaluations_leave_checkpoints_out_and_retention_leaves_theirs_alone(
+    tmp_path: Path, pretend: type[Pretender]
+) -> None:
+    more = ("checkpoints.checkpoint_interval=1", "checkpoints.keep_last=1", "tokens.train_steps=5")
+    config = tiny_config(tmp_path, *keys(tmp_path, *more))
+    _, said = train_and_listen(config)
+    (worker,) = pretend.made
+    assert [path.name for path in worker.asked] == ["1", "5"]
+    assert worker.ended
+    for step in (2, 3, 4):
+        assert f"evaluation: {tmp_path}/checkpoints/{step} is left out" in said
+    assert "evaluation: 1 | sums acc 0.1 ± 0.1, f1 1 | seconds: 1.0" in said
+    left = {line["iteration"]: line for line in metrics(config) if "eval/sums/acc" in line}
+    assert left == {
+        step: {"iteration": step, "eval/sums/acc": step / 10, "eval/sums/acc_stderr": 0.1, "eval/sums/f1": 1.0}
+        for step in (1, 5)
+    }
+    kept = {path.name for path in (tmp_path / "checkpoints").iterdir() if path.is_dir()}
+    assert kept == {"1", "4", "5"}  # at the last save 1 was being evaluated, and 4 was to be the next
+
+
+def test_an_evaluation_that_fails_is_said_and_the_interval_is_kept(tmp_path: Path, pretend: type[Pretender]) -> None:
+    more = (
+        "checkpoints.checkpoint_interval=1",
+        "evaluation.eval_interval=3",
+        "tokens.train_steps=7",
+        "general.hooks=[test_evaluation_of_runs.Listener]",
+    )
+    pretend.slow = False
+    _, said = train_and_listen(tiny_config(tmp_path, *keys(tmp_path, *more)))
+    assert [path.name for path in pretend.made[0].asked] == ["3", "6", "7"]
+    assert "evaluation of step 3: out of memory; training goes on" in said
+    assert [(each.step, each.metrics["eval/sums/acc"]) for each in Listener.found] == [(6, 0.6), (7, 0.7)]
+
+
+def test_the_next_start_makes_up_for_what_a_stop_left_out(tmp_path: Path, pretend: type[Pretender]) -> None:
+    stops = "general.hooks=[{path: support.user_parts.StopAt, kwargs: {step: 4}}]"
+    overrides = keys(tmp_path)
+    _, said = train_and_listen(tiny_config(tmp_path, *overrides, stops))
+    assert "evaluation of step 4: the next start makes up for it" in said
+    config = tiny_config(tmp_path, *overrides)
+    train_and_listen(config)
+    assert [path.name for path in pretend.made[1].asked] == ["4", "6"]
+    found = [line["iteration"] for line in metrics(config) if "eval/sums/acc" in line]
+    assert found == [4, 6]  # 2 was in flight at the stop
+    train_and_listen(tiny_config(tmp_path, *overrides, "tokens.train_steps=8"))
+    assert [path.name for path in pretend.made[2].asked] == ["8"]
+
+
+def test_what_does_not_fit_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"evaluation\.eval_interval: expected a multiple of checkpoint_interval 2"):
+        tiny_config(tmp_path, *keys(tmp_path, "evaluation.eval_interval=3"))
+    with pytest.raises(InputError, match=r"evaluation\.tasks: need a tokenizer; expected tokenizer\.tokenizer_name_or"):
+        tiny_config(tmp_path, "evaluation={tasks: [sums]}")
+
+
+@pytest.mark.slow
+def test_a_run_is_evaluated_as_the_command_does(tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval", reason="lm_eval is not installed")
+    options = {"num_fewshot": 1, "limit": 7, "batch_size": 2, "device": "cpu"}
+    config = tiny_config(tmp_path, *keys(tmp_path), *(f"evaluation.{name}={value}" for name, value in options.items()))
+    _, said = train_and_listen(config)
+    assert "Evaluation: loading sums" in said
+    left = {line["iteration"]: line for line in metrics(config) if "eval/sums/acc" in line}
+    assert 6 in left
+    folder = Path(config.logging.log_dir) / config.general.run / "evaluation"
+    assert list(folder.glob("requests-sums-1shot*.pickle"))
+    for step, line in left.items():
+        checkpoint = tmp_path / "checkpoints" / str(step)
+        found = kn.evaluate(checkpoint, "sums", include_path=tmp_path / "tasks", **options)["sums"]
+        assert found["acc"].value * 7 == pytest.approx(round(found["acc"].value * 7))
+        assert line["eval/sums/acc"] == found["acc"].value
+        assert line["eval/sums/bits_per_byte"] == pytest.approx(found["bits_per_byte"].value, rel=1e-6)
+    with pytest.raises(InputError, match="lm_eval has no task 'sumz'; did you mean 'sums'"):
+        train_and_listen(tiny_config(tmp_path, *keys(tmp_path, "evaluation.tasks=[sumz]", "tokens.train_steps=8")))
