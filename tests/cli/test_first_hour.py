@@ -419,7 +419,6 @@ COMMANDS = [
         "error: no checkpoint at texts.jsonx/10: the current folder has no 'texts.jsonx'; did",
     ),
     (("checkpoint", "list", "nowhere"), "error: nowhere is not a folder"),
-    (("data", "convert", "x", "out", "--to", "numpyy"), "error: --to: cannot write 'numpyy'; expected one of"),
     (
         ("data", "train-tokenizer", "texts.jsonl", "--vocab-size", "10", "--output", "t"),
         "error: --vocab-size: expected at least 257 (256 bytes and end of text), found 10",

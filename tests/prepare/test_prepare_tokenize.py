@@ -358,12 +358,11 @@ def test_from_text_to_a_merged_file_on_the_command_line(tmp_path, monkeypatch, c
     for arguments, line in (
         (["tokenize", "a.jsonl", "--tokenizer", "tok", "--output", "s3://b/x"], "--output: expected a local path"),
         (["merge", "out", "--output", "s3://b/x"], "--output: expected a local path, found s3://b/x"),
-        (["convert", "out", "s3://b/x", "--to", "megatron"], "DST: expected a local path, found s3://b/x"),
         (["train-tokenizer", "a.jsonl", "--vocab-size", "300", "--output", "s3://b/x"], "--output: expected a local"),
         (["tokenize", "a.jsonl", "--tokenizer", "tok", "--output", "x", "--seed", "1"], "only with --shuffle-doc"),
         (["merge", "out", "--output", "x", "--seed", "1"], "--seed: expected only with --shuffle"),
         (["merge", "out", "--output", "x.npy"], "--output: expected a folder, or a file that ends in .ds"),
-        (["convert", "out", "x.ds", "--to", "megatron"], "DST: expected a folder, or a file that ends in .bin"),
+        (["merge", "out", "--output", "x.ds", "--format", "megatron"], "a folder, or a file that ends in .bin"),
         (["tokenize", "a.jsonl", "--tokenizer", "10", "--output", "x"], "in it; did you mean 10/tokenizer?"),
         (["tokenize", "nowhere/", "--tokenizer", "tok", "--output", "x"], "INPUT: no such file or folder: nowhere/"),
         (["tokenize", "a.jsonl", "--tokenizer", "tok", "--output", "a.jsonl/x"], "--output: cannot create a.jsonl/x"),

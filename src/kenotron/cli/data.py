@@ -6,7 +6,6 @@ Each command takes what it needs as arguments and says what it did; torch is nev
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -114,29 +113,6 @@ def inspect(
         )
     if problems:
         raise InputError("\n".join(problems))
-
-
-@app.command()
-def convert(
-    src: Source,
-    dst: Annotated[Path, typer.Argument(help="A folder, or a file with the format's suffix.")],
-    to: Annotated[str, typer.Option(help="datatrove (.ds) or megatron (.bin, .idx).")],
-    dtype: Annotated[str | None, typer.Option(help="Dtype of the written ids; default: that of the source.")] = None,
-    source_dtype: RawDtype = None,
-    as_json: AsJson = False,
-) -> None:
-    """Convert token files to another format, without changing ids or documents."""
-    from kenotron.prepare.convert import convert as work
-
-    on_this_machine(dst, "DST")
-    done = work(src, dst, to, dtype, source_dtype, report=lambda line: print(line, file=sys.stderr))
-    if as_json:
-        print(json.dumps(done, indent=2))
-        return
-    documents = "ends of documents not known" if done["documents"] is None else counted(done["documents"], "document")
-    print(
-        f"{dst}: {done['tokens']:,} tokens, {documents}, {done['dtype']}, {counted(len(done['files']), 'file')} ({to})"
-    )
 
 
 def on_this_machine(output: Path, name: str) -> None:

@@ -1,4 +1,4 @@
-"""`kenotron data merge`: many files of tokens become one, or a few of limited size; end to end, or shuffled.
+"""`kenotron data merge`: files of tokens become one, or a few of limited size; end to end, or shuffled.
 
     a/00000.ds  a/00001.ds  b/  ──▶  all/00000.ds  all/00001.ds  all/manifest.json
 
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from kenotron.config.errors import InputError
 from kenotron.data.formats import (
+    SUFFIXES,
     WRITERS,
     TokenFile,
     TokenWriter,
@@ -25,7 +26,6 @@ from kenotron.data.formats import (
     is_file_of,
     open_token_files,
     open_writer,
-    written_suffix,
 )
 from kenotron.data.formats.token_file import checked_loss
 from kenotron.data.manifest import MANIFEST, Json, checksums, manifests_beside, token_dtype, write_json
@@ -60,10 +60,10 @@ def merge(
     for file in files:
         if file.ends is None:
             raise InputError(f"{file.path}: where its documents end is not known, so documents cannot be packed whole")
-    known = common_keys(sources, files)
+    known = _common_keys(sources, files)
     format = format or _format_of(output, files)
     check_holds_loss(files, format)
-    as_file = is_file_of(output, format, "--output")
+    as_file = is_file_of(output, format)
     if as_file and max_tokens is not None:
         raise InputError(f"--max-tokens-per-file: expected a folder as --output, found the file {output}")
     with scratch_beside(output) as scratch:
@@ -106,7 +106,7 @@ def _publish_files(scratch: Path, output: Path) -> None:
 
 
 def _format_of(output: Path, files: Sequence[TokenFile]) -> str:
-    by_suffix = {written_suffix(format): format for format in WRITERS}
+    by_suffix = {suffix: format for format, suffix in SUFFIXES.items()}
     return by_suffix.get(output.suffix) or (files[0].format if files[0].format in WRITERS else "datatrove")
 
 
@@ -118,22 +118,19 @@ def _dtype(files: Sequence[TokenFile], format: str) -> np.dtype:
     return token_dtype(1 << 31, format)
 
 
-def common_keys(sources: Sequence[str | AnyPath], files: Sequence[TokenFile], strict: bool = True) -> Json:
+def _common_keys(sources: Sequence[str], files: Sequence[TokenFile]) -> Json:
     """What all sources say of their tokenizer: by its hash where all of `files` have one, else by its name.
 
-    Raises InputError: they differ; without `strict`, what differs is left out.
+    Raises InputError: they differ.
     """
     known: dict[str, tuple[Any, str]] = {}
-    different: set[str] = set()
 
     def agree(key: str, value: Any, where: str) -> None:
         before, first = known.setdefault(key, (value, where))
         if before != value:
-            different.add(key)
-            if strict:
-                raise InputError(
-                    f"{where}: {key} is {value!r}, but {before!r} in {first}: their tokens have different meanings"
-                )
+            raise InputError(
+                f"{where}: {key} is {value!r}, but {before!r} in {first}: their tokens have different meanings"
+            )
 
     manifests = list(manifests_beside(files, above=[folder for folder in map(as_path, sources) if folder.is_dir()]))
     hashed = {path for place, made in manifests if "tokenizer_hash" in made for path in _described(place, made)}
@@ -145,7 +142,7 @@ def common_keys(sources: Sequence[str | AnyPath], files: Sequence[TokenFile], st
         for key in MANIFEST_KEYS:
             if key in made and not (key == "tokenizer" and by_hash and key in known):
                 agree(key, made[key], str(place))
-    return {key: value for key, (value, _) in known.items() if key not in different}
+    return {key: value for key, (value, _) in known.items()}
 
 
 def _described(place: AnyPath, made: Json) -> Iterator[str]:
@@ -252,7 +249,7 @@ class _Files:
         self._tokens += len(ids)
 
     def _path(self) -> Path:
-        return self.folder / f"{self.stem or f'{len(self.written):05d}'}{written_suffix(self.format)}"
+        return self.folder / f"{self.stem or f'{len(self.written):05d}'}{SUFFIXES[self.format]}"
 
     def close(self) -> None:
         """End the file that is open, if any; the next document begins another one."""

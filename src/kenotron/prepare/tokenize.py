@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kenotron.config.errors import InputError, counted
-from kenotron.data.formats import PLAN, UNFINISHED, TokenWriter, open_writer, written_suffix
+from kenotron.data.formats import PLAN, SUFFIXES, UNFINISHED, TokenWriter, open_writer
 from kenotron.data.manifest import MANIFEST, Json, checksums, read_json, refuse_other_work, token_dtype, write_json
 from kenotron.prepare.inputs import InputShard, describe_hook, describe_inputs, open_input, plan_shards, row_hook
 from kenotron.prepare.shuffle import DocumentShuffle
@@ -396,7 +396,7 @@ class _ShardWriter:
         return DocumentShuffle(self.scratch / "shuffle", self.work.dtype, self.shard.size, seed)
 
     def _open_writer(self) -> TokenWriter:
-        path = self.scratch / f"{self.shard.number:05d}{written_suffix(self.work.options.format)}"
+        path = self.scratch / f"{self.shard.number:05d}{SUFFIXES[self.work.options.format]}"
         return open_writer(path, self.work.options.format, self.work.dtype, self.work.tokenizer.name)
 
 

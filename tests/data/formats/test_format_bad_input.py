@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from kenotron.config.errors import InputError
 from kenotron.data.formats import TokenFile, documents_between, open_token_files, open_writer
 from kenotron.data.formats.token_file import token_chunks
-from kenotron.prepare.convert import convert
+from kenotron.prepare.merge import merge
 
 DOCS = [[1, 2, 3], [], [4, 5], [6, 7, 8, 9]]
 IDS = [token for doc in DOCS for token in doc]
@@ -96,7 +96,7 @@ def test_litdata_by_its_layout(tmp_path: Path) -> None:
 
 
 def test_litdata_becomes_ds_in_the_order_of_its_index(tmp_path: Path) -> None:
-    """Chunk 10 comes after chunk 2, whatever their names; ids of 8 bytes take the narrowest type that holds them."""
+    """Chunk 10 comes after chunk 2, whatever their names; ids of 8 bytes get 4."""
     (tmp_path / "in").mkdir()
     write_litdata(tmp_path / "in")
     index = json.loads((tmp_path / "in" / "index.json").read_text())
@@ -104,7 +104,7 @@ def test_litdata_becomes_ds_in_the_order_of_its_index(tmp_path: Path) -> None:
         (tmp_path / "in" / chunk["filename"]).rename(tmp_path / "in" / name)
         chunk["filename"] = name
     (tmp_path / "in" / "index.json").write_text(json.dumps(index))
-    assert convert(tmp_path / "in", tmp_path / "out", "datatrove")["dtype"] == "uint16"
+    assert merge([str(tmp_path / "in")], tmp_path / "out")["dtype"] == "uint32"
     assert content(open_token_files(tmp_path / "out", "PATH")) == (IDS, ENDS)
 
 

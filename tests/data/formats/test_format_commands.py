@@ -1,4 +1,4 @@
-"""`kenotron data show | inspect | convert`, through the command line."""
+"""`kenotron data show | inspect | merge`, through the command line."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_show_disjoint_windows_of_ds_and_overlapping_ones_elsewhere(corpus: Path
     assert code == 0
     assert json.loads(out)["tokens"] == IDS[4:8]
     assert json.loads(out)["document_ends"] == [1, 4]
-    assert shell("data", "convert", corpus, tmp_path / "out", "--to", "megatron")[0] == 0
+    assert shell("data", "merge", corpus, "--output", tmp_path / "out", "--format", "megatron")[0] == 0
     code, out, _ = shell("data", "show", tmp_path / "out", "--sequence-length", 3, "--sample", 1, "--json")
     assert json.loads(out)["tokens"] == IDS[3:7]
     code, _, err = shell("data", "show", corpus, "--sequence-length", 3, "--sample", 3)
@@ -69,19 +69,11 @@ def test_inspect_reports_an_id_beyond_the_vocabulary(corpus: Path, shell: Shell)
     assert shell("data", "inspect", corpus, "--vocab-size", 10)[0] == 0
 
 
-def test_convert_says_that_the_source_has_no_documents(tmp_path: Path, shell: Shell) -> None:
-    np.save(tmp_path / "a.npy", np.array(IDS))
-    code, out, _ = shell("data", "convert", tmp_path / "a.npy", tmp_path / "b.bin", "--to", "megatron")
-    assert code == 0
-    assert "13 tokens, ends of documents not known, int64" in out
-    assert open_token_files(tmp_path / "b.bin", "PATH")[0].tokens.tolist() == IDS
-
-
-@pytest.mark.parametrize("to", ["litdata", "numpy"])
-def test_a_format_that_is_only_read_is_refused(corpus: Path, tmp_path: Path, shell: Shell, to: str) -> None:
-    code, _, err = shell("data", "convert", corpus, tmp_path / "out", "--to", to)
+@pytest.mark.parametrize("format", ["litdata", "numpy"])
+def test_a_format_that_is_only_read_is_refused(corpus: Path, tmp_path: Path, shell: Shell, format: str) -> None:
+    code, _, err = shell("data", "merge", corpus, "--output", tmp_path / "out", "--format", format)
     assert code == 2
-    assert f"--to: cannot write '{to}'; expected one of datatrove, megatron" in err
+    assert f"--format: expected datatrove or megatron, found '{format}'" in err
 
 
 def test_duplicates_are_estimated_where_the_table_is_full() -> None:

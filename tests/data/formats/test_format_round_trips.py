@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -16,8 +14,6 @@ from hypothesis import strategies as st
 from kenotron.config.errors import InputError
 from kenotron.data.formats import documents_between, megatron, open_token_files, open_writer
 from kenotron.data.formats.token_file import token_chunks
-from kenotron.prepare import convert as converting
-from kenotron.prepare.convert import convert
 from kenotron.prepare.merge import merge
 
 documents = st.lists(st.lists(st.integers(0, 65535), max_size=9), max_size=8)
@@ -71,68 +67,30 @@ def test_a_loss_mask_may_begin_late_and_pause(batches: list[tuple[list[list[int]
 
 @pytest.mark.parametrize("to", WRITABLE)
 @pytest.mark.parametrize("source", WRITABLE)
-@given(docs=documents, piece=st.integers(1, 7))
-def test_convert_keeps_ids_and_documents_at_any_piece_size(source: str, to: str, docs: list, piece: int) -> None:
-    before = converting.CHUNK_TOKENS
-    converting.CHUNK_TOKENS = piece
-    try:
-        with TemporaryDirectory() as folder:
-            root = Path(folder)
-            for name in ("a", "b/c"):
-                with open_writer(root / "src" / name, source, np.dtype("uint16")) as writer:
-                    writer.write(*flat(docs))
-            convert(root / "src", root / "dst", to)
-            first, second = open_token_files(root / "src", "A"), open_token_files(root / "dst", "B")
-            assert [f.path.stem for f in first] == [f.path.stem for f in second]
-            for one, other in zip(first, second, strict=True):
-                assert other.tokens.dtype == one.tokens.dtype
-                assert other.tokens.tolist() == one.tokens.tolist()
-                assert other.ends is not None
-                assert other.ends.tolist() == np.cumsum([len(d) for d in docs]).tolist()
-    finally:
-        converting.CHUNK_TOKENS = before
+@given(docs=documents.filter(len))
+def test_another_format_keeps_ids_and_documents(source: str, to: str, docs: list) -> None:
+    with TemporaryDirectory() as folder:
+        root = Path(folder)
+        for name in ("a", "b/c"):
+            with open_writer(root / "src" / name, source, np.dtype("uint16")) as writer:
+                writer.write(*flat(docs))
+        merge([str(root / "src")], root / "dst", to)
+        (file,) = open_token_files(root / "dst", "B")
+        assert (file.format, file.tokens.dtype) == (to, np.dtype("uint16"))
+        ids, lengths = flat([*docs, *docs])
+        assert file.tokens.tolist() == ids.tolist()
+        assert file.ends is not None
+        assert file.ends.tolist() == np.cumsum(lengths).tolist()
 
 
 def test_there_and_back_gives_the_same_bytes(tmp_path: Path) -> None:
     with open_writer(tmp_path / "a.ds", "datatrove", np.dtype("uint32")) as writer:
         writer.write(*flat([[1, 70000], [], [3, 4, 5], []]))
-    convert(tmp_path / "a.ds", tmp_path / "b.bin", "megatron")
+    merge([str(tmp_path / "a.ds")], tmp_path / "b.bin")
     assert open_token_files(tmp_path / "b.bin", "")[0].tokens.dtype == np.dtype("int32")
-    convert(tmp_path / "b.bin", tmp_path / "c.ds", "datatrove")
+    merge([str(tmp_path / "b.bin")], tmp_path / "c.ds")
     for suffix in ("", ".index", ".metadata"):
         assert Path(f"{tmp_path}/c.ds{suffix}").read_bytes() == Path(f"{tmp_path}/a.ds{suffix}").read_bytes()
-
-
-def test_convert_refuses_a_narrow_type_before_writing_anything(tmp_path: Path) -> None:
-    for name, last in (("a", 5), ("b", 65536)):
-        with open_writer(tmp_path / "src" / name, "datatrove", np.dtype("uint32")) as writer:
-            writer.write(*flat([[1, 2], [last]]))
-    with pytest.raises(InputError, match=r"b\.ds: token 2 is 65536, beyond uint16 \(largest 65535\)"):
-        convert(tmp_path / "src", tmp_path / "dst", "megatron", dtype="uint16")
-    assert not (tmp_path / "dst").exists()
-    with pytest.raises(InputError, match=r"cannot write 'megatrom'.*did you mean 'megatron'"):
-        convert(tmp_path / "src", tmp_path / "dst", "megatrom")
-    convert(tmp_path / "src", tmp_path / "dst", "megatron")
-    with pytest.raises(InputError, match=r"DST: .*dst already exists"):
-        convert(tmp_path / "src", tmp_path / "dst", "megatron")
-
-
-def test_convert_is_all_or_nothing_and_hands_the_manifest_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in "ab":
-        with open_writer(tmp_path / "src" / name, "datatrove", np.dtype("uint16"), "tok") as writer:
-            writer.write(*flat([[1, 2], [3]]))
-    known = {"tokenizer": "tok", "tokenizer_hash": "1f", "vocab_size": 300, "eos": 3, "bos": None}
-    (tmp_path / "src" / "manifest.json").write_text(json.dumps(known | {"bytes": 7}))
-    full = OSError(28, "No space left on device")
-    with monkeypatch.context() as patch:
-        patch.setattr("kenotron.prepare.convert.write_json", Mock(side_effect=full))
-        with pytest.raises(InputError, match=r"DST: cannot create .*dst: No space left"):
-            convert(tmp_path / "src", tmp_path / "dst", "megatron")
-    assert [path.name for path in tmp_path.iterdir()] == ["src"]
-    convert(tmp_path / "src", tmp_path / "dst", "megatron")
-    assert known.items() <= json.loads((tmp_path / "dst" / "manifest.json").read_text()).items()
-    convert(tmp_path / "src" / "a.ds", tmp_path / "a.bin", "megatron")
-    assert known.items() <= json.loads((tmp_path / "a.bin.manifest.json").read_text()).items()
 
 
 def test_a_loss_mask_is_never_dropped(tmp_path: Path) -> None:
@@ -140,11 +98,9 @@ def test_a_loss_mask_is_never_dropped(tmp_path: Path) -> None:
         writer.write(*flat([[1, 2, 3]]), np.array([True, False, True]))
     for target in ("b.bin", "deep/b"):
         with pytest.raises(InputError, match=r"a\.ds\.loss: megatron files cannot hold a loss mask"):
-            convert(tmp_path / "a.ds", tmp_path / target, "megatron")
-    with pytest.raises(InputError, match="cannot hold a loss mask"):
-        merge([str(tmp_path / "a.ds")], tmp_path / "b.bin")
+            merge([str(tmp_path / "a.ds")], tmp_path / target, "megatron")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.ds", "a.ds.index", "a.ds.loss", "a.ds.metadata"]
-    convert(tmp_path / "a.ds", tmp_path / "c.ds", "datatrove")
+    merge([str(tmp_path / "a.ds")], tmp_path / "c.ds")
     assert (tmp_path / "c.ds.loss").read_bytes() == b"\1\0\1"
 
 

@@ -15,7 +15,7 @@ from types import ModuleType
 
 import numpy as np
 
-from kenotron.config.errors import InputError, nearest, no_such_path
+from kenotron.config.errors import InputError, no_such_path
 from kenotron.data.formats.token_file import TokenFile, TokenWriter, documents_between, integer_dtype, token_chunks
 from kenotron.storage.paths import AnyPath, as_path, walk
 
@@ -32,6 +32,7 @@ EXPECTED = ".ds, .bin with .idx, litdata's index.json, .npy, raw .bin"
 __all__ = [
     "MANIFEST",
     "PLAN",
+    "SUFFIXES",
     "UNFINISHED",
     "WRITERS",
     "TokenFile",
@@ -43,7 +44,6 @@ __all__ = [
     "open_token_files",
     "open_writer",
     "token_chunks",
-    "written_suffix",
 ]
 
 
@@ -88,9 +88,9 @@ def find_token_files(path: str | AnyPath, where: str) -> list[tuple[AnyPath, str
 def open_writer(path: Path, format: str, dtype: np.dtype, tokenizer: str | None = None) -> TokenWriter:
     """A writer of one file of `format`, whose suffix is added to `path` where it is missing.
 
-    Raises InputError: an unknown format, or one that cannot hold `dtype`; the folder cannot be written.
+    Raises InputError: the format cannot hold `dtype`; the folder cannot be written.
     """
-    suffix = written_suffix(format)
+    suffix = SUFFIXES[format]
     return _writer(format)(path if path.suffix == suffix else path.with_name(path.name + suffix), dtype, tokenizer)
 
 
@@ -102,19 +102,11 @@ def check_holds_loss(files: Sequence[TokenFile], format: str) -> None:
         raise InputError(f"{name}: {format} files cannot hold a loss mask; write datatrove's .ds instead")
 
 
-def written_suffix(format: str) -> str:
-    """The suffix of files of `format`. Raises InputError: it is not written."""
-    if format not in SUFFIXES:
-        expected = f"expected one of {', '.join(SUFFIXES)}{nearest(format, SUFFIXES)}"
-        raise InputError(f"--to: cannot write '{format}'; {expected}")
-    return SUFFIXES[format]
-
-
-def is_file_of(path: Path, format: str, key: str) -> bool:
+def is_file_of(path: Path, format: str) -> bool:
     """Whether `path` names one file of `format`, not a folder. Raises InputError: a file of another format."""
-    suffix = written_suffix(format)
+    suffix = SUFFIXES[format]
     if path.suffix in (*SUFFIXES.values(), ".npy") and path.suffix != suffix:
-        raise InputError(f"{key}: expected a folder, or a file that ends in {suffix} ({format}), found {path}")
+        raise InputError(f"--output: expected a folder, or a file that ends in {suffix} ({format}), found {path}")
     return path.suffix == suffix
 
 
