@@ -22,6 +22,7 @@ from kenotron.config.dotted import find_beside
 from kenotron.config.errors import InputError, NotSupportedYet
 from kenotron.config.overrides import apply, is_file, merge
 from kenotron.config.unserved import named, take_unserved
+from kenotron.config.urls import misplaced, with_passwords
 from kenotron.config.writing import to_dict
 
 
@@ -58,8 +59,11 @@ def load(
     resolve_domains(document)
     for line in resume_from_itself(document):  # with another checkpoints_path it starts from the file's
         say(line)
-    if found := take_unserved(document.data):
-        raise NotSupportedYet("; ".join(_with_line(document, keys, value) for keys, value in found))
+    refused: list[tuple[Keys, Any]] = [*with_passwords(document.data)]
+    if not refused:  # the others repeat values
+        refused = [*take_unserved(document.data), *misplaced(document)]
+    if refused:
+        raise NotSupportedYet("; ".join(_with_line(document, keys, value) for keys, value in refused))
     try:
         return Config.model_validate(document.data)
     except ValidationError as error:

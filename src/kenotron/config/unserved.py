@@ -8,7 +8,6 @@ A feature that arrives takes its line out of the list and adds its section to th
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -32,22 +31,6 @@ _VALUES: dict[str, tuple[str, ...]] = {
     "model.init_method.scaling_method": ("model_scale",),
 }
 
-# Keys that name local files or folders. A URL there would be taken for a folder called `s3:`.
-_LOCAL = (
-    "general.benchmark_csv_path",
-    "general.kill_switch_path",
-    "checkpoints.staging_path",
-    "checkpoints.local.path",
-    "logging.log_dir",
-    "profiler.profiler_export_path",
-    "remote_data.cache_folder",
-    "model.init_method.path",
-)
-# Keys that name a local path or a store that checkpoints are written to.
-_STORES = ("checkpoints.checkpoints_path", "checkpoints.resume_checkpoint_path", "s3_upload.upload_s3_path")
-_NO_STORES = re.compile(r"(hf|https?|file|local):/|[A-Za-z][A-Za-z0-9+.-]+:/(?!/.)")
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # `s3:/bucket` too: what pathlib makes of `s3://bucket`
-
 Keys = tuple[str, ...]
 
 
@@ -56,7 +39,7 @@ def take_unserved(data: dict[str, Any]) -> list[tuple[Keys, object]]:
 
     Listed keys that ask for nothing are taken out of `data`: the schema does not have them.
     """
-    return [*_passwords(data)] or [*_keys(data), *_values(data), *_urls(data)]  # the others repeat values
+    return [*_keys(data), *_values(data)]
 
 
 def named(keys: Sequence[str | int], value: object) -> str:
@@ -94,27 +77,6 @@ def _values(data: dict[str, Any]) -> Iterator[tuple[Keys, Any]]:
         value = _at(data, keys)
         if isinstance(value, str) and value.lower().removeprefix("torch.") in values:
             yield keys, value
-
-
-def _urls(data: dict[str, Any]) -> Iterator[tuple[Keys, Any]]:
-    wrong = dict.fromkeys(_LOCAL, (_URL, "a local path"))
-    wrong |= dict.fromkeys(_STORES, (_NO_STORES, "a local path, or a store's URL such as s3://bucket/run"))
-    for path, (pattern, expected) in wrong.items():
-        keys = tuple(path.split("."))
-        value = _at(data, keys)
-        if isinstance(value, str) and pattern.match(value):
-            yield keys, f"{value}: expected {expected}"
-
-
-def _passwords(data: Any, around: Keys = ()) -> Iterator[tuple[Keys, str]]:
-    """URLs as ``https://user:password@host``, also as pathlib has them; ``hf://gpt2@main`` is a revision."""
-    for name, value in data.items() if isinstance(data, dict) else enumerate(data if isinstance(data, list) else ()):
-        found = [x for x in (name, value) if isinstance(x, str) and re.search(r"(?<!\bhf)://?[^/?#\s]*@", x)]
-        if found:  # a mix of datasets has URLs as keys
-            at = around if name in found else (*around, str(name))
-            yield at, "a URL with a user or password; credentials come from the environment"
-        else:
-            yield from _passwords(value, (*around, str(name)))
 
 
 def _at(data: Any, keys: Sequence[str]) -> Any:

@@ -11,7 +11,7 @@ A step takes the next samples of its stage, as many as its global batch has; whi
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property
@@ -38,7 +38,6 @@ from kenotron.data.stage_plan import (
     plan_validation,
 )
 from kenotron.data.stream_states import RunStreams
-from kenotron.text.progress import Report
 from kenotron.text.tokenizer import TextTokenizer, end_of_text, load_tokenizer
 
 SOME_EPOCHS = 1e-4  # random tokens, which have no end, come to fewer
@@ -377,7 +376,7 @@ def _epochs(source: SourcePlan) -> str:
 def open_run(
     config: Config,
     start_step: int = 1,
-    report: Report = print,
+    report: Callable[[str], None] = print,
     tokenizer_folder: Path | None = None,
     held_out: Iterable[str] = (),
 ) -> RunData:
@@ -412,7 +411,7 @@ def open_run(
     return data
 
 
-def run_settings(config: Config, report: Report) -> RunSettings:
+def run_settings(config: Config, report: Callable[[str], None]) -> RunSettings:
     """What opening a source takes from `config`; the tokenizer is not loaded yet."""
     tokens, architecture = config.tokens, config.model.architecture
     assert hasattr(architecture, "vocab_size"), "refused before: an architecture of another library"

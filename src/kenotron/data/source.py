@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from kenotron.config.errors import InputError, counted
 from kenotron.config.remote import RemoteData
 from kenotron.data.batch import Int64
-from kenotron.text.progress import Report
 from kenotron.text.tokenizer import TextTokenizer
 
 
@@ -246,7 +245,7 @@ class RunSettings:
     tokenizer_name: str | None
     remote: RemoteData
     tokenizer: TextTokenizer | None
-    report: Report
+    report: Callable[[str], None]
     held_out: frozenset[int] = frozenset()
     """Hashes of documents that the checkpoint which the run begins with held out because their set was small."""
     stop: threading.Event | None = None
