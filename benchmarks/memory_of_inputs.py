@@ -26,7 +26,7 @@ import numpy as np
 import yaml
 
 import kenotron as kn
-from kenotron.data.formats import WRITERS, open_writer, written_suffix
+from kenotron.data.formats import SUFFIXES, open_writer
 from kenotron.text.byte_level_bpe import train_byte_level_bpe
 from kenotron.text.file_documents import python_stdlib
 from kenotron.text.json_lines import LONGEST_LINE
@@ -114,7 +114,7 @@ class Inputs:
 
     def tokens(self, format: str) -> str:
         """One document of size / 2 ids of two bytes."""
-        path = self.folder / f"document-{format}{written_suffix(format)}"
+        path = self.folder / f"document-{format}{SUFFIXES[format]}"
         if not path.exists():
             block = np.random.default_rng(0).integers(0, 32000, 1 << 22).astype(np.uint16)
             left = self.size // 2
@@ -195,13 +195,13 @@ def cases(folder: Path, inputs: Inputs, tokenizer: str) -> Iterator[Case]:
                     run_of(folder, {"text_files": inputs(text), **extra}, tokenizer),
                 ],
             )
-    for source in WRITERS:
+    for source in SUFFIXES:
         yield f"inspect {source}", lambda s=source: [*CLI, "data", "inspect", inputs.tokens(s)]
         yield f"show {source}", lambda s=source: [*CLI, "data", "show", inputs.tokens(s), *SHOWN]
-        for to in WRITERS:
+        for to in SUFFIXES:
             yield (
-                f"convert {source} to {to}",
-                lambda s=source, to=to: [*CLI, "data", "convert", inputs.tokens(s), out, "--to", to],
+                f"merge {source} as {to}",
+                lambda s=source, to=to: [*CLI, "data", "merge", inputs.tokens(s), "--output", out, "--format", to],
             )
         for how in ((), ("--shuffle",)):
             yield (

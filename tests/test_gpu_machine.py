@@ -19,7 +19,7 @@ from support.tiny_run import REPOSITORY
 # Requirements and extras, by the names they are imported as, that such a machine lacks, with what comes only with them.
 ABSENT = {
     *("datasets", "dill", "multiprocess"),
-    *("datatrove", "ctranslate2", "etcd"),
+    *("datatrove", "ctranslate2", "etcd", "lm_eval", "accelerate"),
     *("s3fs", "aiobotocore", "botocore", "boto3", "s3transfer", "gcsfs"),
     *("moto", "flask", "flask_cors", "werkzeug", "gcp_storage_emulator"),
     *("flash_attn", "mamba_ssm", "causal_conv1d"),

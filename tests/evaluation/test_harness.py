@@ -89,7 +89,7 @@ def test_wrong_names_end_in_one_line(folder: Path, tmp_path: Path) -> None:
         kn.evaluate(bare, "choices", include_path=folder / "tasks")
 
 
-@pytest.mark.budget(60, reason="lm_eval reads 14,000 YAML files for its list of tasks")
+@pytest.mark.slow
 def test_an_unknown_task_gets_the_nearest(folder: Path) -> None:
     with pytest.raises(InputError, match=r"lm_eval has no task 'choises'; did you mean 'choices'\?; `lm_eval ls"):
         kn.evaluate(folder / "checkpoints", "choises", include_path=folder / "tasks")

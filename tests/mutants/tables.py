@@ -8,6 +8,7 @@ from mutants import (
     config,
     data,
     doctor,
+    evaluation,
     generation,
     interop,
     launch,
@@ -38,6 +39,7 @@ TABLES = (
     observers,
     launch,
     cli,
+    evaluation,
     doctor,
 )
 
