@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kenotron.text import documents
-from kenotron.text.documents import RowChunk, RowHook
+from kenotron.text.documents import RowDocument, RowHook
 from kenotron.text.file_documents import FileDocuments, find_files
 
 
@@ -32,11 +32,10 @@ class TabReader:
         stop: int | None,
         hook: RowHook | None,
         bad: Callable[[str], None],
-        longest: int,
-    ) -> Iterator[RowChunk]:
+    ) -> Iterator[RowDocument]:
         lines = file.read_text().splitlines()
         for row, line in list(enumerate(lines))[start:stop]:
-            yield RowChunk(line.split("\t")[1], True, row, row / len(lines))
+            yield RowDocument(line.split("\t")[1], row, row / len(lines))
 
 
 @pytest.fixture

@@ -156,12 +156,10 @@ ROW_READERS = "kenotron.row_readers"
 BUILT_IN = {".parquet": "kenotron.text.tables.ParquetReader", ".arrow": "kenotron.text.tables.ArrowReader"}
 
 
-class RowChunk(NamedTuple):
-    """A document of a row or a chunk of one, whether it is the document's last, the number of its row in the file, and
-    the share of the rows that were read before."""
+class RowDocument(NamedTuple):
+    """A document of a row, the number of its row in the file, and the share of the rows that were read before."""
 
     text: str
-    last: bool
     row: int
     share: float
 
@@ -186,10 +184,8 @@ class RowReader(Protocol):
         stop: int | None,
         hook: RowHook | None,
         bad: Callable[[str], None],
-        longest: int,
-    ) -> Iterator[RowChunk]:
-        """Every document of the rows of a range: its `column`, or what `hook` makes of the row. A document of more than
-        `longest` bytes comes in chunks.
+    ) -> Iterator[RowDocument]:
+        """Every document of the rows of a range: its `column`, or what `hook` makes of the row.
 
         `bad` is called with what is wrong with a row; if it returns, the row is left out.
         """

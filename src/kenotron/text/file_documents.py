@@ -142,9 +142,8 @@ class FileDocuments(MayBeBad):
         """The documents of a range. Raises InputError: not readable, damaged."""
         file = self.files[byte_range.part]
         if (rows := row_reader(_suffix(file))) is not None:
-            start, stop = byte_range.start, byte_range.stop
-            for found in rows.read(file, self.column, start, stop, self.hook, self.bad, LONGEST_CHUNK):
-                yield DocumentChunk(found.text, int(found.share * byte_range.size), found.last, found.row)
+            for found in rows.read(file, self.column, byte_range.start, byte_range.stop, self.hook, self.bad):
+                yield DocumentChunk(found.text, int(found.share * byte_range.size), record=found.row)
             return
         with _readable(file), file.open("rb") as raw:
             if not byte_range.start:
@@ -183,17 +182,13 @@ class FileDocuments(MayBeBad):
     def _rows_from(self, rows: RowReader, file: AnyPath, place: int) -> Iterator[DocumentChunk]:
         """Of a file of rows a place is a row times `ROW`, plus the chunks of the row that were read."""
         first = rows.start_of(file, place // ROW) if place else 0
-        before = 0
-        for cell in rows.read(file, self.column, first, None, self.hook, self.bad, LONGEST_CHUNK):
-            done = max(before, cell.row * ROW) + 1
-            if before < place < done:
-                raise InputError(
-                    f"{file}: no text in it ends at place {place}, which the saved state of its stream names "
-                    "(another version wrote it): start over (--fresh, or checkpoints.load_lr_scheduler: false)"
-                )
-            if done > place:
-                yield DocumentChunk(cell.text, done, cell.last)
-            before = done
+        done = 0
+        for found in rows.read(file, self.column, first, None, self.hook, self.bad):
+            whole = DocumentChunk(found.text, 0)
+            for chunk in split_long_chunk(whole, LONGEST_CHUNK) if self.hook is None else [whole]:
+                done = max(done, found.row * ROW) + 1
+                if done > place:
+                    yield chunk._replace(done=done)
 
     def fingerprint(self, times: bool) -> str:
         """By name and size of every file, with `times` also when each changed."""
