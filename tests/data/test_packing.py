@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kenotron.config.errors import InputError
 from kenotron.data import NO_LOSS, open_run
-from kenotron.data.cache import SplitTokens
+from kenotron.data.formats import TokenFile
 from kenotron.data.provenance import document_sightings, step_origins
 from kenotron.data.sources import packed_rows as packing
 from kenotron.data.sources.packed_rows import PackedRows, best_fit_decreasing, open_plan, pack, packed_rows
@@ -92,9 +92,9 @@ def test_documents_are_packed_some_at_a_time(monkeypatch: pytest.MonkeyPatch) ->
     assert (plan.documents, plan.cut, plan.tokens) == (13, 4, plan.lengths.sum())
 
 
-def split(sizes: Any, first: int = 0) -> SplitTokens:
+def split(sizes: Any, first: int = 0) -> TokenFile:
     tokens = np.arange(first, first + sum(sizes), dtype=np.uint16)
-    return SplitTokens(tokens, np.cumsum(sizes).astype(np.uint64), 0, -1)
+    return TokenFile(Path("part"), "numpy", tokens, np.cumsum(sizes).astype(np.uint64))
 
 
 def test_a_plan_is_kept_and_made_anew_for_other_documents(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +116,7 @@ def test_a_plan_is_kept_and_made_anew_for_other_documents(monkeypatch: pytest.Mo
 
 
 def test_ends_out_of_order_are_one_line() -> None:
-    wrong = SplitTokens(np.arange(9, dtype=np.uint16), np.array([3, 9, 5], dtype=np.uint64), 0, -1)
+    wrong = TokenFile(Path("wrong"), "numpy", np.arange(9, dtype=np.uint16), np.array([3, 9, 5], dtype=np.uint64))
     with pytest.raises(InputError, match="twisted: the ends of its documents are not in order"):
         open_plan("twisted", [wrong], L, quiet)
 

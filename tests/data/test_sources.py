@@ -1,5 +1,7 @@
 """Windows of a token stream, against the definition read token by token."""
 
+from pathlib import Path
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,12 +10,13 @@ from kenotron.data import NO_LOSS
 from kenotron.data.batch import PAD, make_batch
 from kenotron.data.cache import SplitTokens
 from kenotron.data.sources.random_tokens import RandomTokens
-from kenotron.data.sources.windows import HeldOutWindows, TokenWindows
+from kenotron.data.sources.token_folder import TokenFolder
+from kenotron.data.sources.windows import HeldOutWindows
 
 
 def made_split(lengths):
     tokens = np.arange(sum(lengths), dtype=np.uint16)
-    return SplitTokens(tokens, np.cumsum(lengths).astype(np.uint64), 0, 0)
+    return SplitTokens(Path("made"), "cache", tokens, np.cumsum(lengths).astype(np.uint64))
 
 
 def document_of(lengths, token):
@@ -25,7 +28,7 @@ streams = st.lists(st.integers(0, 12), min_size=1, max_size=30).filter(sum)
 
 @given(streams, st.integers(1, 9))
 def test_windows_share_one_token_and_only_the_tail_is_left_out(lengths, size):
-    source = TokenWindows("made", made_split(lengths), size)
+    source = TokenFolder("made", [made_split(lengths)], size, 1 << 16)
     assert len(source) == (sum(lengths) - 1) // size
     rows = source.read(np.arange(len(source))).tokens
     for i, row in enumerate(rows.tolist()):
@@ -34,7 +37,7 @@ def test_windows_share_one_token_and_only_the_tail_is_left_out(lengths, size):
 
 @given(streams, st.integers(1, 9), st.data())
 def test_the_windows_with_given_tokens_are_those_of_a_search(lengths, size, data):
-    source = TokenWindows("made", made_split(lengths), size)
+    source = TokenFolder("made", [made_split(lengths)], size, 1 << 16)
     start = data.draw(st.integers(0, sum(lengths) - 1))
     given_tokens = set(range(start, data.draw(st.integers(start + 1, sum(lengths)))))
     held = [
@@ -46,7 +49,7 @@ def test_the_windows_with_given_tokens_are_those_of_a_search(lengths, size, data
 
 @given(streams, st.integers(1, 9), st.randoms())
 def test_documents_number_every_token_also_past_empty_documents(lengths, size, random):
-    source = TokenWindows("made", made_split(lengths), size)
+    source = TokenFolder("made", [made_split(lengths)], size, 1 << 16)
     order = list(range(len(source)))
     random.shuffle(order)
     indices = np.array(order, dtype=np.int64)
@@ -68,7 +71,7 @@ def test_held_out_windows_hold_every_token_and_fill_up_the_last(lengths, size):
 
 @given(streams, st.integers(1, 9))
 def test_batches_with_documents_restart_positions_and_mask_borders(lengths, size):
-    source = TokenWindows("made", made_split(lengths), size)
+    source = TokenFolder("made", [made_split(lengths)], size, 1 << 16)
     indices = np.arange(len(source))
     batch = make_batch(source.read(indices).tokens, indices, source.read(indices).document_ids)
     for r in range(len(source)):
@@ -90,8 +93,8 @@ def test_opening_a_large_memory_map_reads_nothing(tmp_path):
     file = tmp_path / "large.tokens"
     with open(file, "wb") as stream:
         stream.truncate(2**36)
-    split = SplitTokens(np.memmap(file, "<u2", "r"), np.array([2**35], np.uint64), 0, 0)
-    source = TokenWindows("large", split, 4096)
+    split = SplitTokens(file, "cache", np.memmap(file, "<u2", "r"), np.array([2**35], np.uint64))
+    source = TokenFolder("large", [split], 4096, 1 << 16)
     assert len(source) == (2**35 - 1) // 4096
     assert source.read(np.array([0, len(source) - 1])).tokens.shape == (2, 4097)
 

@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 
 from kenotron.config.errors import InputError
 from kenotron.data.cached_folder import cache_entry, cached_folder, map_cached_array, writable
+from kenotron.data.formats.token_file import TokenFile
 from kenotron.data.manifest import checksums
 from kenotron.storage.files import cache_root, replace_file
 from kenotron.text.documents import DocumentChunk, DocumentSource
@@ -50,20 +51,15 @@ class Stopped(Exception):
 
 
 @dataclass(frozen=True)
-class SplitTokens:
-    """One side of a cache entry, memory-mapped.
+class SplitTokens(TokenFile):
+    """One side of a cache entry, memory-mapped; `path` is the entry's folder.
 
-    `tokens` ``[tokens]`` uint16 or uint32; `ends` ``[documents]`` uint64, the end of each document; `bytes` the UTF-8
-    bytes of the text; `max_id` the largest id (-1 when empty). `loss` ``[tokens]``: whether each carries a loss.
-    `path`: the entry's folder.
+    `bytes` are the UTF-8 bytes of the text, `max_id` is the largest id (-1 when empty).
     """
 
-    tokens: NDArray[np.unsignedinteger]
     ends: NDArray[np.uint64]
-    bytes: int
-    max_id: int
-    loss: NDArray[np.bool_] | None = None
-    path: Path | None = None
+    bytes: int = 0
+    max_id: int = -1
 
 
 @dataclass(frozen=True)
@@ -134,7 +130,7 @@ def _read(path: Path, content: str) -> TokenCache:
         tokens = map_cached_array(path / f"{split}.tokens", np.dtype(meta["dtype"]), of["tokens"])
         ends = map_cached_array(path / f"{split}.ends", np.dtype("<u8"), of["documents"])
         loss = map_cached_array(path / f"{split}.loss", np.dtype(np.bool_), of["tokens"]) if meta.get("loss") else None
-        sides[split] = SplitTokens(tokens, ends, of["bytes"], of["max_id"], loss, path)
+        sides[split] = SplitTokens(path, "cache", tokens, ends, loss, bytes=of["bytes"], max_id=of["max_id"])
     return TokenCache(path, content, sides["train"], sides["validation"], meta["skipped"], meta["smallest_hash"])
 
 

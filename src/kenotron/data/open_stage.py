@@ -57,28 +57,19 @@ class OpenStage:
         source_of, index = self.order.locate(positions)
         return [future for s in remote for future in self.sources[s].fetch_ahead(index[source_of == s])]
 
-    @cached_property
-    def _joined(self) -> tuple[TokenSource, Int64] | None:
-        return self.sources[0].joined(self.sources[1:])
-
     def read(self, positions: Int64, sample_ids: Int64, document_masking: bool) -> TokenBatch:
         """The samples at `positions` ``[n]`` of the stage, as one batch of n sequences."""
         source_of, index = self.order.locate(positions)
-        if self._joined is not None:
-            joined, first = self._joined
-            read = joined.read(index + first[source_of], document_masking)
-            documents = read.document_ids if document_masking else None
-            return replace(make_batch(read.tokens, sample_ids, documents, read.loss_mask), sources=source_of)
         where = {s: np.flatnonzero(source_of == s) for s in sorted(set(source_of.tolist()))}
         parts = [(rows, self.sources[s].read(index[rows], document_masking)) for s, rows in where.items()]
         types = {read.tokens.dtype for _, read in parts}
         shape = (len(positions), self.stage.sequence_length + 1)
         tokens = np.empty(shape, types.pop() if len(types) == 1 else np.int64)  # the narrower, the less memory moves
-        document_ids = np.zeros(shape, dtype=np.int64) if document_masking else None
-        loss_mask = None
+        document_ids = loss_mask = None
         for rows, read in parts:
             tokens[rows] = read.tokens
-            if document_ids is not None and read.document_ids is not None:
+            if document_masking and read.document_ids is not None:
+                document_ids = np.zeros(shape, dtype=np.int64) if document_ids is None else document_ids
                 document_ids[rows] = read.document_ids
             if read.loss_mask is not None:
                 loss_mask = np.ones(shape, dtype=np.bool_) if loss_mask is None else loss_mask

@@ -127,13 +127,6 @@ class TokenSource(ABC):
         """For every file whose last tokens are held out: its real path, its name, and the tokens before them."""
         return ()
 
-    def joined(self, others: Sequence[TokenSource]) -> tuple[TokenSource, Int64] | None:
-        """One source that reads this and all `others` in one call, and where the samples of each begin in it.
-
-        None: they are read one after the other.
-        """
-        return (self, np.zeros(1, dtype=np.int64)) if not others else None
-
     def fetch_ahead(self, indices: Int64) -> list[Future[bytes]]:
         """Start downloading what `read` will need of other machines."""
         return []

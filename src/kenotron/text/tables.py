@@ -103,7 +103,7 @@ def _documents(
     """The documents of all rows of the batches."""
     with _explained(file):
         for some in batches:
-            values = _records_of(some.batch) if hook else _values_of(some.batch, column, file)
+            values: Any = _records_of(some.batch) if hook else _values_of(some.batch, column, file)
             for row, value in enumerate(values, start=some.first):
                 try:
                     texts = map(whole_characters, hook(value, str(file))) if hook else [_text_of(value, column)]

@@ -99,4 +99,4 @@ def _chunk(index: AnyPath, number: int, chunk: Any, dtype: np.dtype) -> TokenFil
         at = int(wrong[0])
         raise InputError(f"{path}: item {at} (byte {4 + 4 * at}) is in bytes {offsets[at]} to {offsets[at + 1]}")
     ids = map_array(path, dtype, start, tokens)
-    return TokenFile(path, "litdata", ids, ends.astype(np.uint64), None, None)
+    return TokenFile(path, "litdata", ids, ends.astype(np.uint64))

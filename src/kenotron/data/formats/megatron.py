@@ -66,7 +66,7 @@ def open_file(path: AnyPath, where: str, dtype: np.dtype | None = None) -> list[
         raise InputError(
             f"{index}: the starts of documents from byte {at_byte} on do not ascend from 0 to the {sequences} sequences"
         )
-    return [TokenFile(path, "megatron", tokens, ends[documents[1:]].astype(np.uint64), None, None)]
+    return [TokenFile(path, "megatron", tokens, ends[documents[1:]].astype(np.uint64))]
 
 
 def _header(index: AnyPath) -> tuple[np.dtype, int, int]:

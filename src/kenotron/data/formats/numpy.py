@@ -48,7 +48,7 @@ def open_file(path: AnyPath, where: str, dtype: np.dtype | None = None) -> list[
     else:
         tokens = map_array(path, dtype)
         check_width(path, tokens, where)
-    return [TokenFile(path, "numpy", tokens, None, None, None)]
+    return [TokenFile(path, "numpy", tokens, None)]
 
 
 def _has_llm_c_header(path: AnyPath) -> bool:

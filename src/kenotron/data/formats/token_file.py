@@ -51,8 +51,8 @@ class TokenFile:
     format: str
     tokens: NDArray[np.integer]
     ends: NDArray[np.uint64] | None
-    loss: NDArray[np.bool_] | None
-    tokenizer: str | None
+    loss: NDArray[np.bool_] | None = None
+    tokenizer: str | None = None
     index_path: AnyPath | None = None
     loss_path: AnyPath | None = None
 

@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import xxhash
@@ -34,11 +33,12 @@ from numpy.typing import NDArray
 from kenotron.config.errors import InputError, counted
 from kenotron.data.batch import Int64
 from kenotron.data.cached_folder import cached_folder, map_cached_array
+from kenotron.data.formats.token_file import TokenFile
 from kenotron.data.source import Origin, Samples, SourceFile, TokenSource
 from kenotron.kernels.hashing import mix64
 from kenotron.storage.arrays import fetch_ahead
 from kenotron.storage.files import cache_root
-from kenotron.storage.paths import AnyPath, RemoteArray
+from kenotron.storage.paths import RemoteArray
 from kenotron.text.progress import Report, progress
 
 FORMAT = 1
@@ -132,26 +132,6 @@ def pack(starts: Int64, lengths: Int64, sequence_length: int, keep_rest: bool = 
 # ---- the plan ----------------------------------------------------------------------------------------------
 
 
-class TokenArrays(Protocol):
-    """A file of tokens, or a side of the token cache; `ends` and `loss` where they are known."""
-
-    @property
-    def path(self) -> AnyPath | None:
-        """Where it is."""
-
-    @property
-    def tokens(self) -> NDArray[np.integer]:
-        """Ids ``[tokens]``."""
-
-    @property
-    def ends(self) -> NDArray[np.uint64] | None:
-        """Exclusive ends of documents ``[documents]``."""
-
-    @property
-    def loss(self) -> NDArray[np.bool_] | None:
-        """Whether each token carries a loss ``[tokens]``."""
-
-
 @dataclass(frozen=True)
 class PackingPlan:
     """Which tokens lie in which row: fragment p is the tokens ``[starts[p], starts[p] + lengths[p])`` of all files end
@@ -174,7 +154,7 @@ class PackingPlan:
 
 
 def open_plan(
-    name: str, parts: Sequence[TokenArrays], sequence_length: int, report: Report, keep_rest: bool = True
+    name: str, parts: Sequence[TokenFile], sequence_length: int, report: Report, keep_rest: bool = True
 ) -> PackingPlan:
     """The plan for these files, from the cache, or made now and kept; for `keep_rest` see `cut_long`.
 
@@ -207,7 +187,7 @@ class _Counts:
 
 
 def _write_plan(
-    folder: Path, name: str, parts: Sequence[TokenArrays], sequence_length: int, keep_rest: bool, report: Report
+    folder: Path, name: str, parts: Sequence[TokenFile], sequence_length: int, keep_rest: bool, report: Report
 ) -> None:
     counts = _Counts()
     total = sum(len(_ends(part)) for part in parts)
@@ -232,7 +212,7 @@ def _write_plan(
     (folder / "meta.json").write_text(json.dumps(asdict(counts), indent=2) + "\n")
 
 
-def _documents(name: str, parts: Sequence[TokenArrays]) -> Iterator[tuple[Int64, Int64]]:
+def _documents(name: str, parts: Sequence[TokenFile]) -> Iterator[tuple[Int64, Int64]]:
     """Starts and lengths of all documents, `AT_ONCE` of them at a time; starts count through all files."""
     waiting: list[tuple[Int64, Int64]] = []
     held = base = 0
@@ -255,16 +235,16 @@ def _documents(name: str, parts: Sequence[TokenArrays]) -> Iterator[tuple[Int64,
         yield starts, sizes
 
 
-def _blocks(part: TokenArrays) -> Iterator[tuple[int, NDArray[np.uint64]]]:
+def _blocks(part: TokenFile) -> Iterator[tuple[int, NDArray[np.uint64]]]:
     ends = _ends(part)
     for first in range(0, len(ends), AT_ONCE):
         yield first, ends[first : first + AT_ONCE]
 
 
-def _ends(part: TokenArrays) -> NDArray[np.uint64]:
+def _ends(part: TokenFile) -> NDArray[np.uint64]:
     if part.ends is None:
         raise InputError(
-            f"dataset.packing: best_fit needs the ends of documents, which {part.path or 'the file'} "
+            f"dataset.packing: best_fit needs the ends of documents, which {part.path} "
             "does not have; expected packing: windows for it"
         )
     return part.ends
@@ -284,7 +264,7 @@ class PackedRows(TokenSource):
     def __init__(
         self,
         name: str,
-        parts: Sequence[TokenArrays],
+        parts: Sequence[TokenFile],
         plan: PackingPlan,
         sequence_length: int,
         padding: int,
@@ -293,7 +273,7 @@ class PackedRows(TokenSource):
     ) -> None:
         self.name, self.parts, self.plan, self.sequence_length = name, list(parts), plan, sequence_length
         self.padding, self._check = padding, check
-        self._files = files or [SourceFile(str(part.path or name), part.ends) for part in parts]
+        self._files = files or [SourceFile(str(part.path), part.ends) for part in parts]
         self.is_remote = any(isinstance(part.tokens, RemoteArray) for part in parts)
         self.bases = np.concatenate([[0], np.cumsum([len(part.tokens) for part in parts])]).astype(np.int64)
 
@@ -369,7 +349,7 @@ def _placed(origin: Origin) -> Iterator[tuple[int, int, int, int, int]]:
 
 def packed_rows(
     name: str,
-    parts: Sequence[TokenArrays],
+    parts: Sequence[TokenFile],
     sequence_length: int,
     padding: int,
     report: Report,

@@ -265,7 +265,8 @@ def first_held_out(
             break
     ids = np.concatenate([np.empty(0, dtype=np.uint32), *found])
     ends = np.cumsum(np.array([len(each) for each in found], dtype=np.uint64), dtype=np.uint64)
-    return SplitTokens(ids, ends, size, int(ids.max(initial=0)) if len(ids) else -1)
+    largest = int(ids.max()) if len(ids) else -1
+    return SplitTokens(Path(texts.name), "cache", ids, ends, bytes=size, max_id=largest)
 
 
 def cached_first_held_out(
@@ -293,7 +294,7 @@ def cached_first_held_out(
         ids, ends = (np.load(path / name, mmap_mode="r") for name in ("validation.npy", "ends.npy"))
     except (OSError, ValueError, EOFError):
         raise InputError(f"{path}: damaged token cache; delete it to have it rebuilt") from None
-    return SplitTokens(ids, ends, meta["bytes"], meta["max_id"], path=path)
+    return SplitTokens(path, "cache", ids, ends, bytes=meta["bytes"], max_id=meta["max_id"])
 
 
 def _pieces(texts: StreamableDocuments, encode: DocumentEncoder) -> Iterator[DocumentChunk]:

@@ -23,7 +23,8 @@ from kenotron.data.cache import TokenCache, chosen_hash, content_hash, open_toke
 from kenotron.data.source import Opening, RunSettings, SampleRange, TextSpec, TokenSource
 from kenotron.data.sources.packed_rows import PackedRows, packed_rows
 from kenotron.data.sources.stream import all_documents, open_stream
-from kenotron.data.sources.windows import HeldOutWindows, TokenWindows
+from kenotron.data.sources.token_folder import TokenFolder
+from kenotron.data.sources.windows import HeldOutWindows
 from kenotron.storage.paths import as_path
 from kenotron.text.documents import DocumentSource, RowHook, StreamableDocuments
 from kenotron.text.encode import EncodeRules
@@ -199,7 +200,7 @@ class TextDataset(TextSpec):
         )
         _check_ids(texts.name, cache, run.vocab_size, run.tokenizer)
         length = opening.sequence_length
-        train: TokenSource = TokenWindows(texts.name, cache.train, length)
+        train: TokenSource = TokenFolder(texts.name, [cache.train], length, run.vocab_size, watched=False)
         held_out: TokenSource = HeldOutWindows(texts.name, cache.validation, length)
         if section.packing == "best_fit":
             # The rest of an example that is cut has lost its prompt: it is left out.

@@ -22,7 +22,6 @@ import numpy as np
 from kenotron.config.data import NanosetDataset, TokenFilesDataset, as_list
 from kenotron.config.errors import InputError, counted
 from kenotron.config.remote import RemoteData, is_remote
-from kenotron.data.batch import Int64
 from kenotron.data.formats import TokenFile, open_token_files
 from kenotron.data.manifest import manifests_beside
 from kenotron.data.order import permute
@@ -197,15 +196,6 @@ class TokenFiles(SampleRange):
     def training_ends(self) -> Sequence[tuple[str, str, int]]:
         """For every file its real path, its name, and the tokens before the held-out ones."""
         return [(_real(file), str(file.path), end) for file, end in zip(self.folder.token_files, self._ends)]
-
-    def joined(self, others: Sequence[TokenSource]) -> tuple[TokenSource, Int64] | None:
-        """Windows of several folders are one read, where all allow the same ids."""
-        sources = [self, *(other for other in others if isinstance(other, TokenFiles))]
-        if not others or len(sources) <= len(others) or any(source.whole is not source.folder for source in sources):
-            return super().joined(others)
-        whole = TokenFolder.join([source.folder for source in sources])
-        before = np.cumsum([0, *(len(source.folder) for source in sources[:-1])])
-        return None if whole is None else (whole, before)
 
     def describe(self) -> str:
         """Documents, tokens and samples."""

@@ -19,7 +19,6 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
@@ -42,7 +41,11 @@ CHECK_EVERY = 0.01
 
 
 class TokenFolder(TokenSource):
-    """Samples of tokenized files, end to end."""
+    """Samples of tokenized files, end to end.
+
+    The documents of a token are known if there are `boundaries`. A file that changes under a run is an error, unless it
+    is not `watched`: what the token cache holds under a name never changes.
+    """
 
     def __init__(
         self,
@@ -51,14 +54,10 @@ class TokenFolder(TokenSource):
         sequence_length: int,
         vocab_size: int,
         boundaries: bool = True,
-        states: list[dict[AnyPath, tuple[int, int] | None]] | None = None,
+        watched: bool = True,
     ) -> None:
-        self.name, self.token_files, self.sequence_length, self.vocab_size = (
-            name,
-            list(files),
-            sequence_length,
-            vocab_size,
-        )
+        self.name, self.token_files = name, list(files)
+        self.sequence_length, self.vocab_size, self._watched = sequence_length, vocab_size, watched
         self._files = [SourceFile(str(file.path), file.ends) for file in files]
         self.boundaries = boundaries and any(file.ends is not None for file in self.token_files)
         self.steps = np.array([window_step(file.format, sequence_length) for file in self.token_files], dtype=np.int64)
@@ -67,27 +66,13 @@ class TokenFolder(TokenSource):
         types = {file.tokens.dtype for file in self.token_files}
         # The narrower, the less memory moves; in this machine's order of bytes, which a `.npy` need not have.
         self.dtype = types.pop().newbyteorder("=") if len(types) == 1 else np.dtype(np.int64)
-        self._states = states or [
+        self._states = [
             {path: _state(path) for path in (file.path, file.index_path, file.loss_path) if path is not None}
             for file in self.token_files
         ]
         self._checked = [-math.inf] * len(self.token_files)
         self.is_remote = any(isinstance(file.tokens, RemoteArray) for file in self.token_files)
         self._has_masks = any(file.loss is not None for file in self.token_files)
-
-    @staticmethod
-    def join(folders: Sequence[TokenFolder]) -> TokenFolder | None:
-        """The samples of all `folders`, one after the other: a batch of several is one read. None where they allow
-        different ids.
-        """
-        first = folders[0]
-        if any(folder.vocab_size != first.vocab_size for folder in folders):
-            return None
-        files = [
-            file if folder.boundaries else replace(file, ends=None) for folder in folders for file in folder.token_files
-        ]
-        states = [state for folder in folders for state in folder._states]  # as they were opened
-        return TokenFolder(first.name, files, first.sequence_length, first.vocab_size, states=states)
 
     def __len__(self) -> int:
         return int(self.first[-1])
@@ -184,7 +169,7 @@ class TokenFolder(TokenSource):
         return f"{counted(documents, 'document')}, {tokens}"
 
     def _check_unchanged(self, number: int) -> None:
-        if time.monotonic() - self._checked[number] < CHECK_EVERY:
+        if not self._watched or time.monotonic() - self._checked[number] < CHECK_EVERY:
             return
         self._checked[number] = time.monotonic()
         for path, state in self._states[number].items():

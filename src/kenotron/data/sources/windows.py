@@ -1,4 +1,4 @@
-"""Tokens end to end, cut into samples. Nine tokens with windows of 4:
+"""What windows of tokens hold, and the windows that hold out whole documents. Nine tokens with windows of 4:
 
 tokens    7 8 9 2 5 6 3 1 4      ends of documents  4 9
 sample 0  7 8 9 2 5              documents  0 0 0 0 1
@@ -7,60 +7,13 @@ sample 1          5 6 3 1 4      documents  1 1 1 1 1
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-
 import numpy as np
-from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from kenotron.config.errors import InputError
 from kenotron.data.batch import PAD, Int64
 from kenotron.data.cache import SplitTokens
-from kenotron.data.source import Origin, Samples, SourceFile, TokenSource
-
-
-class TokenWindows(TokenSource):
-    """Windows ``[i * S, i * S + S]`` of a side of the cache, S = `sequence_length`; the rest is left out."""
-
-    def __init__(self, name: str, split: SplitTokens, sequence_length: int) -> None:
-        self.name, self.split, self.sequence_length = name, split, sequence_length
-        self._files = [SourceFile(str(split.path or name), split.ends)]
-        length = max(0, (len(split.tokens) - 1) // sequence_length)
-        step = split.tokens.itemsize
-        base = np.asarray(split.tokens)
-        # Overlapping rows of the memory map: no byte is read before a row is asked for.
-        shape = (length, sequence_length + 1)
-        self._rows = as_strided(base, shape, (sequence_length * step, step), writeable=False)
-        self._loss = None
-        if split.loss is not None:
-            self._loss = as_strided(np.asarray(split.loss), shape, (sequence_length, 1), writeable=False)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def read(self, indices: Int64, document_ids: bool = True) -> Samples:
-        """The windows `indices` ``[n]``."""
-        origin, documents = self.locate(indices), None
-        if document_ids:
-            documents = document_numbers(self.split.ends, origin.start, self.sequence_length + 1, self.name)
-        return Samples(self._rows[indices], documents, None if self._loss is None else self._loss[indices], origin)
-
-    @property
-    def files(self) -> Sequence[SourceFile]:
-        """The side of the cache, as a file."""
-        return self._files
-
-    def locate(self, indices: Int64) -> Origin:
-        """Window i begins at token i times the sequence length."""
-        size = self.sequence_length
-        return Origin(self._files, np.zeros_like(indices), indices * size, size + 1, window=indices)
-
-    def samples_holding(self, file: int, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """The windows with tokens of [start, stop)."""
-        windows = windows_holding(start, stop, self.sequence_length, self.sequence_length)
-        for window in range(windows.start, min(windows.stop, len(self))):
-            begin = window * self.sequence_length
-            yield window, max(start, begin), min(stop, begin + self.sequence_length + 1)
+from kenotron.data.source import Samples, TokenSource
 
 
 class HeldOutWindows(TokenSource):
