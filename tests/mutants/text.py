@@ -70,8 +70,8 @@ MUTANTS = [
     Mutant(
         name="an-end-of-text-after-every-chunk",
         file="text/encode.py",
-        find="        if end and rules.eos is not None and ids[-1:] != [rules.eos]:\n",
-        replace="        if rules.eos is not None and ids[-1:] != [rules.eos]:\n",
+        find="            if rules.eos is not None and ends[place] and not has_end:\n",
+        replace="            if rules.eos is not None and not has_end:\n",
         why="a book is cut into many documents, in the middle of its sentences",
         tests=(f"{TOKENIZE}::test_a_long_document_stays_one_document_in_pieces",),
     ),

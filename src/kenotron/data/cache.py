@@ -16,11 +16,10 @@ $KENOTRON_CACHE, else ~/.cache/kenotron
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -34,8 +33,8 @@ from kenotron.data.formats.token_file import TokenFile
 from kenotron.data.manifest import checksums
 from kenotron.storage.files import cache_root, replace_file
 from kenotron.text.documents import DocumentChunk, DocumentSource
-from kenotron.text.encode import Encoded, EncodeRules, encode_documents
-from kenotron.text.hash_split import assign_sides, hash_threshold, threshold_of_fraction
+from kenotron.text.encode import Answer, EncodeRules, encode_documents
+from kenotron.text.hash_split import AssignedChunk, assign_sides, hash_threshold, threshold_of_fraction
 from kenotron.text.progress import Report, progress
 from kenotron.text.tokenizer import TextTokenizer
 
@@ -160,27 +159,28 @@ class _SplitWriter:
     """Appends pieces of documents to one split's two files."""
 
     def __init__(self, folder: Path, split: str, dtype: np.dtype, loss: bool) -> None:
-        # Unbuffered: what is written comes in large pieces, and a full disk shows where it happens.
-        self.token_file = open(folder / f"{split}.tokens", "wb", buffering=0)  # noqa: SIM115 (see close)
-        self.end_file = open(folder / f"{split}.ends", "wb", buffering=0)  # noqa: SIM115
-        self.loss_file = open(folder / f"{split}.loss", "wb", buffering=0) if loss else None  # noqa: SIM115
+        self.token_file = open(folder / f"{split}.tokens", "wb")  # noqa: SIM115 (see close)
+        self.end_file = open(folder / f"{split}.ends", "wb")  # noqa: SIM115
+        self.loss_file = open(folder / f"{split}.loss", "wb") if loss else None  # noqa: SIM115
         self.dtype = dtype
         self.side = _Side()
 
-    def write(self, part: Encoded, mine: NDArray[np.bool_]) -> None:
-        """Append the pieces of `part` that `mine` ``[pieces]`` marks."""
+    def write(self, batch: Sequence[AssignedChunk], answer: Answer, held_out: bool) -> None:
+        """Append those chunks of a batch that are of this side."""
+        mine = np.array([chunk.held_out == held_out for chunk in batch])
         if not mine.any():
             return
-        ids, lengths, ends = part.ids[np.repeat(mine, part.lengths)], part.lengths[mine], part.ends[mine]
+        tokens, lengths = np.repeat(mine, answer.lengths), answer.lengths[mine]
+        ids, ends = answer.ids[tokens], np.array([chunk.ends for chunk in batch])[mine]
         largest = int(ids.max()) if len(ids) else -1
         assert largest <= np.iinfo(self.dtype).max, f"token {largest} does not fit in {self.dtype}"
-        _write_all(self.token_file, ids.astype(self.dtype).tobytes())
-        _write_all(self.end_file, (self.side.tokens + np.cumsum(lengths))[ends].astype("<u8").tobytes())
-        if self.loss_file is not None and part.loss is not None:
-            _write_all(self.loss_file, part.loss[np.repeat(mine, part.lengths)].tobytes())
+        self.token_file.write(ids.astype(self.dtype).tobytes())
+        self.end_file.write((self.side.tokens + np.cumsum(lengths))[ends].astype("<u8").tobytes())
+        if self.loss_file is not None and answer.loss is not None:
+            self.loss_file.write(answer.loss[tokens].tobytes())
         self.side.tokens += len(ids)
         self.side.documents += int(ends.sum())
-        self.side.bytes += int(part.sizes[mine].sum())
+        self.side.bytes += int(answer.sizes[mine].sum())
         self.side.max_id = max(self.side.max_id, largest)
 
     def close(self) -> None:
@@ -189,12 +189,6 @@ class _SplitWriter:
         self.end_file.close()
         if self.loss_file is not None:
             self.loss_file.close()
-
-
-def _write_all(file: io.FileIO, data: bytes) -> None:
-    left = memoryview(data)
-    while left:
-        left = left[file.write(left) :]
 
 
 def _tokenize(
@@ -226,10 +220,11 @@ def _tokenize(
             split: stack.enter_context(contextlib.closing(_SplitWriter(folder, split, dtype, rules.examples)))
             for split in SPLITS
         }
-        for part in encode_documents(assign_sides(watched(), limit, chosen), tokenizer.to_json(), rules, processes):
-            writers["train"].write(part, ~part.held_out)
-            writers["validation"].write(part, part.held_out)
-            update(part.done)
+        chunks = assign_sides(watched(), limit, chosen)
+        for batch, answer in encode_documents(chunks, tokenizer.to_json(), rules, processes):
+            writers["train"].write(batch, answer, held_out=False)
+            writers["validation"].write(batch, answer, held_out=True)
+            update(batch[-1].done)
     sides = {split: writer.side for split, writer in writers.items()}
     if not any(side.documents for side in sides.values()):
         why = "no row has an answer" if rules.examples else "every file or row is empty"

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kenotron.config.errors import InputError, counted
 from kenotron.data.formats import PLAN, SUFFIXES, UNFINISHED, TokenWriter, open_writer
@@ -32,7 +31,7 @@ from kenotron.prepare.inputs import InputShard, describe_hook, describe_inputs, 
 from kenotron.prepare.shuffle import DocumentShuffle
 from kenotron.storage.files import locked, sync_folder
 from kenotron.text.documents import LONGEST_CHUNK, DocumentSource, MayBeBad, split_long_chunk
-from kenotron.text.encode import BATCH_CHARACTERS, EncodeRules, encode_batches
+from kenotron.text.encode import Answer, EncodeRules, encode_batches, in_batches
 from kenotron.text.file_documents import FileDocuments, unread_files
 from kenotron.text.progress import Report, progress
 from kenotron.text.tokenizer import TextTokenizer
@@ -311,9 +310,9 @@ def make_shards(work: Tokenization, output: Path, todo: Sequence[InputShard], wo
         for shard in todo:
             writer = _ShardWriter(work, shard, scratch)
             while here is not None and here[0][0].shard == shard.number:
-                batch, (ids, lengths, *_) = here
-                speed.add(writer.add(batch, ids, lengths), len(ids))
-                update(batch[-1].done, speed.text())
+                batch, answer = here
+                writer.add(batch, answer)
+                update(batch[-1].done, speed.text(answer))
                 here = next(batches, None)
             count, first = skipped.get(shard.number, (0, []))
             note = writer.finish(output) | {"skipped": count, "first_skipped": first}
@@ -323,23 +322,14 @@ def make_shards(work: Tokenization, output: Path, todo: Sequence[InputShard], wo
 def _batches(
     texts: Sequence[DocumentSource], todo: Sequence[InputShard], skipped: dict[int, tuple[int, list[str]]]
 ) -> Iterator[list[_ShardChunk]]:
-    """Batches of about a megabyte, each of one shard."""
+    """Batches, each of one shard."""
     for shard, done in zip(todo, np.cumsum([0, *(shard.size for shard in todo)]).tolist()):
         before = sum(source.skipped for source in texts)
         for source in texts:
             source.first_skipped.clear()  # those of this shard come
-        batch: list[_ShardChunk] = []
-        characters = 0
-        for chunk in _shard_chunks(texts, shard, done):
-            batch.append(chunk)
-            characters += len(chunk.text)
-            if characters >= BATCH_CHARACTERS:
-                yield batch
-                batch, characters = [], 0
+        yield from in_batches(_shard_chunks(texts, shard, done))
         first = [problem for source in texts for problem in source.first_skipped]
         skipped[shard.number] = (sum(source.skipped for source in texts) - before, first)
-        if batch:
-            yield batch
 
 
 def _shard_chunks(texts: Sequence[DocumentSource], shard: InputShard, done: int) -> Iterator[_ShardChunk]:
@@ -361,17 +351,17 @@ class _ShardWriter:
         self._open = 0  # tokens of a document that goes on
         self._sink: TokenWriter | DocumentShuffle | None = None
 
-    def add(self, batch: list[_ShardChunk], ids: NDArray[np.uint32], lengths: NDArray[np.int64]) -> int:
-        """The UTF-8 bytes of the batch's text."""
-        ends = np.cumsum(lengths)[[chunk.ends for chunk in batch]]
+    def add(self, batch: list[_ShardChunk], answer: Answer) -> None:
+        """Append the ids of a batch."""
+        ids, ends = answer.ids, np.cumsum(answer.lengths)[[chunk.ends for chunk in batch]]
         ends = ends[np.diff(ends, prepend=-self._open) > 0]  # an empty text without eos and bos is no document
         self._open = len(ids) - int(ends[-1]) if len(ends) else self._open + len(ids)
         if len(ids) or len(ends):
             self._sink = self._sink or self._open_sink()
             self._sink.append(ids, ends)
-        size = sum(len(chunk.text) if chunk.text.isascii() else len(chunk.text.encode()) for chunk in batch)
-        self.documents, self.tokens, self.bytes = self.documents + len(ends), self.tokens + len(ids), self.bytes + size
-        return size
+        self.documents += len(ends)
+        self.tokens += len(ids)
+        self.bytes += int(answer.sizes.sum())
 
     def finish(self, output: Path) -> Json:
         """The files come into `output`; what the manifest says of them."""
@@ -406,10 +396,9 @@ class _Speed:
     bytes: int = 0
     tokens: int = 0
 
-    def add(self, size: int, tokens: int) -> None:
-        self.bytes += size
-        self.tokens += tokens
-
-    def text(self) -> str:
+    def text(self, answer: Answer) -> str:
+        """How fast all went, up to and with this answer."""
+        self.bytes += int(answer.sizes.sum())
+        self.tokens += len(answer.ids)
         seconds = max(time.monotonic() - self.start, 1e-9)
         return f"{self.bytes / seconds / 1e6:.1f} MB/s, {self.tokens / seconds / 1e6:.2f} M tokens/s"

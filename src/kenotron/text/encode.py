@@ -22,31 +22,30 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kenotron.config.errors import InputError
-from kenotron.text.hash_split import AssignedChunk
 from kenotron.text.pretoken_cache import CachedBPE
 from kenotron.text.sft import encode_examples
-from kenotron.text.tokenizer import library_ids
+from kenotron.text.tokenizer import all_cores, library_ids
 
 BATCH_CHARACTERS = 1 << 20
 
 
 class Answer(NamedTuple):
-    """Ids of a batch of texts end to end ``[tokens]``, and how many each has ``[texts]``.
+    """Ids of a batch of texts end to end ``[tokens]``, and of each text how many ids and UTF-8 bytes it has
+    ``[texts]``.
 
-    For fine-tuning also whether each token is in the loss ``[tokens]``, and the UTF-8 bytes of each text ``[texts]``.
+    For fine-tuning also whether each token is in the loss ``[tokens]``.
     """
 
     ids: NDArray[np.uint32]
     lengths: NDArray[np.int64]
+    sizes: NDArray[np.int64]
     loss: NDArray[np.bool_] | None = None
-    sizes: NDArray[np.int64] | None = None
 
 
 class TextChunk(Protocol):
@@ -75,7 +74,7 @@ AnyChunk = TypeVar("AnyChunk", bound=TextChunk)
 class EncodeRules:
     """How a document becomes tokens: cut to `max_tokens`, then ended by `eos` unless it ends so already.
 
-    With `examples` a document is one of examples.py, and each of its tokens has a loss or none.
+    With `examples` a document is one of text/sft.py, and each of its tokens has a loss or none.
 
     With a cut to `max_tokens` every chunk of a long text counts as a document. With `bare`, the tokens that the
     tokenizer adds around a text are left out, and every document begins with `bos` unless that is None.
@@ -88,38 +87,19 @@ class EncodeRules:
     examples: bool = False
 
 
-@dataclass(frozen=True)
-class Encoded:
-    """Ids of a batch of chunks end to end; of each its tokens, UTF-8 bytes and side, and whether it ends a document.
-
-    `loss` ``[tokens]``: whether each is in the loss; None if all are.
-    """
-
-    ids: NDArray[np.uint32]
-    lengths: NDArray[np.int64]
-    sizes: NDArray[np.int64]
-    held_out: NDArray[np.bool_]
-    ends: NDArray[np.bool_]
-    done: int
-    loss: NDArray[np.bool_] | None = None
-
-
 def encode_documents(
-    chunks: Iterable[AssignedChunk], tokenizer_json: str, rules: EncodeRules, processes: int
-) -> Iterator[Encoded]:
-    """Encode `chunks` batch by batch, in order."""
-    batches = _batches(chunks)
-    if processes <= 1:
-        from kenotron.text.tokenizer import all_cores
-
-        backend = _backend(tokenizer_json)
-        for batch in batches:
-            with all_cores():
-                answer = _answer(backend, *_texts(batch), rules)
-            yield _encoded(batch, answer)
+    chunks: Iterable[AnyChunk], tokenizer_json: str, rules: EncodeRules, processes: int
+) -> Iterator[tuple[list[AnyChunk], Answer]]:
+    """Encode `chunks` batch by batch, in order; with one process by the library's threads."""
+    batches = in_batches(chunks)
+    if processes > 1:
+        yield from encode_batches(batches, tokenizer_json, rules, processes)
         return
-    for batch, answer in encode_batches(batches, tokenizer_json, rules, processes):
-        yield _encoded(batch, answer)
+    answer = _answerer(tokenizer_json, rules)
+    for batch in batches:
+        with all_cores():
+            found = answer(*_texts(batch))
+        yield batch, found
 
 
 def encode_batches(
@@ -153,77 +133,56 @@ def encode_chunks(
 ) -> Answer:
     """Ids of all `texts`, from `encode(texts, add_special_tokens)`.
 
-    Special tokens are added around documents, not around their chunks.
+    Special tokens are added around documents, not around their chunks; none but bos and eos with `rules.bare`.
     """
     parts: list[list[int]] = [[]] * len(texts)
-    for special in (True, False):
-        chosen = [place for place, start in enumerate(starts) if start == special]
-        for place, found in zip(chosen, encode([texts[place] for place in chosen], special)):
+    for start in (True, False):
+        chosen = [place for place, starts_here in enumerate(starts) if starts_here == start]
+        for place, found in zip(chosen, encode([texts[place] for place in chosen], start and not rules.bare)):
             ids = found[: rules.max_tokens]
+            if start and rules.bos is not None and ids[:1] != [rules.bos]:
+                ids.insert(0, rules.bos)
             has_end = rules.eos is not None and ids[-1:] == [rules.eos]
             if rules.eos is not None and ends[place] and not has_end:
                 ids.append(rules.eos)
-            elif has_end and not ends[place]:
+            elif has_end and not ends[place] and not rules.bare:
                 ids.pop()
             parts[place] = ids
-    return _end_to_end(parts)
+    return _end_to_end(parts, [len(text.encode()) for text in texts])
 
 
-def encode_bare(
-    encode: Callable[[list[str]], list[list[int]]],
-    texts: list[str],
-    starts: list[bool],
-    ends: list[bool],
-    rules: EncodeRules,
-) -> Answer:
-    """Ids of all `texts` by `encode`, which adds nothing, between `rules.bos` and `rules.eos`."""
-    parts = []
-    for ids, start, end in zip(encode(texts), starts, ends):
-        if rules.max_tokens is not None:
-            del ids[rules.max_tokens :]
-        if start and rules.bos is not None and ids[:1] != [rules.bos]:
-            ids.insert(0, rules.bos)
-        if end and rules.eos is not None and ids[-1:] != [rules.eos]:
-            ids.append(rules.eos)
-        parts.append(ids)
-    return _end_to_end(parts)
+def _end_to_end(parts: list[list[int]], sizes: list[int], loss: NDArray[np.bool_] | None = None) -> Answer:
+    ids = np.concatenate([np.asarray(part, dtype=np.uint32) for part in parts])
+    return Answer(ids, np.array([len(part) for part in parts], np.int64), np.array(sizes, np.int64), loss)
 
 
-def _end_to_end(parts: list[list[int]]) -> Answer:
-    lengths = np.array([len(ids) for ids in parts], dtype=np.int64)
-    return Answer(np.concatenate([np.asarray(ids, dtype=np.uint32) for ids in parts]), lengths)
+def _answerer(tokenizer_json: str, rules: EncodeRules) -> Callable[[list[str], list[bool], list[bool]], Answer]:
+    """What makes ids of texts, of which it is told where documents start and end."""
+    import tokenizers
 
+    backend = tokenizers.Tokenizer.from_str(tokenizer_json)
+    words = CachedBPE.of(backend) if rules.bare else None
 
-def _answer(backend, texts: list[str], starts: list[bool], ends: list[bool], rules: EncodeRules) -> Answer:
-    if not rules.examples:
-        return encode_chunks(partial(library_ids, backend), texts, starts, ends, rules)
-    found = encode_examples(backend, texts, rules.eos, rules.max_tokens)
-    ids, lengths, *_ = _end_to_end([example.ids for example in found])
-    sizes = np.array([example.bytes for example in found], dtype=np.int64)
-    return Answer(ids, lengths, np.concatenate([example.loss_mask for example in found]), sizes)
+    def encode(texts: list[str], special: bool) -> list[list[int]]:
+        return words.encode(texts) if words else library_ids(backend, texts, special)
+
+    def answer(texts: list[str], starts: list[bool], ends: list[bool]) -> Answer:
+        if not rules.examples:
+            return encode_chunks(encode, texts, starts, ends, rules)
+        found = encode_examples(backend, texts, rules.eos, rules.max_tokens)
+        loss = np.concatenate([example.loss_mask for example in found])
+        return _end_to_end([example.ids for example in found], [example.bytes for example in found], loss)
+
+    return answer
 
 
 def _texts(batch: Sequence[TextChunk]) -> tuple[list[str], list[bool], list[bool]]:
     return [p.text for p in batch], [p.starts for p in batch], [p.ends for p in batch]
 
 
-def _encoded(batch: list[AssignedChunk], answer: Answer) -> Encoded:
-    sizes = answer.sizes
-    if sizes is None:
-        sizes = np.array([len(chunk.text.encode("utf-8")) for chunk in batch], dtype=np.int64)
-    return Encoded(
-        answer.ids,
-        answer.lengths,
-        sizes=sizes,
-        held_out=np.array([chunk.held_out for chunk in batch]),
-        ends=np.array([chunk.ends for chunk in batch]),
-        done=batch[-1].done,
-        loss=answer.loss,
-    )
-
-
-def _batches(chunks: Iterable[AssignedChunk]) -> Iterator[list[AssignedChunk]]:
-    batch: list[AssignedChunk] = []
+def in_batches(chunks: Iterable[AnyChunk]) -> Iterator[list[AnyChunk]]:
+    """Batches of about a megabyte."""
+    batch: list[AnyChunk] = []
     characters = 0
     for chunk in chunks:
         batch.append(chunk)
@@ -233,12 +192,6 @@ def _batches(chunks: Iterable[AssignedChunk]) -> Iterator[list[AssignedChunk]]:
             batch, characters = [], 0
     if batch:
         yield batch
-
-
-def _backend(tokenizer_json: str):
-    import tokenizers
-
-    return tokenizers.Tokenizer.from_str(tokenizer_json)
 
 
 # ---- the calling side --------------------------------------------------------------------------------------
@@ -301,20 +254,15 @@ def main() -> None:
     requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library prints is no answer
     tokenizer_json, rules = pickle.load(requests)
-    backend = _backend(tokenizer_json)
-    words = CachedBPE.of(backend) if rules.bare else None
+    answer_to = _answerer(tokenizer_json, rules)
     while True:
         try:
-            texts, starts, ends = pickle.load(requests)
+            texts = pickle.load(requests)
         except EOFError:
             return
         answer: Answer | InputError
         try:
-            if rules.bare:
-                encode = words.encode if words else partial(library_ids, backend, special=False)
-                answer = encode_bare(encode, texts, starts, ends, rules)
-            else:
-                answer = _answer(backend, texts, starts, ends, rules)
+            answer = answer_to(*texts)
         except InputError as error:
             answer = error
         _send(answers, answer)
