@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kenotron.config.errors import InputError
-from kenotron.prepare.tokenize import TokenizeOptions, tokenize, tokenize_share
+from kenotron.prepare.tokenize import TokenizeOptions, tokenize
 from kenotron.text.byte_level_bpe import train_byte_level_bpe
 from kenotron.text.tokenizer import load_tokenizer
 from support.data_runs import bytes_of
@@ -35,7 +35,7 @@ def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def run_share(number: int, count: int, lines: list[str] | None = None) -> dict | None:
     say = (lines if lines is not None else []).append
     given = ["corpus.jsonl"], load_tokenizer("tokenizer"), Path("tokens"), OPTIONS
-    return tokenize_share((number, count), *given, report=say)
+    return tokenize(*given, report=say, share=(number, count))
 
 
 @pytest.mark.cases(1)

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
 from kenotron.config.errors import InputError
-from kenotron.prepare.inspect import Duplicates
-from kenotron.prepare.shuffle import DocumentShuffle
 from kenotron.text.documents import DocumentChunk
 from kenotron.text.file_documents import FileDocuments
 
@@ -63,32 +60,3 @@ def test_a_wrong_byte_of_a_long_text_is_named_before_a_piece_of_it_is_read(tmp_p
     texts.skip_bad = True
     assert [chunk.text for chunk in texts.documents()] == ["good"]
     assert texts.skipped == 1
-
-
-def test_a_document_longer_than_a_shuffle_holds_is_shuffled_as_one(tmp_path, monkeypatch):
-    monkeypatch.setattr("kenotron.prepare.shuffle.TOKENS_AT_ONCE", 10)
-    random = np.random.default_rng(0)
-    lengths = random.choice([1, 3, 40, 200], 60)
-    ends, ids = np.cumsum(lengths), np.arange(lengths.sum())
-    found: list[tuple[int, ...]] = []
-
-    class Sink:
-        def write(self, ids, lengths, loss=None):
-            found.extend(tuple(part.tolist()) for part in np.split(ids, np.cumsum(lengths)[:-1]))
-
-    with DocumentShuffle(tmp_path / "x", np.dtype("<u2"), len(ids), [0]) as mixed:
-        for start in range(0, len(ids), 7):
-            stop = min(start + 7, len(ids))
-            mixed.append(ids[start:stop], ends[(ends > start) & (ends <= stop)] - start)
-        mixed.give(Sink())
-    expected = [tuple(part.tolist()) for part in np.split(ids, ends[:-1])]
-    assert sorted(found) == expected != found
-
-
-def test_copies_of_documents_longer_than_a_piece_are_found(monkeypatch):
-    monkeypatch.setattr("kenotron.prepare.inspect.CHUNK_TOKENS", 8)
-    ids = np.arange(100) % 30
-    counted = Duplicates()
-    for start, stop in ((0, 25), (30, 55), (60, 85), (0, 24), (31, 56)):
-        counted.add(ids, start, stop)
-    assert counted.count() == 2

@@ -67,7 +67,7 @@ def tokenize(
     ] = None,
 ) -> None:
     """Tokenize text to token files. An interrupted run resumes where it stopped."""
-    from kenotron.prepare.tokenize import TokenizeOptions, tokenize_share
+    from kenotron.prepare.tokenize import TokenizeOptions
     from kenotron.prepare.tokenize import tokenize as work
     from kenotron.text.tokenizer import load_tokenizer
 
@@ -88,8 +88,8 @@ def tokenize(
         repeat=repeat,
         skip_bad=on_bad_document is BadDocuments.SKIP,
     )
-    given = inputs, load_tokenizer(tokenizer), output, options, workers or cores(), _say
-    made = work(*given) if share is None else tokenize_share(_share(share), *given)
+    part = (0, 1) if share is None else _share(share)
+    made = work(inputs, load_tokenizer(tokenizer), output, options, workers or cores(), _say, part)
     if made is None:
         return
     left_out = f"; {made['skipped']:,} left out because they cannot be read" if made["skipped"] else ""

@@ -1,12 +1,13 @@
 """What tokens on disk hold, in one pass and bounded memory.
 
-Documents are hashed to find the ones that are there twice. The table of hashes has a fixed size: when it is full, only
-hashes below half of the range are kept on, then a quarter, …, and what is counted among them is scaled up. Up to four
-million documents the count is exact, beyond it an estimate from a fair sample.
+Documents are hashed to find the ones that are there twice. Of more than four million only the hashes below half of the
+range are kept, of more than eight million those below a quarter, …, and what is counted among them is scaled up: then
+the count is an estimate from a fair sample.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 import numpy as np
@@ -26,18 +27,14 @@ HASHES = 1 << 22
 
 
 class Duplicates:
-    """Counts hashes that come again. `kept` hashes of 64 bits at most are in memory, and as many waiting."""
+    """Counts hashes that come again among `total` ones; a sample of them, if there are more than `kept`."""
 
-    def __init__(self, kept: int = HASHES) -> None:
-        self.kept = kept
-        self.halvings = 0
-        self._known = np.empty(0, np.uint64)
-        self._counts = np.empty(0, np.int64)
-        self._waiting: list[int] = []
+    def __init__(self, total: int, kept: int = HASHES) -> None:
+        self.halvings = (max(total - 1, 0) // kept).bit_length()
+        self._hashes = array("Q")
 
-    def add(self, tokens: NDArray[np.integer], start: int = 0, stop: int | None = None) -> None:
+    def add(self, tokens: NDArray[np.integer], start: int, stop: int) -> None:
         """Count what tokens [start, stop) are, read in chunks."""
-        stop = len(tokens) if stop is None else stop
         digest = xxhash.xxh3_64()
         for first in range(start, stop, CHUNK_TOKENS):
             digest.update(tokens[first : min(first + CHUNK_TOKENS, stop)].tobytes())
@@ -45,25 +42,11 @@ class Duplicates:
                 release(tokens)
         found = digest.intdigest()
         if found < 1 << (64 - self.halvings):
-            self._waiting.append(found)
-            if len(self._waiting) >= max(self.kept // 4, 1):
-                self._merge()
-
-    def _merge(self) -> None:
-        new, counts = np.unique(np.array(self._waiting, np.uint64), return_counts=True)
-        self._waiting = []
-        hashes, place = np.unique(np.concatenate([self._known, new]), return_inverse=True)
-        self._counts = np.bincount(place, np.concatenate([self._counts, counts]), len(hashes)).astype(np.int64)
-        self._known = hashes
-        while len(self._known) > self.kept:
-            self.halvings += 1
-            below = self._known < np.uint64(1 << (64 - self.halvings))
-            self._known, self._counts = self._known[below], self._counts[below]
+            self._hashes.append(found)
 
     def count(self) -> int:
         """How many were there before; exact where `halvings` is 0."""
-        self._merge()
-        return int((self._counts - 1).sum()) << self.halvings
+        return (len(self._hashes) - len(np.unique(np.array(self._hashes)))) << self.halvings
 
 
 def inspect(path: str | AnyPath, dtype: str | None = None, vocab_size: int | None = None, window: int = 2048) -> Json:
@@ -72,7 +55,9 @@ def inspect(path: str | AnyPath, dtype: str | None = None, vocab_size: int | Non
     Raises InputError: an invalid file; a negative id.
     """
     files = open_token_files(path, "token files", dtype)
-    tokens, documents, windows = _Tokens(vocab_size), _Documents(), Duplicates()
+    known = all(file.ends is not None for file in files)
+    tokens, documents = _Tokens(vocab_size), _Documents(sum(len(file.ends) for file in files if file.ends is not None))
+    windows = Duplicates(sum(len(file.tokens) // window for file in files))
     recorded, found = recorded_checksums(files), {}
     for file in files:
         digest = xxhash.xxh3_128() if file.path in recorded else None
@@ -87,7 +72,6 @@ def inspect(path: str | AnyPath, dtype: str | None = None, vocab_size: int | Non
             windows.add(file.tokens, start, start + window)
             if start % CHUNK_TOKENS < window:
                 release(file.tokens)
-    known = all(file.ends is not None for file in files)
     return {
         "path": str(path),
         "format": files[0].format,
@@ -154,11 +138,11 @@ class _Tokens:
 class _Documents:
     """Shortest, mean and longest document, how many there are in each power of two, and which come again."""
 
-    def __init__(self) -> None:
+    def __init__(self, total: int) -> None:
         self.count = self.tokens = self.longest = 0
         self.shortest: int | None = None
         self.buckets = np.zeros(64, np.int64)
-        self.duplicates = Duplicates()
+        self.duplicates = Duplicates(total)
         self._start = 0  # of the document that the next chunk goes on with
 
     def add(self, file: TokenFile, chunk: TokenChunk) -> None:

@@ -9,7 +9,8 @@ exist.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from kenotron.data.formats import (
 from kenotron.data.formats.token_file import checked_loss
 from kenotron.data.manifest import MANIFEST, Json, checksums, manifests_beside, token_dtype, write_json
 from kenotron.prepare.scratch import scratch_beside
-from kenotron.prepare.shuffle import DocumentShuffle, Loss, some_documents
+from kenotron.prepare.shuffle import Documents, DocumentShuffle, Loss, some_documents
 from kenotron.storage.arrays import release
 from kenotron.storage.files import publish_folder, sync_folder
 from kenotron.storage.paths import AnyPath, as_path
@@ -159,46 +160,37 @@ def _copy(
 ) -> None:
     tokens = sum(len(file.tokens) for file in files)
     with_loss = any(file.loss is not None for file in files)
-    with progress("merging", tokens * (1 if seed is None else 2), report) as update:
-        done = 0
-
-        def advance(count: int) -> None:
-            nonlocal done
-            done += count
+    done = 0
+    with progress("merging", tokens * (1 if seed is None else 2), report) as update, ExitStack() as stack:
+        mixed = stack.enter_context(DocumentShuffle(scratch, dtype, tokens, seed, with_loss)) if seed else None
+        for some in _documents(files, with_loss):
+            (mixed or target).write(*some)
+            done += len(some[0])
+            update(done)
+        for some in mixed.documents() if mixed else ():
+            target.write(*some)
+            done += len(some[0])
             update(done)
 
-        target.advance = advance
-        if seed is None:
-            for file in files:
-                _pour(file, target.write, with_loss)
-            return
-        with DocumentShuffle(scratch, dtype, tokens, seed, with_loss) as mixed:
 
-            def scatter(ids: NDArray[np.integer], lengths: NDArray[np.int64], loss: Loss) -> None:
-                mixed.write(ids, lengths, loss)
-                advance(len(ids))
-
-            for file in files:
-                _pour(file, scatter, with_loss)
-            mixed.give(target)
-
-
-def _pour(file: TokenFile, write: Callable[[NDArray, NDArray, Loss], None], with_loss: bool) -> None:
-    assert file.ends is not None
-    start = 0
-    for first in range(0, len(file.ends), DOCUMENTS_AT_ONCE):
-        ends = file.ends[first : first + DOCUMENTS_AT_ONCE].astype(np.int64)
-        lengths = np.diff(ends, prepend=start)
-        if (falls := np.flatnonzero((lengths < 0) | (ends > len(file.tokens)))).size:
-            at = first + int(falls[0])
-            raise InputError(f"{file.path}: its index of documents is not sorted: entry {at} is {file.ends[at]}")
-        part = slice(start, int(ends[-1]))
-        losses = None if file.loss is None else file.loss[part]
-        for ids, some, loss in some_documents(file.tokens[part], lengths, losses):
-            checked_loss(file, start, start + len(ids))
-            write(ids, some, np.ones(len(ids), bool) if with_loss and loss is None else loss)
-            start += len(ids)
-            release(file.tokens)
+def _documents(files: Sequence[TokenFile], with_loss: bool) -> Iterator[Documents]:
+    """All documents of `files`, about a million tokens at a time; `with_loss` each with a mask."""
+    for file in files:
+        assert file.ends is not None
+        start = 0
+        for first in range(0, len(file.ends), DOCUMENTS_AT_ONCE):
+            ends = file.ends[first : first + DOCUMENTS_AT_ONCE].astype(np.int64)
+            lengths = np.diff(ends, prepend=start)
+            if (falls := np.flatnonzero((lengths < 0) | (ends > len(file.tokens)))).size:
+                at = first + int(falls[0])
+                raise InputError(f"{file.path}: its index of documents is not sorted: entry {at} is {file.ends[at]}")
+            part = slice(start, int(ends[-1]))
+            losses = None if file.loss is None else file.loss[part]
+            for ids, some, loss in some_documents(file.tokens[part], lengths, losses):
+                checked_loss(file, start, start + len(ids))
+                yield ids, some, np.ones(len(ids), bool) if with_loss and loss is None else loss
+                start += len(ids)
+                release(file.tokens)
 
 
 class _Files:
@@ -215,7 +207,6 @@ class _Files:
     ) -> None:
         self.folder, self.format, self.dtype, self.tokenizer = folder, format, dtype, tokenizer
         self.stem, self.max_tokens = stem, max_tokens
-        self.advance: Callable[[int], None] = lambda count: None
         self.written: list[Json] = []
         self._writer: TokenWriter | None = None
         self._documents = self._tokens = 0
@@ -232,7 +223,6 @@ class _Files:
             stop = int(ends[last - 1])
             self._write(ids[before:stop], lengths[first:last], None if loss is None else loss[before:stop])
             first = last
-        self.advance(len(ids))
 
     def _fitting(self, ends: NDArray[np.int64], before: int, first: int) -> int:
         """The end of the documents from `first` on that fit into the file that is open."""

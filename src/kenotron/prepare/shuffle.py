@@ -4,18 +4,17 @@
     pass 2    each bucket is permuted and written                              → d4 d1  d2 d0 d3
 
 Every order of the documents is equally likely (up to the generator), since each bucket holds a random subset and each
-bucket's order is a random permutation. Memory holds a bucket's document ends and a few million tokens; buckets are
-memory-mapped files. A document longer than that is copied in chunks.
+bucket's order is a random permutation. Memory holds a bucket's document ends, a few million tokens and the longest
+document; buckets are memory-mapped files.
 """
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,24 +31,12 @@ KEPT = 1 << 28
 Loss = NDArray[np.bool_] | None
 
 
-class DocumentSink(Protocol):
-    """What takes documents: a writer of token files."""
-
-    def write(self, ids: NDArray[np.integer], lengths: NDArray[np.int64], loss: Loss = None) -> None:
-        """Documents end to end ``[tokens]``, the tokens of each ``[documents]``."""
-        ...
-
-
-@dataclass
-class _Long:
-    """A document that is written to its bucket while it comes."""
-
-    bucket: int
-    tokens: int = 0
+Documents = tuple[NDArray[np.integer], NDArray[np.int64], Loss]
+"""Documents end to end ``[tokens]``, the tokens of each ``[documents]``, and whether each token carries a loss."""
 
 
 class DocumentShuffle:
-    """Takes documents in any number, and gives them to a writer in an order that `seed` alone decides.
+    """Takes documents in any number, and returns them in an order that `seed` alone decides.
 
     `tokens` is about how many will come. Files lie in `folder`, which is made, and is removed at the end.
     """
@@ -59,7 +46,6 @@ class DocumentShuffle:
         self.random = np.random.Generator(np.random.PCG64(seed))
         self.buckets = min(1 + tokens // BUCKET_TOKENS, MOST_BUCKETS)
         self._waiting: list[NDArray[np.integer]] = []  # of a document that goes on
-        self._long: _Long | None = None
         folder.mkdir(parents=True)
         kinds = ("tokens", "lengths", *(("loss",) if with_loss else ()))
         self.files = [
@@ -78,59 +64,23 @@ class DocumentShuffle:
 
     def append(self, ids: NDArray[np.integer], ends: NDArray[np.integer]) -> None:
         """A chunk that may begin and end within a document; `ends` counts from the chunk's first token."""
-        if self._long is not None:
-            stop = int(ends[0]) if len(ends) else len(ids)
-            self._go_on(ids[:stop], whole=len(ends) > 0)
-            ids, ends = ids[stop:], ends[1:] - stop
-        held = sum(map(len, self._waiting))
         whole = int(ends[-1]) if len(ends) else 0
         if len(ends):
+            held = sum(map(len, self._waiting))
             self.write(np.concatenate([*self._waiting, ids[:whole]]), np.diff(ends, prepend=-held))
-            self._waiting, held = [], 0
+            self._waiting = []
         if whole < len(ids):
             self._waiting.append(ids[whole:].astype(self.dtype))  # the narrower type, and not a view of all of `ids`
-        if held + len(ids) - whole > TOKENS_AT_ONCE:
-            self._long = _Long(self._bucket())
-            self._go_on(np.concatenate(self._waiting), whole=False)
-            self._waiting = []
-
-    def _go_on(self, ids: NDArray[np.integer], whole: bool) -> None:
-        """More of the document that is too long to wait for its end."""
-        assert self._long is not None
-        files = self.files[self._long.bucket]
-        files["tokens"].write(ids.astype(self.dtype).tobytes())
-        self._long.tokens += len(ids)
-        if whole:
-            files["lengths"].write(np.array([self._long.tokens], "<i8").tobytes())
-            self._long = None
-
-    def _bucket(self) -> int:
-        return int(self.random.integers(self.buckets, size=1)[0])
 
     def write(self, ids: NDArray[np.integer], lengths: NDArray[np.int64], loss: Loss = None) -> None:
         """Documents end to end ``[tokens]``, the tokens of each ``[documents]``."""
-        for some_ids, some_lengths, some_loss in some_documents(ids, lengths, loss):
-            if len(some_lengths) == 1:
-                self._write_one(some_ids, some_loss)
-            else:
-                self._write(some_ids, some_lengths, some_loss)
-
-    def _write_one(self, ids: NDArray[np.integer], loss: Loss) -> None:
-        """One document, which may be longer than memory holds indices of."""
-        files = self.files[self._bucket()]
-        for start in range(0, len(ids), TOKENS_AT_ONCE):
-            part = ids[start : start + TOKENS_AT_ONCE]
-            files["tokens"].write(part.astype(self.dtype).tobytes())
-            if self.with_loss:
-                some = np.ones(len(part), bool) if loss is None else loss[start : start + TOKENS_AT_ONCE]
-                files["loss"].write(some.tobytes())
-            release(ids)
-        files["lengths"].write(np.array([len(ids)], "<i8").tobytes())
+        for some in some_documents(ids, lengths, loss):
+            self._write(*some)
 
     def _write(self, ids: NDArray[np.integer], lengths: NDArray[np.int64], loss: Loss) -> None:
         bucket_of = self.random.integers(self.buckets, size=len(lengths))
         order = np.argsort(bucket_of, kind="stable")
-        places = _places(lengths, order)
+        places = _spans((np.cumsum(lengths) - lengths)[order], lengths[order])
         bounds = np.searchsorted(bucket_of[order], np.arange(self.buckets + 1))
         token_bounds = np.concatenate([[0], np.cumsum(lengths[order])])[bounds]
         for bucket, files in enumerate(self.files):
@@ -141,7 +91,7 @@ class DocumentShuffle:
             if self.with_loss:
                 files["loss"].write((np.ones(len(taken), bool) if loss is None else loss[taken]).tobytes())
 
-    def give(self, sink: DocumentSink) -> None:
+    def documents(self) -> Iterator[Documents]:
         """All documents, in their new order."""
         for bucket, files in enumerate(self.files):
             for file in files.values():
@@ -157,14 +107,12 @@ class DocumentShuffle:
                     places: slice | NDArray[np.int64] = slice(starts[chosen[0]], starts[chosen[0]] + lengths[chosen[0]])
                 else:
                     places = _spans(starts[chosen], lengths[chosen])
-                sink.write(ids[places], lengths[chosen], None if loss is None else loss[places])
+                yield ids[places], lengths[chosen], None if loss is None else loss[places]
                 if ids.nbytes > KEPT:  # its pages would be read again for every run of documents
                     release(ids)
 
 
-def some_documents(
-    ids: NDArray[np.integer], lengths: NDArray[np.int64], loss: Loss
-) -> Iterator[tuple[NDArray[np.integer], NDArray[np.int64], Loss]]:
+def some_documents(ids: NDArray[np.integer], lengths: NDArray[np.int64], loss: Loss) -> Iterator[Documents]:
     """Documents end to end, about a million tokens at a time."""
     bounds = np.concatenate([[0], np.cumsum(lengths)])
     for first, last in _runs(lengths):
@@ -181,11 +129,6 @@ def _runs(lengths: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
         last = max(int(np.searchsorted(ends, before + TOKENS_AT_ONCE, side="right")), first + 1)
         yield first, last
         first = last
-
-
-def _places(lengths: NDArray[np.int64], order: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Where the tokens of the documents lie, once these are put in `order`."""
-    return _spans((np.cumsum(lengths) - lengths)[order], lengths[order])
 
 
 def _spans(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:

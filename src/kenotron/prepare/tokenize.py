@@ -66,68 +66,33 @@ def tokenize(
     options: TokenizeOptions,
     workers: int = 1,
     report: Report = print,
-) -> Json:
+    share: tuple[int, int] = (0, 1),
+) -> Json | None:
     """Fill the folder `output`, or what is missing of it, by `workers` processes; the manifest.
 
-    Raises InputError: invalid inputs; `output` holds other work.
+    Each of n processes may take a `share` (i, n), the shards i, i + n, i + 2n …: the last of them to finish writes the
+    manifest, and None is returned if shards of others are missing. Raises InputError: invalid inputs; `output` holds
+    other work.
     """
-    work, done = _planned(inputs, tokenizer, output, options, report)
-    if done is not None:
-        return done
-    with lock_output(output, report):
-        if (done := finished(work, output)) is not None:  # by the process that was waited for
-            return done
-        begin(work, output)
-        todo = missing_shards(work, output)
-        if len(todo) < len(work.shards):
-            report(f"{len(work.shards) - len(todo)} of {counted(len(work.shards), 'shard')} done already")
-        try:
-            make_shards(work, output, todo, workers, report)
-        except BaseException:
-            if len(missing_shards(work, output)) == len(work.shards):  # nothing done: another command may begin here
-                (output / UNFINISHED / PLAN).unlink(missing_ok=True)
-            raise
-        return finish(work, output)
-
-
-def _planned(
-    inputs: Sequence[str], tokenizer: TextTokenizer, output: Path, options: TokenizeOptions, report: Report
-) -> tuple[Tokenization, Json | None]:
-    """Plan the work and make its folder; the manifest if all is done already. Says what of the inputs is not read."""
     work = Tokenization.plan(inputs, tokenizer, output, options)
     if (done := finished(work, output)) is not None:
         report(f"{output} is done already")
-        return work, done
+        return done
     for source in work.texts:
         if isinstance(source, FileDocuments) and (line := unread_files(source.name)):
             report(line)
     make_folder(output)
-    return work, None
-
-
-def tokenize_share(
-    share: tuple[int, int],
-    inputs: Sequence[str],
-    tokenizer: TextTokenizer,
-    output: Path,
-    options: TokenizeOptions,
-    workers: int = 1,
-    report: Report = print,
-) -> Json | None:
-    """As `tokenize`, but only the shards i, i + n, i + 2n … for a `share` (i, n): each of n processes takes one.
-
-    Returns the manifest, which the last of them to finish writes; None if shards of others are missing.
-    """
     number, count = share
-    work, done = _planned(inputs, tokenizer, output, options, report)
-    if done is not None:
-        return done
-    with lock_output(output, report):
-        begin(work, output)
-    mine = [shard for shard in missing_shards(work, output) if shard.number % count == number]
-    if mine:
-        make_shards(work, output, mine, workers, report)
     try:
+        with lock_output(output, report):
+            if (done := finished(work, output)) is not None:  # by the process that was waited for
+                return done
+            begin(work, output)
+            todo = [shard for shard in missing_shards(work, output) if shard.number % count == number]
+            if count == 1:  # under the lock: the same command waits for this one
+                _make_all(work, output, todo, workers, report)
+        if count > 1:
+            make_shards(work, output, todo, workers, report)
         with lock_output(output, report):
             if (done := finished(work, output)) is not None:
                 return done
@@ -139,6 +104,17 @@ def tokenize_share(
         if (done := finished(work, output)) is None:
             raise
         return done
+
+
+def _make_all(work: Tokenization, output: Path, todo: Sequence[InputShard], workers: int, report: Report) -> None:
+    if len(todo) < len(work.shards):
+        report(f"{len(work.shards) - len(todo)} of {counted(len(work.shards), 'shard')} done already")
+    try:
+        make_shards(work, output, todo, workers, report)
+    except BaseException:
+        if len(missing_shards(work, output)) == len(work.shards):  # nothing done: another command may begin here
+            (output / UNFINISHED / PLAN).unlink(missing_ok=True)
+        raise
 
 
 def lock_output(output: Path, report: Report) -> AbstractContextManager[bool]:
@@ -297,6 +273,8 @@ class _ShardChunk(NamedTuple):
 
 def make_shards(work: Tokenization, output: Path, todo: Sequence[InputShard], workers: int, report: Report) -> None:
     """Every shard of `todo` gets its files and its note."""
+    if not todo:
+        return
     notes = output / UNFINISHED
     scratch = Path(tempfile.mkdtemp(prefix=WORK, dir=notes))
     skipped: dict[int, tuple[int, list[str]]] = {}
@@ -368,7 +346,8 @@ class _ShardWriter:
         if isinstance(self._sink, DocumentShuffle):
             with self._sink as shuffle:
                 self._sink = self._open_writer()
-                shuffle.give(self._sink)
+                for ids, lengths, _ in shuffle.documents():
+                    self._sink.write(ids, lengths)
         sums: dict[str, str] = {}
         if self._sink is not None:
             self._sink.close()

@@ -76,14 +76,22 @@ def test_a_format_that_is_only_read_is_refused(corpus: Path, tmp_path: Path, she
     assert f"--format: expected datatrove or megatron, found '{format}'" in err
 
 
-def test_duplicates_are_estimated_where_the_table_is_full() -> None:
-    ids = np.arange(20_000)
-    counted = Duplicates(kept=500)
-    for i in [*ids, *ids[:10_000]]:
-        counted.add(np.array([i]))
-    assert counted.halvings > 0
-    assert len(counted._known) <= 500
+def test_duplicates_are_estimated_where_there_are_many() -> None:
+    ids = np.concatenate([np.arange(20_000), np.arange(10_000)])
+    counted = Duplicates(len(ids), kept=1000)
+    for place in range(len(ids)):
+        counted.add(ids, place, place + 1)
+    assert counted.halvings == 5
     assert counted.count() == pytest.approx(10_000, rel=0.25)
+
+
+def test_copies_of_documents_longer_than_a_piece_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kenotron.prepare.inspect.CHUNK_TOKENS", 8)
+    ids = np.arange(100) % 30
+    counted = Duplicates(5)
+    for start, stop in ((0, 25), (30, 55), (60, 85), (0, 24), (31, 56)):
+        counted.add(ids, start, stop)
+    assert counted.count() == 2
 
 
 def test_a_folder_is_read_in_order_of_path_without_hidden_folders_and_links_once(tmp_path: Path) -> None:
