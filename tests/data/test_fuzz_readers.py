@@ -24,7 +24,6 @@ from hypothesis import strategies as st
 from kenotron.config.errors import InputError
 from kenotron.data import load_tokenizer, open_run
 from kenotron.data.manifest import read_json
-from kenotron.data.sources.reader_shards import ShardPosition, ShardState, from_bytes, to_bytes
 from kenotron.data.sources.token_files import TokenPath, open_folder, read_mix
 from kenotron.prepare.merge import merge
 from kenotron.text.chat import chat_template
@@ -193,45 +192,6 @@ def test_a_manifest_without_what_it_is_read_for(tmp_path: Path, content: str) ->
     (tmp_path / "manifest.json").write_text(content)
     with pytest.raises(InputError, match=r"manifest.json: damaged, remove it"):
         read_json(tmp_path / "manifest.json", made_by=dict)
-
-
-FACTS = {"reader_shards": 1}
-STATE = to_bytes(
-    ShardPosition(
-        ShardState(0, ((1, 2),), 0, 3, 4, (("a", "b"), ("c",)), np.arange(9, dtype=np.uint32), np.array([4, 9])), 1
-    ),
-    FACTS,
-)
-
-
-@FUZZ
-@given(damage=damages(), inside=st.booleans())
-def test_states_of_streams(damage: Callable, inside: bool) -> None:
-    """Damage to the file, and to the JSON in it."""
-    damaged = gzip.compress(damage(gzip.decompress(STATE))) if inside else damage(STATE)
-    place = harmless(lambda: from_bytes(damaged, FACTS, "state"))
-    if place is not None:
-        assert place.emitted >= 0
-        assert all(isinstance(text, str) for document in place.state.buffer for text in document)
-        assert (np.diff(place.state.ends, prepend=0, append=len(place.state.ids)) >= 0).all()
-
-
-@pytest.mark.parametrize(
-    ("was", "now"),
-    [
-        ('"ids": [0', '"ids": [-1'),
-        ("[4, 9]", "[9, 4]"),
-        ("[4, 9]", "[4, 10]"),
-        ('["a", "b"]', '"ab"'),
-        ('"drawn": 3', '"drawn": null'),
-        ('"places": [[1, 2]]', f'"places": [[1, {2**70}]]'),
-    ],
-)
-def test_a_state_that_no_stream_was_in(was: str, now: str) -> None:
-    text = gzip.decompress(STATE).decode()
-    assert was in text
-    with pytest.raises(InputError, match="not the state of a stream"):
-        from_bytes(gzip.compress(text.replace(was, now).encode()), FACTS, "state")
 
 
 JSON = st.recursive(

@@ -224,26 +224,6 @@ def test_every_document_is_read_once_before_one_is_read_again(
         assert all(len(text) == kept[text[0]] for text in epoch)
 
 
-def test_a_state_of_an_older_version_goes_on_or_is_refused() -> None:
-    """Its format had one place; with several reader shards, epochs of its own for each."""
-    rules = shard_rules(ListTexts([["ab", "cde", "f"] * 9, ["ghi"] * 7]), 4, 1)
-    reader = StreamReader(rules)
-    for _ in range(5):
-        reader.skip()
-
-    def older(shards: int) -> bytes:
-        saved = json.loads(gzip.decompress(to_bytes(reader.position, {"reader_shards": shards})))
-        state = saved["state"]
-        ((index, place),) = state.pop("places")
-        state |= {"turn": index, "place": place, "given": state.pop("emitted")}
-        return gzip.compress(json.dumps(saved | {"format": 1, "shard": 0}).encode())
-
-    again = StreamReader(rules, from_bytes(older(1), {"reader_shards": 1}, "here"))
-    assert [again.next()[0].tolist() for _ in range(9)] == [reader.next()[0].tolist() for _ in range(9)]
-    with pytest.raises(InputError, match="here: an older version wrote it, whose reader shards had epochs of their"):
-        from_bytes(older(2), {"reader_shards": 2}, "here")
-
-
 @given(st.lists(documents, min_size=1, max_size=4), st.integers(1, 12), st.data())
 def test_a_reader_against_a_plain_loop_and_put_down_anywhere(
     parts: list[list[str]], buffer: int, data: st.DataObject
@@ -531,16 +511,12 @@ def test_what_cannot_be_read_is_one_line_with_its_place(
 # ---- memory and long texts ---------------------------------------------------------------------------------
 
 
-def test_a_long_text_is_encoded_in_parts_without_changing_a_token(
+def test_a_text_that_is_too_long_to_be_encoded_at_once_is_named(
     tokenizer: TextTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kenotron.data.sources.stream.WORDS_AT_ONCE", 100)
-    text = words(random.Random(3), 3000)
+    monkeypatch.setattr("kenotron.data.sources.stream.LONGEST_TEXT", 1000)
     encode = DocumentEncoder("test", tokenizer, EncodeRules(0, None), 300)
-    assert encode.words is not None
-    assert encode([[text]])[0].tolist() == [*tokenizer.encode(text), 0]
-    monkeypatch.setattr("kenotron.data.sources.stream.LONGEST_WHOLE", 1000)
-    with pytest.raises(InputError, match=r"a document of 3,000 characters, 'xxxx.*has to encode at once"):
+    with pytest.raises(InputError, match=r"a document of 3,000 characters, 'xxxx.*is encoded at once"):
         encode([["x" * 3000]])
 
 

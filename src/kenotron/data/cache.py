@@ -210,7 +210,7 @@ def _tokenize(
         for piece in texts.documents():
             if stop is not None and stop.is_set():
                 raise Stopped(f"tokenizing {texts.name} was stopped")
-            yield piece if rules.max_tokens is None else piece._replace(last=True)
+            yield piece
 
     started = time.monotonic()
     limit = _threshold(texts, val_fraction, watched())
@@ -220,7 +220,7 @@ def _tokenize(
             split: stack.enter_context(contextlib.closing(_SplitWriter(folder, split, dtype, rules.examples)))
             for split in SPLITS
         }
-        chunks = assign_sides(watched(), limit, chosen)
+        chunks = assign_sides(watched(), limit, chosen, separate=rules.max_tokens is not None)
         for batch, answer in encode_documents(chunks, tokenizer.to_json(), rules, processes):
             writers["train"].write(batch, answer, held_out=False)
             writers["validation"].write(batch, answer, held_out=True)

@@ -16,7 +16,7 @@ from kenotron.data.source import StreamSource
 from kenotron.data.stage_plan import StagePlan
 
 NAME = "stream-{}-shard-0.json.gz"
-"""Of a stream's state, by the stream's number. (Older versions had one for every reader shard.)"""
+"""Of a stream's state, by the stream's number."""
 
 
 class RunStreams:

@@ -52,10 +52,10 @@ def records(source: CachedText) -> Iterator[tuple[int, Record]]:
     def chunks() -> Iterator[DocumentChunk]:
         for chunk, record in _placed(texts):
             places.append(record)
-            yield chunk if rules.max_tokens is None else chunk._replace(last=True)
+            yield chunk
 
     limit, document = hash_threshold(texts.documents(), source.val_fraction), 0
-    for piece in assign_sides(chunks(), limit, source.chosen):
+    for piece in assign_sides(chunks(), limit, source.chosen, separate=rules.max_tokens is not None):
         record = places.pop(0)
         if not piece.held_out:
             if piece.starts:

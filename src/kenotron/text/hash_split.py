@@ -69,8 +69,10 @@ def is_held_out(text: str, limit: int, chosen: Collection[int] = ()) -> bool:
     return value < limit or value in chosen
 
 
-def assign_sides(chunks: Iterable[DocumentChunk], limit: int, chosen: Collection[int] = ()) -> Iterator[AssignedChunk]:
-    """Every chunk with its side, and where documents start and end."""
+def assign_sides(
+    chunks: Iterable[DocumentChunk], limit: int, chosen: Collection[int] = (), separate: bool = False
+) -> Iterator[AssignedChunk]:
+    """Every chunk with its side, and where documents start and end; with `separate` each chunk is a document."""
     waiting: AssignedChunk | None = None  # `ends` is known once the next chunk is
     last = True
     for chunk in chunks:
@@ -79,6 +81,6 @@ def assign_sides(chunks: Iterable[DocumentChunk], limit: int, chosen: Collection
             waiting = waiting._replace(ends=last or side != waiting.held_out)
             yield waiting
         waiting = AssignedChunk(chunk.text, chunk.done, side, starts=waiting is None or waiting.ends, ends=True)
-        last = chunk.last
+        last = chunk.last or separate
     if waiting is not None:
         yield waiting

@@ -22,7 +22,6 @@ import io
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,7 +32,7 @@ from kenotron.data.batch import Int64
 from kenotron.data.sources.windows import document_numbers
 from kenotron.kernels.hashing import derive_key, hash64
 from kenotron.text.compression import DAMAGE
-from kenotron.text.documents import DocumentChunk, StreamableDocuments
+from kenotron.text.documents import StreamableDocuments
 from kenotron.text.hash_split import assign_sides
 
 BLOCK_CHARACTERS = 1 << 17
@@ -202,8 +201,8 @@ class StreamReader:
         index, offset = self._places[shard]
         while index < len(parts):
             waiting: list[str] = []
-            pieces = self._pieces(parts[index], offset)
-            for piece in assign_sides(pieces, self.rules.held_out, self.rules.chosen):
+            chunks, rules = self.rules.texts.chunks_from(parts[index], offset), self.rules
+            for piece in assign_sides(chunks, rules.held_out, rules.chosen, separate=rules.single_pieces):
                 if piece.held_out:
                     continue
                 waiting.append(piece.text)
@@ -213,10 +212,6 @@ class StreamReader:
                     waiting = []
             index, offset = index + 1, 0
             self._places[shard] = (index, offset)
-
-    def _pieces(self, part: int, offset: int) -> Iterator[DocumentChunk]:
-        for piece in self.rules.texts.chunks_from(part, offset):
-            yield piece._replace(last=True) if self.rules.single_pieces else piece
 
 
 def epoch_order(rules: ShardRules, epoch: int) -> list[int]:
@@ -255,18 +250,9 @@ def from_bytes(data: bytes, facts: dict[str, object], where: str) -> ShardPositi
     """What `to_bytes` wrote. Raises InputError, with `where`: no such state, or one of another stream."""
     try:
         saved = json.loads(gzip.decompress(data))
-        if saved["format"] == 1 and facts.get("reader_shards") == saved.get("reader_shards") == 1:
-            saved["format"], state = FORMAT, saved["state"]
-            places = [[state["turn"], state["place"]]]
-            state |= {"places": places, "turn": 0, "emitted": state["given"]}
-        position = _checked(saved["state"], saved["after"]) if saved["format"] == FORMAT else START
-    except (*DAMAGE, OSError, ArithmeticError, ValueError, KeyError, TypeError, RecursionError) as error:
+        position = _position(saved["state"], saved["after"]) if saved["format"] == FORMAT else START
+    except (*DAMAGE, OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"{where}: not the state of a stream ({type(error).__name__}: {error})") from None
-    if saved["format"] == 1 and saved.get("reader_shards") == facts.get("reader_shards"):
-        raise InputError(
-            f"{where}: an older version wrote it, whose reader shards had epochs of their own; it cannot "
-            "be continued exactly: start over (--fresh), or set checkpoints.load_mode: transfer to restart the data"
-        )
     for name, value in {"format": FORMAT, **facts}.items():
         if saved.get(name) != value:
             raise InputError(
@@ -276,18 +262,9 @@ def from_bytes(data: bytes, facts: dict[str, object], where: str) -> ShardPositi
     return position
 
 
-def _checked(state: dict[str, Any], after: int) -> ShardPosition:
-    """A position as JSON holds it; any of the usual errors for one that no reader was ever at."""
+def _position(state: dict[str, Any], after: int) -> ShardPosition:
+    """A position as JSON holds it."""
     state = {field.name: state[field.name] for field in fields(ShardState)}
-    places = tuple((index, place) for index, place in state["places"])
-    ids, ends = np.array(state["ids"], np.uint32), np.array(state["ends"], np.int64)
-    buffer = tuple(map(tuple, state["buffer"]))
-    numbers = [after, *(state[name] for name in ("epoch", "turn", "drawn", "emitted")), *chain(*places)]
-    if not all(type(number) is int and 0 <= number < 1 << 62 for number in numbers):
-        raise ValueError(f"expected counts, found {numbers}")
-    kinds = {type(document) for document in state["buffer"]}, {type(text) for each in buffer for text in each}
-    if kinds[0] - {list} or kinds[1] - {str}:
-        raise ValueError("expected lists of texts in its buffer")
-    if ids.ndim != 1 or (np.diff(ends, prepend=0, append=len(ids)) < 0).any():
-        raise ValueError("the ends of its documents do not ascend to the last of its tokens")
-    return ShardPosition(ShardState(**state | {"ids": ids, "ends": ends, "buffer": buffer, "places": places}), after)
+    state |= {"ids": np.array(state["ids"], np.uint32), "ends": np.array(state["ends"], np.int64)}
+    state |= {name: tuple(map(tuple, state[name])) for name in ("buffer", "places")}
+    return ShardPosition(ShardState(**state), after)

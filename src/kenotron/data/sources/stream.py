@@ -28,7 +28,7 @@ from kenotron.data.sources.windows import HeldOutWindows
 from kenotron.text.documents import DocumentChunk, StreamableDocuments
 from kenotron.text.encode import EncodeRules, encode_chunks
 from kenotron.text.hash_split import assign_sides, threshold_of_fraction
-from kenotron.text.pretoken_cache import BORDER, CachedBPE
+from kenotron.text.pretoken_cache import CachedBPE
 from kenotron.text.progress import Report
 from kenotron.text.tokenizer import TextTokenizer, library_ids
 
@@ -36,10 +36,9 @@ ENDLESS = 1 << 48
 KEPT_STEPS = 4
 """Steps whose shards' positions are remembered: more than batches are made ahead."""
 
-LONGEST_WHOLE = 1 << 23
-"""Characters of a piece of text that a tokenizer encodes at once, where it is not known where words begin."""
+LONGEST_TEXT = 1 << 23
+"""Characters of a text that a tokenizer can encode at once in bounded memory."""
 
-WORDS_AT_ONCE = 1 << 18
 REPORTED_WINDOWS = 1000
 """Windows from which reading again is reported."""
 
@@ -207,35 +206,13 @@ class DocumentEncoder:
         return ids, np.add.reduceat(lengths, last - sizes + 1)
 
     def _encode(self, texts: list[str], special: bool) -> list[list[int]]:
-        if self.words is None:
-            for text in texts:
-                self._check(text)
-            return library_ids(self.tokenizer.backend, texts, special)
-        if max(map(len, texts), default=0) <= WORDS_AT_ONCE:
-            return self.words.encode(texts)
-        return [list(chain.from_iterable(self.words.encode([part])[0] for part in self._cut(text))) for text in texts]
-
-    def _cut(self, text: str) -> list[str]:
-        """Parts of a long text, cut only where a word begins in any context, so that no token changes."""
-        assert self.words is not None
-        if self.words.has_special(text):
-            self._check(text)
-            return [text]
-        parts, start = [], 0
-        while len(text) - start > WORDS_AT_ONCE and (border := BORDER.search(text, start + WORDS_AT_ONCE)):
-            parts.append(text[start : border.start()])
-            start = border.start()
-        parts.append(text[start:])
-        for part in parts:
-            self._check(part)
-        return parts
-
-    def _check(self, text: str) -> None:
-        if len(text) > LONGEST_WHOLE:
-            raise InputError(
-                f"{self.name}: a document of {len(text):,} characters, {text[:40]!r}…, which {self.tokenizer.name} has "
-                f"to encode at once; expected at most {LONGEST_WHOLE:,} while streaming: split it"
-            )
+        for text in texts:
+            if len(text) > LONGEST_TEXT:
+                raise InputError(
+                    f"{self.name}: a document of {len(text):,} characters, {text[:40]!r}…, which is encoded at once; "
+                    f"expected at most {LONGEST_TEXT:,} while streaming: split it"
+                )
+        return self.words.encode(texts) if self.words else library_ids(self.tokenizer.backend, texts, special)
 
 
 def all_documents(texts: StreamableDocuments) -> Iterator[DocumentChunk]:
@@ -252,7 +229,8 @@ def first_held_out(
     found: list[NDArray[np.uint32]] = []
     size = 0
     waiting: list[str] = []
-    for piece in assign_sides(_pieces(texts, encode), threshold_of_fraction(val_fraction)):
+    separate = encode.rules.max_tokens is not None
+    for piece in assign_sides(all_documents(texts), threshold_of_fraction(val_fraction), separate=separate):
         if not piece.held_out:
             continue
         waiting.append(piece.text)
@@ -295,11 +273,6 @@ def cached_first_held_out(
     except (OSError, ValueError, EOFError):
         raise InputError(f"{path}: damaged token cache; delete it to have it rebuilt") from None
     return SplitTokens(path, "cache", ids, ends, bytes=meta["bytes"], max_id=meta["max_id"])
-
-
-def _pieces(texts: StreamableDocuments, encode: DocumentEncoder) -> Iterator[DocumentChunk]:
-    for piece in all_documents(texts):
-        yield piece if encode.rules.max_tokens is None else piece._replace(last=True)
 
 
 def open_stream(
