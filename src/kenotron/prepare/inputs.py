@@ -24,7 +24,7 @@ from kenotron.config.errors import InputError, no_such_path
 from kenotron.config.remote import is_remote
 from kenotron.data.manifest import Json
 from kenotron.storage.paths import RemoteStat
-from kenotron.text.documents import LONGEST_CHUNK, ByteRange, DocumentSource, NoText, RowHook, missing_column
+from kenotron.text.documents import LONGEST_CHUNK, ByteRange, NoText, RowHook, StreamableDocuments, missing_column
 from kenotron.text.file_documents import FileDocuments, find_files, has_rows
 from kenotron.text.hub_datasets import HubDocuments
 
@@ -44,7 +44,7 @@ def open_input(
     config_name: str | None = None,
     skip_bad: bool = False,
     hook: RowHook | None = None,
-) -> DocumentSource:
+) -> StreamableDocuments:
     """The texts of a file, a folder of files, a folder that `datasets` saved, or a dataset of the Hugging Face hub.
 
     Raises InputError: nothing of that name; a column of files without rows; split or config name of files.
@@ -68,7 +68,7 @@ def open_input(
     return HubDocuments(name, split, config_name, column, hook, skip_bad=skip_bad, advice=advice)
 
 
-def plan_shards(texts: Sequence[DocumentSource], size: int) -> list[InputShard]:
+def plan_shards(texts: Sequence[StreamableDocuments], size: int) -> list[InputShard]:
     """All documents of `texts` in order, in shards of at most `size` bytes where their form allows."""
     shards: list[InputShard] = []
     for number, source in enumerate(texts):
@@ -82,12 +82,12 @@ def plan_shards(texts: Sequence[DocumentSource], size: int) -> list[InputShard]:
     return shards
 
 
-def describe_inputs(texts: Sequence[DocumentSource]) -> dict[str, Json]:
+def describe_inputs(texts: Sequence[StreamableDocuments]) -> dict[str, Json]:
     """Each input's size by its name, and a digest that is another one once its files are others."""
     return {source.name: {"size": source.size, "state": _state(source)} for source in texts}
 
 
-def _state(texts: DocumentSource) -> str:
+def _state(texts: StreamableDocuments) -> str:
     if not isinstance(texts, FileDocuments):
         return texts.content_hash()
     digest = hashlib.blake2b(digest_size=16)
@@ -155,7 +155,7 @@ def describe_hook(path: str | None, key: str) -> str | None:
     return f"{path} (xxh3 {xxhash.xxh3_64_hexdigest(source.encode())})"
 
 
-def first_texts(texts: Sequence[DocumentSource], characters: int) -> Iterator[str]:
+def first_texts(texts: Sequence[StreamableDocuments], characters: int) -> Iterator[str]:
     """Documents from the beginning of each of `texts`, of each the same number of characters, `characters` in all."""
     for source in texts:
         left = characters // len(texts)

@@ -30,7 +30,7 @@ from kenotron.data.manifest import MANIFEST, Json, checksums, read_json, refuse_
 from kenotron.prepare.inputs import InputShard, describe_hook, describe_inputs, open_input, plan_shards, row_hook
 from kenotron.prepare.shuffle import DocumentShuffle
 from kenotron.storage.files import locked, sync_folder
-from kenotron.text.documents import LONGEST_CHUNK, DocumentSource, MayBeBad, split_long_chunk
+from kenotron.text.documents import LONGEST_CHUNK, MayBeBad, StreamableDocuments, split_long_chunk
 from kenotron.text.encode import Answer, EncodeRules, encode_batches, in_batches
 from kenotron.text.file_documents import FileDocuments, unread_files
 from kenotron.text.progress import Report, progress
@@ -173,7 +173,7 @@ def make_folder(output: Path) -> None:
 class Tokenization:
     """One tokenization: its documents, shards and rules; `made_by` is what the manifest records of it."""
 
-    texts: list[DocumentSource]
+    texts: list[StreamableDocuments]
     shards: list[InputShard]
     tokenizer: TextTokenizer
     options: TokenizeOptions
@@ -298,7 +298,7 @@ def make_shards(work: Tokenization, output: Path, todo: Sequence[InputShard], wo
 
 
 def _batches(
-    texts: Sequence[DocumentSource], todo: Sequence[InputShard], skipped: dict[int, tuple[int, list[str]]]
+    texts: Sequence[StreamableDocuments], todo: Sequence[InputShard], skipped: dict[int, tuple[int, list[str]]]
 ) -> Iterator[list[_ShardChunk]]:
     """Batches, each of one shard."""
     for shard, done in zip(todo, np.cumsum([0, *(shard.size for shard in todo)]).tolist()):
@@ -310,7 +310,7 @@ def _batches(
         skipped[shard.number] = (sum(source.skipped for source in texts) - before, first)
 
 
-def _shard_chunks(texts: Sequence[DocumentSource], shard: InputShard, done: int) -> Iterator[_ShardChunk]:
+def _shard_chunks(texts: Sequence[StreamableDocuments], shard: InputShard, done: int) -> Iterator[_ShardChunk]:
     for number, byte_range in shard.byte_ranges:
         starts = True
         for chunk in texts[number].read(byte_range):

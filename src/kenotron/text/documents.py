@@ -1,8 +1,8 @@
 """What a set of documents is, whatever it is read from, and the registry of readers of files with rows.
 
 Every source of documents has the same few methods: what it is (`name`), whether it changed (`signature`, cheap, and
-`content_hash`, by reading), its `size`, and the documents in an order that never varies. It is also read by ranges,
-each of which is found without reading those before it:
+`content_hash`, by reading), its `size`, and the documents in an order that never varies. Files and datasets are also
+read by ranges, each of which is found without reading those before it:
 
     a.jsonl   |--------|--------|----|      cut at line ends near multiples of the requested size
     b.jsonl.gz, b.jsonl.zst, c.txt          one range each
@@ -92,14 +92,6 @@ class DocumentSource(Protocol):
         """Every document, in chunks where it is long."""
         ...
 
-    def byte_ranges(self, size: int) -> Iterator[ByteRange]:
-        """All documents, in byte_ranges of at most `size` bytes where their form allows to cut them so."""
-        ...
-
-    def read(self, byte_range: ByteRange) -> Iterator[DocumentChunk]:
-        """The documents of a byte_range; `DocumentChunk.done` counts its bytes."""
-        ...
-
 
 class MayBeBad:
     """The documents of a source that cannot be read: the first one is an error, or all are left out and counted.
@@ -130,9 +122,17 @@ class MayBeBad:
 
 
 class StreamableDocuments(DocumentSource, Protocol):
-    """Documents in several parts, each of which can be read from a place in it; `tell` as in `MayBeBad`."""
+    """Documents that can be read by ranges, and in several parts each from a place in it; `tell` as in `MayBeBad`."""
 
     tell: Callable[[str], None] | None
+
+    def byte_ranges(self, size: int) -> Iterator[ByteRange]:
+        """All documents, in byte_ranges of at most `size` bytes where their form allows to cut them so."""
+        ...
+
+    def read(self, byte_range: ByteRange) -> Iterator[DocumentChunk]:
+        """The documents of a byte_range; `DocumentChunk.done` counts its bytes."""
+        ...
 
     @property
     def parts(self) -> int:

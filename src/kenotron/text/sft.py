@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from kenotron.config.errors import InputError, nearest
 from kenotron.text.chat import chat_template, render_chat, special_tokens, template_variables
-from kenotron.text.documents import ByteRange, DocumentChunk, DocumentSource, RowHook
+from kenotron.text.documents import DocumentChunk, DocumentSource, RowHook
 from kenotron.text.tokenizer import TextTokenizer, encoding_errors
 
 if TYPE_CHECKING:
@@ -59,6 +59,11 @@ class Example(NamedTuple):
     def text(self) -> str:
         """The text of all segments."""
         return "".join(part for part, _ in self.segments)
+
+
+OF_MESSAGES = ("system", "tools", "documents", "chat_template_kwargs")
+OF_PROMPTS = ("input", "context", "history")
+"""Columns that add to a prompt in many datasets, and are not read beside one."""
 
 
 @dataclass(frozen=True)
@@ -117,14 +122,6 @@ class SftDocuments:
         except _Enough:
             return
 
-    def byte_ranges(self, size: int) -> Iterator[ByteRange]:
-        """Those of the rows."""
-        return self._texts.byte_ranges(size)
-
-    def read(self, byte_range: ByteRange) -> Iterator[DocumentChunk]:
-        """The examples of a range, as JSON."""
-        return self._texts.read(byte_range)
-
     def _with_rules(self, content: str) -> str:
         template = chat_template(self.tokenizer) if self.tokenizer else None
         special = sorted(special_tokens(self.tokenizer).items()) if self.tokenizer and template else None
@@ -159,14 +156,10 @@ class SftDocuments:
                     f"{where}: expected text in the columns '{columns.prompt}' and '{columns.completion}', or a list "
                     f"'{columns.messages}'; for '{column}' found {found}"
                 )
-        for name in ("system", "tools", "documents", "chat_template_kwargs"):
+        for name in sorted({*OF_MESSAGES, *OF_PROMPTS} - {columns.prompt, columns.completion}):
             if row.get(name):
-                raise InputError(f"{where}: '{name}' is not read beside '{columns.prompt}': write the row as messages")
-        for name in {"input", "context", "history"} - {columns.prompt, columns.completion}:
-            if row.get(name):
-                raise InputError(
-                    f"{where}: '{name}' is not read beside '{columns.prompt}': join it into the prompt, or drop it"
-                )
+                how = "write the row as messages" if name in OF_MESSAGES else "join it into the prompt, or drop it"
+                raise InputError(f"{where}: '{name}' is not read beside '{columns.prompt}': {how}")
         return Example([(row[columns.prompt], False), (row[columns.completion] or "", True)], special=True)
 
 
