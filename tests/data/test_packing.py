@@ -117,7 +117,7 @@ def test_a_plan_is_kept_and_made_anew_for_other_documents(monkeypatch: pytest.Mo
 
 def test_ends_out_of_order_are_one_line() -> None:
     wrong = TokenFile(Path("wrong"), "numpy", np.arange(9, dtype=np.uint16), np.array([3, 9, 5], dtype=np.uint64))
-    with pytest.raises(InputError, match="twisted: the ends of its documents are not in order"):
+    with pytest.raises(InputError, match="wrong: its index of documents is not sorted: entry 2 is 5"):
         open_plan("twisted", [wrong], L, quiet)
 
 

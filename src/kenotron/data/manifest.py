@@ -73,11 +73,19 @@ def recorded_checksums(files: Sequence[TokenFile]) -> dict[AnyPath, str]:
     paths = {file.path for file in files}
     recorded: dict[AnyPath, str] = {}
     for place, made in manifests_beside(files):
-        for entry in found if isinstance(found := made.get("files"), list) else ():
-            sums = entry.get("xxh3") if isinstance(entry, dict) else None
-            if isinstance(sums, dict) and any(place.parent / name in paths for name in sums):
+        for sums in sums_of_files(made):
+            if any(place.parent / name in paths for name in sums):
                 recorded |= {place.parent / name: str(digest) for name, digest in sums.items()}
     return recorded
+
+
+def sums_of_files(made: Json) -> Iterator[dict[str, Any]]:
+    """The checksums by name of each of the files that a manifest lists, with those beside it."""
+    entries = made.get("files")
+    for entry in entries if isinstance(entries, list) else ():
+        sums = entry.get("xxh3") if isinstance(entry, dict) else None
+        if isinstance(sums, dict):
+            yield sums
 
 
 def write_json(file: Path, content: Json) -> None:

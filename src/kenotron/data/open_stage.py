@@ -33,11 +33,6 @@ class OpenStage:
     sources: list[TokenSource]
     order: Order
 
-    def drawn(self, positions: Int64, source: int) -> Int64:
-        """The indices of those samples at `positions` that are of this source."""
-        source_of, index = self.order.locate(positions)
-        return index[source_of == source]
-
     @property
     def stop(self) -> int:
         """The first step that is not of the stage, or that its sources cannot fill."""

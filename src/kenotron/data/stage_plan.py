@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -40,14 +40,14 @@ class SourcePlan:
     number or a measure. `key` seeds its shuffling.
     """
 
-    name: str
-    label: str
     at: str
     spec: SourceSpec
-    key: int
     group: int
     share: float | str
     max_epochs: float | None
+    name: str = ""
+    label: str = ""
+    key: int = 0
 
 
 @dataclass(frozen=True)
@@ -146,18 +146,17 @@ def plan_stages(config: Config) -> list[StagePlan]:
     """
     tokens, stages = config.tokens, sorted(config.data_stages, key=lambda stage: stage.start_training_step)
     ends = [stage.start_training_step for stage in stages[1:]] + [tokens.train_steps + 1]
-    parts = [_parts_of(datasets_of(stage.data, number)) for number, stage in enumerate(stages)]
-    labels = iter(short_labels([[part.spec for part in those] for those in parts]))
+    described = [_sources_of(datasets_of(stage.data, number)) for number, stage in enumerate(stages)]
+    labels = iter(short_labels([[source.spec for source in those] for those in described]))
     numbers: dict[str, int] = {}
     planned: list[StagePlan] = []
-    for number, (stage, those, end) in enumerate(zip(stages, parts, ends)):
+    for number, (stage, those, end) in enumerate(zip(stages, described, ends)):
         start, length, data = stage.start_training_step, stage.sequence_length or tokens.sequence_length, stage.data
-        names = identities([part.spec for part in those], data.seed, length)
+        names = identities([source.spec for source in those], data.seed, length)
         # Shuffling depends on the position of a source in the config, not on its path: data may move.
         keys = [derive_key("order", data.seed, numbers.setdefault(name, len(numbers))) for name in names]
         sources = tuple(
-            SourcePlan(name, next(labels), part.at, part.spec, key, part.group, part.share, part.max_epochs)
-            for name, key, part in zip(names, keys, those)
+            replace(source, name=name, label=next(labels), key=key) for name, key, source in zip(names, keys, those)
         )
         earlier = {source.label for stage in planned for source in stage.sources}
         if data.restart and earlier.isdisjoint(source.label for source in sources):
@@ -190,14 +189,9 @@ def plan_validation(config: Config) -> list[SourcePlan]:
 
     Raises InputError: a mix file that cannot be read.
     """
-    parts = _parts_of(val_datasets_of(config))
-    labels = short_labels([[part.spec for part in parts]])
-    return [
-        SourcePlan(
-            name="", label=label, at=part.at, spec=part.spec, key=0, group=part.group, share=part.share, max_epochs=None
-        )
-        for label, part in zip(labels, parts)
-    ]
+    sources = _sources_of(val_datasets_of(config))
+    labels = short_labels([[source.spec for source in sources]])
+    return [replace(source, label=label) for label, source in zip(labels, sources)]
 
 
 def all_sources(config: Config, stages: Iterable[StagePlan]) -> list[SourcePlan]:
@@ -289,25 +283,14 @@ def complete_keys(at: str) -> Iterator[None]:
         raise InputError(at + str(error).removeprefix("dataset")) from error
 
 
-@dataclass(frozen=True)
-class _Part:
-    """A source as the config alone describes it; the fields are those of `SourcePlan`."""
-
-    at: str
-    group: int
-    share: float | str
-    spec: SourceSpec
-    max_epochs: float | None
-
-
-def _parts_of(datasets: Iterable[tuple[str, PlainDataset | None]]) -> list[_Part]:
-    """The sources of datasets, each of which comes with its complete key."""
-    parts = []
+def _sources_of(datasets: Iterable[tuple[str, PlainDataset | None]]) -> list[SourcePlan]:
+    """The sources of datasets, each of which comes with its complete key, without names, labels and keys."""
+    sources = []
     for group, (at, section) in enumerate(datasets):
         limit = section.max_epochs if section else None
         with complete_keys(at):
-            parts += [_Part(at, group, share, spec, limit) for share, spec in specs_of(section)]
-    return parts
+            sources += [SourcePlan(at, spec, group, share, limit) for share, spec in specs_of(section)]
+    return sources
 
 
 def short_labels(stages: Sequence[Sequence[SourceSpec]]) -> list[str]:

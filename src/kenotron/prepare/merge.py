@@ -28,8 +28,16 @@ from kenotron.data.formats import (
     open_token_files,
     open_writer,
 )
-from kenotron.data.formats.token_file import checked_loss
-from kenotron.data.manifest import MANIFEST, Json, checksums, manifests_beside, token_dtype, write_json
+from kenotron.data.formats.token_file import checked_loss, document_blocks
+from kenotron.data.manifest import (
+    MANIFEST,
+    Json,
+    checksums,
+    manifests_beside,
+    sums_of_files,
+    token_dtype,
+    write_json,
+)
 from kenotron.prepare.scratch import scratch_beside
 from kenotron.prepare.shuffle import Documents, DocumentShuffle, Loss, some_documents
 from kenotron.storage.arrays import release
@@ -151,8 +159,8 @@ def _described(place: AnyPath, made: Json) -> Iterator[str]:
     if place.name != MANIFEST:
         yield str(place.with_name(place.name.removesuffix(f".{MANIFEST}")))
         return
-    for entry in found if isinstance(found := made.get("files"), list) else ():
-        yield from (str(place.parent / name) for name in (entry.get("xxh3") if isinstance(entry, dict) else None) or ())
+    for sums in sums_of_files(made):
+        yield from (str(place.parent / name) for name in sums)
 
 
 def _copy(
@@ -176,15 +184,8 @@ def _copy(
 def _documents(files: Sequence[TokenFile], with_loss: bool) -> Iterator[Documents]:
     """All documents of `files`, about a million tokens at a time; `with_loss` each with a mask."""
     for file in files:
-        assert file.ends is not None
-        start = 0
-        for first in range(0, len(file.ends), DOCUMENTS_AT_ONCE):
-            ends = file.ends[first : first + DOCUMENTS_AT_ONCE].astype(np.int64)
-            lengths = np.diff(ends, prepend=start)
-            if (falls := np.flatnonzero((lengths < 0) | (ends > len(file.tokens)))).size:
-                at = first + int(falls[0])
-                raise InputError(f"{file.path}: its index of documents is not sorted: entry {at} is {file.ends[at]}")
-            part = slice(start, int(ends[-1]))
+        for start, lengths in document_blocks(file, DOCUMENTS_AT_ONCE):
+            part = slice(start, start + int(lengths.sum()))
             losses = None if file.loss is None else file.loss[part]
             for ids, some, loss in some_documents(file.tokens[part], lengths, losses):
                 checked_loss(file, start, start + len(ids))

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from kenotron.config.errors import InputError
 from kenotron.config.remote import RemoteData
-from kenotron.storage.files import cache_root, locked, temporary_beside
+from kenotron.storage.files import AtomicFile, cache_root, locked, temporary_beside
 
 CHECKSUM = 8
 LEFT_OVER = 24 * 3600.0
@@ -85,7 +85,8 @@ class BlockStore:
         place = self._place(name)
         with self._explained(), self._room(size):
             place.parent.mkdir(exist_ok=True)
-            with self._new(place) as file:
+            # The lock is held: no other process writes under this name.
+            with AtomicFile(place, durable=False, temporary=place.with_name(place.name + ".tmp")) as file:
                 file.write(data)
                 file.write(xxhash.xxh3_64_digest(data))
 
@@ -126,30 +127,18 @@ class BlockStore:
         return self.folder / name[:2] / name
 
     @contextlib.contextmanager
-    def _new(self, place: Path) -> Iterator[BinaryIO]:
-        partial = place.with_name(place.name + ".tmp")  # the lock is held: no other process writes
-        try:
-            with open(partial, "wb") as file:
-                yield file
-            os.replace(partial, place)
-        except BaseException:
-            partial.unlink(missing_ok=True)
-            raise
-
-    @contextlib.contextmanager
     def _room(self, size: int) -> Iterator[None]:
         """Hold the lock of the total with room for `size` bytes more, which are added to it."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        with open(self.folder / "size", "a+b") as file:
-            _lock(file)
-            file.seek(0)
-            text = file.read()
+        file = self.folder / "size"
+        with locked(file):
+            text = file.read_bytes()
             total = int(text) if text.isdigit() else None
             if total is None or total + size > self.cap:
                 total = self._shrink(size)
-            file.truncate(0)  # a process that is killed here leaves no total: the next one counts
+            os.truncate(file, 0)  # a process that is killed here leaves no total: the next one counts
             yield
-            file.write(b"%d" % (total + size))
+            file.write_bytes(b"%d" % (total + size))
 
     def _shrink(self, size: int) -> int:
         """Remove what was not used for longest until `size` fits and a tenth is free; the bytes that are left."""
@@ -205,11 +194,3 @@ def _files(folder: Path) -> Iterator[os.DirEntry[str]]:
                     yield from inner
             else:
                 yield entry
-
-
-def _lock(file: BinaryIO) -> None:
-    """Wait for the kernel's lock; where a file system has none, each process keeps its own total."""
-    with contextlib.suppress(ImportError, OSError):
-        import fcntl
-
-        fcntl.flock(file, fcntl.LOCK_EX)

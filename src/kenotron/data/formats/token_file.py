@@ -80,6 +80,24 @@ def documents_between(file: TokenFile, start: int, stop: int) -> NDArray[np.int6
     return ends
 
 
+def document_blocks(file: TokenFile, count: int) -> Iterator[tuple[int, NDArray[np.int64]]]:
+    """The lengths of all documents of a file whose `ends` are known, `count` of them at a time, with the token that
+    the first of them begins at.
+
+    Raises InputError: the index is not sorted.
+    """
+    assert file.ends is not None
+    start = 0
+    for first in range(0, len(file.ends), count):
+        ends = np.asarray(file.ends[first : first + count], dtype=np.int64)
+        lengths = np.diff(ends, prepend=start)
+        if (falls := np.flatnonzero((lengths < 0) | (ends > len(file.tokens)))).size:
+            at = first + int(falls[0])
+            raise InputError(f"{file.path}: its index of documents is not sorted: entry {at} is {file.ends[at]}")
+        yield start, lengths
+        start = int(ends[-1])
+
+
 def checked_loss(file: TokenFile, start: int, stop: int) -> NDArray[np.bool_] | None:
     """Whether tokens [start, stop) carry a loss; None: all do.
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from kenotron.config.errors import InputError, counted
 from kenotron.data.batch import Int64
 from kenotron.data.cached_folder import cached_folder, map_cached_array
-from kenotron.data.formats.token_file import TokenFile
+from kenotron.data.formats.token_file import TokenFile, document_blocks
 from kenotron.data.source import Origin, Samples, SourceFile, TokenSource
 from kenotron.kernels.hashing import mix64
 from kenotron.storage.arrays import fetch_ahead
@@ -163,8 +163,9 @@ def open_plan(
     digest = xxhash.xxh3_128(f"packing {FORMAT} {sequence_length} {keep_rest}".encode())
     for part in parts:
         digest.update(f"\n{len(part.tokens)}\n".encode())
-        for _, ends in _blocks(part):
-            digest.update(np.asarray(ends, "<u8").tobytes())
+        ends = _ends(part)
+        for first in range(0, len(ends), AT_ONCE):
+            digest.update(np.asarray(ends[first : first + AT_ONCE], "<u8").tobytes())
     path = cache_root() / "packing" / digest.hexdigest()
 
     def build(folder: Path) -> None:
@@ -177,19 +178,10 @@ def open_plan(
     return PackingPlan(**arrays, documents=meta["documents"], cut=meta["cut"], tokens=meta["tokens"])
 
 
-@dataclass
-class _Counts:
-    documents: int = 0
-    cut: int = 0
-    tokens: int = 0
-    pieces: int = 0
-    rows: int = 0
-
-
 def _write_plan(
     folder: Path, name: str, parts: Sequence[TokenFile], sequence_length: int, keep_rest: bool, report: Report
 ) -> None:
-    counts = _Counts()
+    documents = cut = tokens = fragments = rows = 0
     total = sum(len(_ends(part)) for part in parts)
     with (
         open(folder / "starts", "wb") as start_file,
@@ -198,33 +190,29 @@ def _write_plan(
         progress(f"packing {name}", total, report) as update,
     ):
         first_file.write(np.zeros(1, "<i8").tobytes())
-        for starts, lengths in _documents(name, parts):
-            counts.documents += len(lengths)
-            counts.cut += int((lengths > sequence_length + 1).sum())
+        for starts, lengths in _documents(parts):
+            documents += len(lengths)
+            cut += int((lengths > sequence_length + 1).sum())
             starts, lengths, pieces = pack(starts, lengths, sequence_length, keep_rest)
             start_file.write(starts.astype("<i8").tobytes())
             length_file.write(lengths.astype("<i8").tobytes())
-            first_file.write((counts.pieces + np.cumsum(pieces)).astype("<i8").tobytes())
-            counts.tokens += int(lengths.sum())
-            counts.pieces += len(starts)
-            counts.rows += len(pieces)
-            update(counts.documents)
-    (folder / "meta.json").write_text(json.dumps(asdict(counts), indent=2) + "\n")
+            first_file.write((fragments + np.cumsum(pieces)).astype("<i8").tobytes())
+            tokens += int(lengths.sum())
+            fragments += len(starts)
+            rows += len(pieces)
+            update(documents)
+    counts = {"documents": documents, "cut": cut, "tokens": tokens, "pieces": fragments, "rows": rows}
+    (folder / "meta.json").write_text(json.dumps(counts, indent=2) + "\n")
 
 
-def _documents(name: str, parts: Sequence[TokenFile]) -> Iterator[tuple[Int64, Int64]]:
+def _documents(parts: Sequence[TokenFile]) -> Iterator[tuple[Int64, Int64]]:
     """Starts and lengths of all documents, `AT_ONCE` of them at a time; starts count through all files."""
     waiting: list[tuple[Int64, Int64]] = []
     held = base = 0
     for part in parts:
-        last = 0
-        for first, block in _blocks(part):
-            ends = np.asarray(block, dtype=np.int64)
-            lengths = np.diff(ends, prepend=last)
-            if (lengths < 0).any() or ends[-1] > len(part.tokens):
-                raise InputError(f"{name}: the ends of its documents are not in order (near document {first})")
-            waiting.append((base + ends - lengths, lengths))
-            last, held = int(ends[-1]), held + len(ends)
+        for first, lengths in document_blocks(part, AT_ONCE):
+            waiting.append((base + first + np.cumsum(lengths) - lengths, lengths))
+            held += len(lengths)
             if held >= AT_ONCE:
                 starts, sizes = (np.concatenate(each) for each in zip(*waiting))
                 yield starts[:AT_ONCE], sizes[:AT_ONCE]
@@ -233,12 +221,6 @@ def _documents(name: str, parts: Sequence[TokenFile]) -> Iterator[tuple[Int64, I
     if held:
         starts, sizes = (np.concatenate(each) for each in zip(*waiting))
         yield starts, sizes
-
-
-def _blocks(part: TokenFile) -> Iterator[tuple[int, NDArray[np.uint64]]]:
-    ends = _ends(part)
-    for first in range(0, len(ends), AT_ONCE):
-        yield first, ends[first : first + AT_ONCE]
 
 
 def _ends(part: TokenFile) -> NDArray[np.uint64]:
