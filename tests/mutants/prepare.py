@@ -97,12 +97,4 @@ MUTANTS = [
         why="documents of one source still follow each other, in the order of the crawl",
         tests=(f"{MERGE}::test_every_order_is_about_equally_likely",),
     ),
-    Mutant(
-        name="the-last-window-is-not-looked-at",
-        file="prepare/inspect.py",
-        find="range(0, len(file.tokens) - window + 1, window)",
-        replace="range(0, len(file.tokens) - window, window)",
-        why="a file that is twice the same window has no duplicate in the report",
-        tests=("data/formats/test_format_commands.py::test_a_window_that_ends_with_its_file_is_looked_at",),
-    ),
 ]

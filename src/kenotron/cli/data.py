@@ -70,7 +70,6 @@ def inspect(
     vocab_size: Annotated[int | None, typer.Option(help="Size of the vocabulary; ids must be below it.", min=1)] = None,
     tokenizer: TokenizerName = None,
     samples: Annotated[int, typer.Option(help="Number of decoded samples to show, with --tokenizer.", min=0)] = 3,
-    window: Annotated[int, typer.Option(help="Window size in tokens for finding duplicates.", min=1)] = 2048,
     dtype: RawDtype = None,
     as_json: AsJson = False,
 ) -> None:
@@ -92,7 +91,7 @@ def inspect(
         print(f"{path}: cached tokens, as they were written")
         return
     loaded = _load(tokenizer)
-    report = look(path, dtype, vocab_size or (loaded.vocab_size if loaded else None), window)
+    report = look(path, dtype, vocab_size or (loaded.vocab_size if loaded else None))
     if loaded:
         places = starts_of_documents(open_token_files(path, "token files", dtype), samples, 64)
         report["samples"] = [{"at": place, "text": loaded.decode(ids.tolist())} for place, ids in places]
@@ -163,7 +162,6 @@ def _print_report(report: dict[str, Any]) -> None:
     about = "" if report["duplicates_exact"] else "about "
     if report["duplicate_documents"] is not None:
         print(f"duplicate documents: {about}{report['duplicate_documents']:,}")
-    print(f"duplicate windows of {report['window']} tokens: {about}{report['duplicate_windows']:,}")
     if sums := report["checksums"]:
         print(f"checksums: {sums['files'] - len(sums['different'])} of {counted(sums['files'], 'file')} as recorded")
     if lengths := report["document_lengths"]:

@@ -49,15 +49,14 @@ class Duplicates:
         return (len(self._hashes) - len(np.unique(np.array(self._hashes)))) << self.halvings
 
 
-def inspect(path: str | AnyPath, dtype: str | None = None, vocab_size: int | None = None, window: int = 2048) -> Json:
-    """A report on the token files at `path`; ids from `vocab_size` on are counted, windows are of `window` tokens.
+def inspect(path: str | AnyPath, dtype: str | None = None, vocab_size: int | None = None) -> Json:
+    """A report on the token files at `path`; ids from `vocab_size` on are counted.
 
     Raises InputError: an invalid file; a negative id.
     """
     files = open_token_files(path, "token files", dtype)
     known = all(file.ends is not None for file in files)
     tokens, documents = _Tokens(vocab_size), _Documents(sum(len(file.ends) for file in files if file.ends is not None))
-    windows = Duplicates(sum(len(file.tokens) // window for file in files))
     recorded, found = recorded_checksums(files), {}
     for file in files:
         digest = xxhash.xxh3_128() if file.path in recorded else None
@@ -68,10 +67,6 @@ def inspect(path: str | AnyPath, dtype: str | None = None, vocab_size: int | Non
             documents.add(file, chunk)
         if digest and file.tokens.nbytes == file.path.stat().st_size:  # its bytes are the ids, and nothing else
             found[file.path] = digest.hexdigest()
-        for start in range(0, len(file.tokens) - window + 1, window):
-            windows.add(file.tokens, start, start + window)
-            if start % CHUNK_TOKENS < window:
-                release(file.tokens)
     return {
         "path": str(path),
         "format": files[0].format,
@@ -88,10 +83,8 @@ def inspect(path: str | AnyPath, dtype: str | None = None, vocab_size: int | Non
         "no_loss_tokens": tokens.without_loss,
         "document_lengths": documents.summary() if known and documents.count else None,
         "duplicate_documents": documents.duplicates.count() if known else None,
-        "duplicate_windows": windows.count(),
         "checksums": _compared(recorded, found) if recorded else None,
-        "duplicates_exact": not (documents.duplicates.halvings or windows.halvings),
-        "window": window,
+        "duplicates_exact": not documents.duplicates.halvings,
     }
 
 

@@ -8,7 +8,6 @@ exist.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -24,7 +23,6 @@ from kenotron.data.formats import (
     TokenFile,
     TokenWriter,
     check_holds_loss,
-    is_file_of,
     open_token_files,
     open_writer,
 )
@@ -38,10 +36,9 @@ from kenotron.data.manifest import (
     token_dtype,
     write_json,
 )
-from kenotron.prepare.scratch import scratch_beside
+from kenotron.prepare.scratch import new_token_files
 from kenotron.prepare.shuffle import Documents, DocumentShuffle, Loss, some_documents
 from kenotron.storage.arrays import release
-from kenotron.storage.files import publish_folder, sync_folder
 from kenotron.storage.paths import AnyPath, as_path
 from kenotron.text.progress import Report, progress
 
@@ -72,12 +69,9 @@ def merge(
     known = _common_keys(sources, files)
     format = format or _format_of(output, files)
     check_holds_loss(files, format)
-    as_file = is_file_of(output, format)
-    if as_file and max_tokens is not None:
-        raise InputError(f"--max-tokens-per-file: expected a folder as --output, found the file {output}")
-    with scratch_beside(output) as scratch:
-        if as_file:
-            _refuse_companions(output)
+    with new_token_files(output, format) as (scratch, as_file):
+        if as_file and max_tokens is not None:
+            raise InputError(f"--max-tokens-per-file: expected a folder as --output, found the file {output}")
         dtype = _dtype(files, format)
         stem = output.stem if as_file else None
         target = _Files(scratch, format, dtype, known.get("tokenizer"), stem, max_tokens)
@@ -94,24 +88,7 @@ def merge(
             "files": target.written,
         }
         write_json(scratch / (f"{output.name}.{MANIFEST}" if as_file else MANIFEST), manifest)
-        if as_file:
-            _publish_files(scratch, output)
-        else:
-            publish_folder(scratch, output)
     return manifest
-
-
-def _refuse_companions(output: Path) -> None:
-    """Raises InputError: an index or a loss mask of an earlier `output` would be taken for the new one's."""
-    others = output.parent.iterdir() if output.parent.is_dir() else ()
-    for left in sorted(other for other in others if other.name.startswith(f"{output.name}.")):
-        raise InputError(f"--output: {left} already exists, left by an earlier {output.name}; remove it")
-
-
-def _publish_files(scratch: Path, output: Path) -> None:
-    for file in sorted(scratch.iterdir(), key=lambda file: file.name == output.name):  # the tokens come last
-        os.replace(file, output.parent / file.name)
-    sync_folder(output.parent)
 
 
 def _format_of(output: Path, files: Sequence[TokenFile]) -> str:

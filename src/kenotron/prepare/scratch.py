@@ -7,12 +7,15 @@ with scratch_beside(Path("all")) as folder:      # .all.unfinished
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from kenotron.config.errors import InputError
+from kenotron.data.formats import is_file_of
+from kenotron.storage.files import publish_folder, sync_folder
 
 
 @contextmanager
@@ -36,3 +39,29 @@ def scratch_beside(output: Path, key: str = "--output") -> Iterator[Path]:
         raise InputError(f"{key}: cannot create {output}: {at}{error.strerror or error}") from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def new_token_files(output: Path, format: str) -> Iterator[tuple[Path, bool]]:
+    """A folder for the files of `output`, and whether that is one file of `format`; they are published at the end.
+
+    Raises InputError: as `scratch_beside`; a file of another format; what an earlier file of that name has left.
+    """
+    as_file = is_file_of(output, format)
+    with scratch_beside(output) as scratch:
+        if as_file:
+            _refuse_companions(output)
+        yield scratch, as_file
+        if not as_file:
+            publish_folder(scratch, output)
+            return
+        for file in sorted(scratch.iterdir(), key=lambda file: file.name == output.name):  # the tokens come last
+            os.replace(file, output.parent / file.name)
+        sync_folder(output.parent)
+
+
+def _refuse_companions(output: Path) -> None:
+    """Raises InputError: an index or a loss mask of an earlier `output` would be taken for the new one's."""
+    others = output.parent.iterdir() if output.parent.is_dir() else ()
+    for left in sorted(other for other in others if other.name.startswith(f"{output.name}.")):
+        raise InputError(f"--output: {left} already exists, left by an earlier {output.name}; remove it")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kenotron.data.formats import open_token_files, open_writer
-from kenotron.prepare.inspect import Duplicates, inspect
+from kenotron.prepare.inspect import Duplicates
 from support.tiny_run import Shell
 
 DOCS = [[1, 2, 3], [4, 5], [1, 2, 3], [9, 9, 9, 9, 9]]
@@ -40,26 +40,19 @@ def test_show_disjoint_windows_of_ds_and_overlapping_ones_elsewhere(corpus: Path
 
 
 def test_inspect_counts(corpus: Path, shell: Shell) -> None:
-    code, out, _ = shell("data", "inspect", corpus, "--window", 2, "--json")
+    code, out, _ = shell("data", "inspect", corpus, "--json")
     assert code == 0
     report = json.loads(out)
     expected = {"tokens": 13, "documents": 4, "dtype": "uint16", "format": "datatrove", "files": 1, "tokenizer": "gpt2"}
     assert {key: report[key] for key in expected} == expected
     assert report["largest_id"] == 9
     assert report["duplicate_documents"] == 1
-    assert report["duplicate_windows"] == 1  # [9, 9] of (1 2)(3 4)(5 1)(2 3)(9 9)(9 9)
     lengths = report["document_lengths"]
     assert (lengths["shortest"], lengths["mean"], lengths["longest"]) == (2, 13 / 4, 5)
     assert [(b["from"], b["below"], b["documents"]) for b in lengths["histogram"]] == [(2, 4, 3), (4, 8, 1)]
     code, out, _ = shell("data", "inspect", corpus)
     assert code == 0
     assert "█" in out
-
-
-def test_a_window_that_ends_with_its_file_is_looked_at(tmp_path: Path) -> None:
-    for name, ids in (("twice", [1, 2, 3, 1, 2, 3]), ("and more", [1, 2, 3, 1, 2, 3, 1, 2])):
-        np.save(tmp_path / f"{name}.npy", np.array(ids, "<u2"))
-        assert inspect(tmp_path / f"{name}.npy", window=3)["duplicate_windows"] == 1
 
 
 def test_inspect_reports_an_id_beyond_the_vocabulary(corpus: Path, shell: Shell) -> None:

@@ -12,14 +12,13 @@ the end of the file, else two bytes. Sizes that contradict each other are an err
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kenotron.config.errors import InputError
 from kenotron.data.formats.token_file import (
-    PartialFile,
     TokenFile,
     TokenWriter,
     check_ends,
@@ -128,43 +127,26 @@ class DatatroveWriter(TokenWriter):
         super().__init__(path, dtype, tokenizer)
         if self.dtype not in WIDTHS.values():
             raise InputError(f"{path}: datatrove's .ds holds uint16 or uint32, not {dtype.name}")
-        self._ids = PartialFile(path)
-        self._index = PartialFile(_beside(path, "index"))
-        self._loss: PartialFile | None = None
+        self._ids, self._index = self._open(path), self._open(_beside(path, "index"))
+        self._loss: BinaryIO | None = None
+        _beside(path, "loss").unlink(missing_ok=True)  # an older file's
 
     def _append(self, ids: NDArray[np.integer], ends: NDArray[np.uint64], loss: NDArray[np.bool_] | None) -> None:
         if loss is not None and self._loss is None:
-            self._loss = PartialFile(_beside(self.path, "loss"))
+            self._loss = self._open(_beside(self.path, "loss"))
             for start in range(0, self.tokens, 1 << 20):  # all before it carried a loss
                 self._loss.write(b"\1" * min(1 << 20, self.tokens - start))
         if self._loss is not None:
-            self._loss.write(np.ones(len(ids), np.bool_) if loss is None else np.ascontiguousarray(loss, np.bool_))
-        self._ids.write(ids)
-        self._index.write(ends.astype("<u8"))
+            self._loss.write((np.ones(len(ids), np.bool_) if loss is None else loss.astype(np.bool_)).tobytes())
+        self._ids.write(ids.tobytes())
+        self._index.write(ends.astype("<u8").tobytes())
 
-    def close(self) -> None:
-        """Publish index, loss mask and metadata, then the `.ds` itself; remove what an older set left."""
-        metadata = PartialFile(_beside(self.path, "metadata"))
+    def _finish(self) -> None:
         name = self.tokenizer or f"Unknown Tokenizer|{self.dtype.itemsize}"
-        metadata.write(f"{name}|{self.dtype.itemsize}\n{self.tokens}\n{_human(self.tokens)}".encode())
-        self.path.unlink(missing_ok=True)  # so that an older file is never found beside a newer index
-        if self._loss is None:
-            _beside(self.path, "loss").unlink(missing_ok=True)
-        else:
-            self._loss.publish()
-        if self.documents or not self.tokens:
-            self._index.publish()
-        else:  # whose documents are not known
-            self._index.discard()
-            _beside(self.path, "index").unlink(missing_ok=True)
-        metadata.publish()
-        self._ids.publish()  # last: a file of that name is complete
-
-    def discard(self) -> None:
-        """Remove the partial `.ds`, index and loss mask."""
-        for part in (self._ids, self._index, self._loss):
-            if part is not None:
-                part.discard()
+        metadata = f"{name}|{self.dtype.itemsize}\n{self.tokens}\n{_human(self.tokens)}"
+        self._open(_beside(self.path, "metadata")).write(metadata.encode())
+        if self.tokens and not self.documents:  # whose ends are not known
+            _beside(self.path, "index").unlink()
 
 
 def _human(tokens: int) -> str:

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kenotron.config.errors import InputError
-from kenotron.data.formats.token_file import PartialFile, TokenFile, TokenWriter, map_array, readable
+from kenotron.data.formats.token_file import TokenFile, TokenWriter, map_array, readable
 from kenotron.storage.paths import AnyPath
 
 MAGIC = b"MMIDIDX\0\0"
@@ -105,34 +105,32 @@ class MegatronWriter(TokenWriter):
         if self.dtype not in codes:
             raise InputError(f"{path}: Megatron's .bin cannot hold {dtype.name}; take int32 or uint16")
         self._code = codes[self.dtype]
-        self._ids = PartialFile(path)
-        self._ends = tempfile.TemporaryFile(dir=path.parent)  # noqa: SIM115 (see close, discard)
+        self._ids = self._open(path)
+        self._ends = tempfile.TemporaryFile(dir=path.parent)  # noqa: SIM115 (it goes with its last use)
 
     def _append(self, ids: NDArray[np.integer], ends: NDArray[np.uint64], loss: NDArray[np.bool_] | None) -> None:
-        self._ids.write(ids)
+        self._ids.write(ids.tobytes())
         self._ends.write(ends.astype("<i8").tobytes())
 
-    def close(self) -> None:
-        """Write the `.idx` (sequence lengths, byte offsets, ends of documents), then publish the `.bin`."""
-        index = PartialFile(self.path.with_suffix(".idx"))
+    def _finish(self) -> None:
+        """Write the `.idx`: sequence lengths, byte offsets, ends of documents."""
+        index = self._open(self.path.with_suffix(".idx"))
         sequences = sum(int(counts.sum()) for counts, _ in self._documents())
         starts = 1 + sum(len(counts) for counts, _ in self._documents())
         index.write(HEADER.pack(MAGIC, 1, self._code, sequences, starts))
         for _, lengths in self._documents():
-            index.write(lengths.astype("<i4"))
+            index.write(lengths.astype("<i4").tobytes())
         done = 0
         for _, lengths in self._documents():
-            index.write((done + np.cumsum(lengths) - lengths).astype("<i8") * self.dtype.itemsize)
+            offsets = (done + np.cumsum(lengths) - lengths) * self.dtype.itemsize
+            index.write(offsets.astype("<i8").tobytes())
             done += int(lengths.sum())
-        index.write(np.zeros(1, "<i8"))
+        index.write(np.zeros(1, "<i8").tobytes())
         done = 0
         for counts, _ in self._documents():
-            index.write((done + np.cumsum(counts)).astype("<i8"))
+            index.write((done + np.cumsum(counts)).astype("<i8").tobytes())
             done += int(counts.sum())
         self._ends.close()
-        self.path.unlink(missing_ok=True)  # so that an older file is never found beside a newer index
-        index.publish()
-        self._ids.publish()  # last: a file of that name is complete
 
     def _documents(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
         """Block by block: each document's sequences, each sequence's length. Tokens after the last end are another."""
@@ -150,8 +148,3 @@ class MegatronWriter(TokenWriter):
             pieces[np.cumsum(counts) - 1] = lengths - (counts - 1) * LONGEST_SEQUENCE
             yield counts, pieces
             last = int(ends[-1])
-
-    def discard(self) -> None:
-        """Remove the partial `.bin` and the list of document ends."""
-        self._ids.discard()
-        self._ends.close()

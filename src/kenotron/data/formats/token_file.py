@@ -7,33 +7,30 @@ Whatever the format, that is all there is to it; each format's file in this fold
 disk. Opening does not read the tokens, so that a folder of terabytes opens at once: sizes are compared with each other,
 and an index is read, and checked, where documents are asked for (`documents_between`).
 
-A file is written beside its final name, synced, and renamed: it is complete or does not exist.
+What the commands write is made in a folder of its own, and renamed: it is complete or does not exist.
 """
 
 from __future__ import annotations
 
 import errno
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kenotron.config.errors import InputError, counted, nearest
 from kenotron.storage.arrays import map_local_array, release
-from kenotron.storage.files import AtomicFile
 from kenotron.storage.paths import AnyPath, RemotePath
 
 CHECKED_AT_OPEN = 1 << 16
 """So many ends of an index are checked when the file is opened, the others where they are read."""
-
-PARTIAL = ".partial"
-"""What a file is called, after its name, while it is written. A killed process's is overwritten by the next."""
 
 
 @dataclass(frozen=True)
@@ -244,41 +241,6 @@ def integer_dtype(name: str, where: str) -> np.dtype:
 # ---- writing -----------------------------------------------------------------------------------------------
 
 
-class PartialFile:
-    """A file that is written as ``<path>.partial`` and gets its name when it is complete (`storage.AtomicFile`).
-
-    Raises InputError: the system refuses to create or write it.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        with self._explained():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = AtomicFile(path, temporary=path.with_name(path.name + PARTIAL))
-
-    def write(self, data: bytes | NDArray) -> None:
-        """Append all of `data`."""
-        if len(data):
-            with self._explained():
-                self._file.write(memoryview(data if isinstance(data, bytes) else data.data.cast("B")))
-
-    def publish(self) -> None:
-        """Sync it and give it its name."""
-        with self._explained():
-            self._file.publish()
-
-    def discard(self) -> None:
-        """Remove what was written."""
-        self._file.discard()
-
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise InputError(f"cannot write {self.path}: {error.strerror or error}") from None
-
-
 TOKENS_AT_ONCE = 1 << 20
 """Tokens that are read, moved and written at a time, where there are many."""
 
@@ -289,7 +251,8 @@ class TokenWriter(ABC):
         with open_writer(path, "datatrove", np.dtype("uint16")) as writer:
             writer.write(ids, lengths)
 
-    A format's subclass says how chunks lie on disk. If an error ends the block, nothing is left behind.
+    A format's subclass says how chunks lie on disk. If an error ends the block, nothing is left behind. Raises
+    InputError: the system refuses to create or write a file.
     """
 
     holds_loss = False
@@ -300,6 +263,7 @@ class TokenWriter(ABC):
         self.tokenizer = tokenizer
         self.tokens = 0
         self.documents = 0
+        self._files: list[BinaryIO] = []
 
     def write(
         self, ids: NDArray[np.integer], lengths: NDArray[np.int64], loss: NDArray[np.bool_] | None = None
@@ -328,20 +292,46 @@ class TokenWriter(ABC):
             np.ascontiguousarray(ids, dtype=self.dtype),
             np.asarray(ends, dtype=np.uint64) + np.uint64(self.tokens),
         )
-        self._append(ids, ends, loss)
+        with self._explained():
+            self._append(ids, ends, loss)
         self.tokens += len(ids)
         self.documents += len(ends)
 
-    @abstractmethod
     def close(self) -> None:
-        """Finish the file and give it its name."""
+        """Finish the files and sync them."""
+        with self._explained():
+            self._finish()
+            for file in self._files:
+                file.flush()
+                os.fsync(file.fileno())
+                file.close()
 
-    @abstractmethod
     def discard(self) -> None:
         """Give up; nothing is left behind."""
+        for file in self._files:
+            file.close()
+            Path(file.name).unlink(missing_ok=True)
 
     @abstractmethod
     def _append(self, ids: NDArray[np.integer], ends: NDArray[np.uint64], loss: NDArray[np.bool_] | None) -> None: ...
+
+    @abstractmethod
+    def _finish(self) -> None:
+        """Write what is known only at the end."""
+
+    def _open(self, path: Path) -> BinaryIO:
+        """A new file, one of this writer's."""
+        with self._explained():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._files.append(open(path, "wb"))  # noqa: SIM115 (see close, discard)
+        return self._files[-1]
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise InputError(f"cannot write {self.path}: {error.strerror or error}") from None
 
     def __enter__(self) -> TokenWriter:
         return self

@@ -9,15 +9,14 @@ Of the windows of a folder (`token_folder.py`) the last `tokens.val_fraction` ar
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import Field, TypeAdapter, ValidationError
 
 from kenotron.config.data import NanosetDataset, TokenFilesDataset, as_list
 from kenotron.config.errors import InputError, counted
@@ -132,29 +131,25 @@ def _with_shares(found: Sequence[tuple[float | None, TokenPath]]) -> list[tuple[
     return [(unknown if share is None else share, path) for share, path in found]
 
 
+MIX = TypeAdapter(Annotated[dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]], Field(min_length=1)])
+
+
 def read_mix(file: AnyPath) -> dict[str, float]:
     """A mix ``{path: weight}`` from a JSON file; its relative paths are relative to the file's folder."""
-
-    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-        if repeated := sorted({name for name, _ in pairs if [n for n, _ in pairs].count(name) > 1}):
-            raise InputError(f"dataset.tokens: {file} has {repeated[0]!r} twice")
-        return dict(pairs)
-
     try:
-        mix = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=unique)
+        mix = MIX.validate_json(file.read_text(encoding="utf-8"), strict=True)
     except OSError as error:
         raise InputError(f"dataset.tokens: cannot read {file}: {error.strerror or 'no such file'}") from None
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"dataset.tokens: {file} is not JSON: {error}") from None
-    if not isinstance(mix, dict) or not mix:
-        raise InputError(f"dataset.tokens: {file}: expected a map path → weight, found {json.dumps(mix):.40}")
-    for path, weight in mix.items():
-        number = isinstance(weight, int | float) and not isinstance(weight, bool)
-        if not (number and 0 < weight <= sys.float_info.max):
-            raise InputError(
-                f"dataset.tokens: {file}: the weight of {path!r} must be a number above 0, found {weight!r:.40}"
-            )
-    return {_from(file.parent, path): float(weight) for path, weight in mix.items()}
+    except ValidationError as error:
+        first = error.errors()[0]
+        at = "".join(f", {each!r}" for each in first["loc"])
+        raise InputError(
+            f"dataset.tokens: {file}{at}: expected a map path → weight above 0: {first['msg']}, found "
+            f"{first['input']!r:.40}"
+        ) from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"dataset.tokens: {file} is not UTF-8 at byte {error.start}") from None
+    return {_from(file.parent, path): weight for path, weight in mix.items()}
 
 
 def _from(folder: AnyPath, path: str) -> str:
