@@ -58,7 +58,7 @@ ATTRIBUTES = {
     "_scaled_dot_product_flash_attention_backward": "kernels/blockwise_attention.py",
     "_scaled_dot_product_flash_attention_for_cpu": "kernels/blockwise_attention.py",
     "_scaled_dot_product_flash_attention_for_cpu_backward": "kernels/blockwise_attention.py",
-    "_strip_protocol": "storage/fsspec_storage.py storage/stores.py",
+    "_strip_protocol": "storage/fetching.py",
     "_version": "models/module_state.py",
 }
 """Those of objects: their files."""

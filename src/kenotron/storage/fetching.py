@@ -77,6 +77,15 @@ def file_info(url: str, settings: RemoteData) -> FileInfo:
     return with_retries(url, settings.tries, lambda: fs.info(url), opening=True)
 
 
+def list_files(url: str, tries: int, doing: str = "read") -> dict[str, FileInfo]:
+    """The driver's `info` of every file below a folder, by its name behind the folder's. Raises as `file_info`."""
+    fs = filesystem(url)
+    found = with_retries(url, tries, lambda: fs.find(url, detail=True), opening=True, doing=doing)
+    root = fs._strip_protocol(url).rstrip("/") + "/"
+    files = {name: info for name, info in found.items() if info["type"] == "file" and name.startswith(root)}
+    return {name.removeprefix(root): info for name, info in files.items()}
+
+
 def with_retries(what: str, tries: int, read: Callable[[], T], opening: bool = False, doing: str = "read") -> T:
     """``read()``, tried up to `tries` times with growing waits.
 

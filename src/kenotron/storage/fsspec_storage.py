@@ -25,7 +25,7 @@ from kenotron.config.errors import InputError
 from kenotron.storage import fetching
 from kenotron.storage.blocks import block_store
 from kenotron.storage.drivers import filesystem, version_of
-from kenotron.storage.fetching import Block, RemoteFile, file_info, read_block, request_block, with_retries
+from kenotron.storage.fetching import Block, RemoteFile, file_info, list_files, read_block, request_block
 from kenotron.storage.paths import Fetched, RemoteArray, RemotePath, RemoteStat
 
 
@@ -76,15 +76,9 @@ class FsspecPath(RemotePath):
 
     def walk(self) -> Iterator[FsspecPath]:
         """By one listing, which each of the paths keeps."""
-        fs = filesystem(self.url)
-        found = with_retries(self.url, self.settings.tries, lambda: fs.find(self.url, detail=True), opening=True)
-        root = fs._strip_protocol(self.url).rstrip("/") + "/"
         base = self.url.rstrip("/")
-        listing = Listing(
-            (f"{base}/{name.removeprefix(root)}", _stat(name, info))
-            for name, info in found.items()
-            if info["type"] == "file" and name.startswith(root)
-        )
+        found = list_files(self.url, self.settings.tries)
+        listing = Listing((f"{base}/{name}", _stat(f"{base}/{name}", info)) for name, info in found.items())
         for url in sorted(listing):
             folders = url.removeprefix(base + "/").split("/")[:-1]
             if not any(folder.startswith(".") for folder in folders):

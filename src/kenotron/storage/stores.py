@@ -27,7 +27,7 @@ from fsspec.callbacks import Callback
 from kenotron.config.errors import InputError
 from kenotron.config.remote import RemoteData
 from kenotron.storage.drivers import FileInfo, filesystem, read_range, version_of
-from kenotron.storage.fetching import with_retries
+from kenotron.storage.fetching import list_files, with_retries
 
 T = TypeVar("T")
 
@@ -72,14 +72,11 @@ class Store:
 
     def sizes(self, below: str = "") -> dict[str, int]:
         """Name and bytes of every object, or of those in the folder `below`. Raises InputError."""
-        fs, folder = self._fs, self.at(below)
         try:
-            found = self._try(below, lambda: fs.find(folder, detail=True), "listed")
+            found = list_files(self.at(below), self._tries, "listed")
         except FileNotFoundError:
             return {}
-        root = fs._strip_protocol(self.url).rstrip("/") + "/"
-        files = {name: info for name, info in found.items() if info["type"] == "file" and name.startswith(root)}
-        return {name.removeprefix(root): info["size"] or 0 for name, info in files.items()}
+        return {f"{below}/{name}" if below else name: info["size"] or 0 for name, info in found.items()}
 
     def read(self, name: str) -> bytes:
         """A small object. Raises FileNotFoundError; InputError."""

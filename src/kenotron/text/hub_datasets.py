@@ -11,6 +11,7 @@ commit in the local hub cache, so a second run neither imports it nor asks the h
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -151,7 +152,12 @@ class HubDocuments(MayBeBad):
         digest = hashlib.blake2b(f"{self.splits} {self.config_name} {self.column}".encode(), digest_size=16)
         for name, fraction in self.fractions.items():
             folder = Path(name).expanduser()
-            known = _folder_files(folder, times) if folder.is_dir() else cached_revision(name, None, "dataset")
+            known: object = cached_revision(name, None, "dataset")
+            if folder.is_dir():
+                known = [
+                    (path.relative_to(folder).as_posix(), stat.st_size, stat.st_mtime_ns if times else 0)
+                    for path, stat in _files_of(folder)
+                ]
             digest.update(f"\n{folder.name} {fraction} {known}".encode())
         return f"{self.parts} {digest.hexdigest()}"
 
@@ -229,18 +235,19 @@ def load_rows(name: str, config_name: str | None, split: str, streaming: bool = 
     if name.startswith("~"):
         name = str(folder)
     with _quiet(datasets), _explained(name, datasets.exceptions.DatasetsError):
-        if (folder / "state.json").is_file():
+        if any((folder / mark).is_file() for mark in ("state.json", "dataset_dict.json")):
             saved = datasets.load_from_disk(name)
-            if saved.split is not None and str(saved.split) != split:
-                raise InputError(f"dataset.hf_dataset_splits: '{name}' has no split '{split}'; it has {saved.split}")
-            return _of_configuration(saved, name, config_name)
-        if (folder / "dataset_dict.json").is_file():
-            saved = datasets.load_from_disk(name)
-            if split not in saved:
+            splits = saved if isinstance(saved, dict) else {str(saved.split or split): saved}
+            if split not in splits:
                 raise InputError(
-                    f"dataset.hf_dataset_splits: '{name}' has no split '{split}'; it has {', '.join(saved)}"
+                    f"dataset.hf_dataset_splits: '{name}' has no split '{split}'; it has {', '.join(splits)}"
                 )
-            return _of_configuration(saved[split], name, config_name)
+            if config_name is not None and splits[split].info.config_name != config_name:
+                raise InputError(
+                    f"dataset.hf_dataset_config_name: '{name}' was saved from the configuration "
+                    f"{splits[split].info.config_name!r}, not '{config_name}'"
+                )
+            return splits[split]
         if name.startswith(("/", ".", "~")) and not folder.is_dir():
             raise InputError(f"dataset.hf_dataset_or_datasets: no such folder: {name}")
         asks_hub = not folder.exists() and not _in_caches(datasets, name) and offline_variable() is None
@@ -278,16 +285,6 @@ def _unreachable(name: str, reason: str) -> str:
     )
 
 
-def _of_configuration(rows: Any, name: str, config_name: str | None) -> Any:
-    """The rows of a folder that `save_to_disk` wrote, if they are of the configuration asked for."""
-    if config_name is not None and rows.info.config_name != config_name:
-        raise InputError(
-            f"dataset.hf_dataset_config_name: '{name}' was saved from the configuration {rows.info.config_name!r}, "
-            f"not '{config_name}'"
-        )
-    return rows
-
-
 def _cached_snapshot(name: str) -> str | None:
     """Folder of a repository in the local hub cache, if it is complete."""
     import huggingface_hub as hub
@@ -300,18 +297,15 @@ def _cached_snapshot(name: str) -> str | None:
         return None
 
 
-def _folder_files(folder: Path, times: bool) -> list[tuple[str, int, int]]:
-    """Name, size and (with `times`) time of every file of a folder."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    stats = [(path.relative_to(folder).as_posix(), path.stat()) for path in files]
-    return [(name, stat.st_size, stat.st_mtime_ns if times else 0) for name, stat in stats]
+def _files_of(folder: Path) -> list[tuple[Path, os.stat_result]]:
+    """Every file of a folder."""
+    return [(path, path.stat()) for path in sorted(folder.rglob("*")) if path.is_file()]
 
 
 def _folder_state(folder: Path) -> str | None:
     """Another one when any file of the folder is another; None while one is too young to tell."""
     digest = hashlib.blake2b(digest_size=16)
-    for file in sorted(path for path in folder.rglob("*") if path.is_file()):
-        stat = file.stat()
+    for file, stat in _files_of(folder):
         if stat.st_mtime > time.time() - YOUNG:
             return None
         digest.update(f"\n{file.relative_to(folder)} {stat.st_size} {stat.st_mtime_ns}".encode())

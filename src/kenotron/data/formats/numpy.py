@@ -36,11 +36,12 @@ def open_file(path: AnyPath, where: str, dtype: np.dtype | None = None) -> list[
     Raises InputError: no header and no dtype; a header that numpy cannot read; not a one-dimensional integer array.
     """
     with readable(path), path.open("rb") as file:
-        has_header = file.read(len(npy.MAGIC_PREFIX)) == npy.MAGIC_PREFIX
+        head = file.read(LLM_C_BYTES).ljust(LLM_C_BYTES, b"\0")
+    has_header = head.startswith(npy.MAGIC_PREFIX)
     if path.suffix == SUFFIX and has_header:
         tokens = _npy(path, where, dtype)
-    elif _has_llm_c_header(path):
-        tokens = _llm_c(path, where, dtype)
+    elif _is_llm_c(path, head):
+        tokens = _llm_c(path, head, where, dtype)
     elif dtype is None:
         missing = "has no numpy header" if path.suffix == SUFFIX else f"has no {path.stem}.idx (Megatron's) beside it"
         give = "give their dtype (token_dtype, or --dtype; usually uint16)"
@@ -51,12 +52,10 @@ def open_file(path: AnyPath, where: str, dtype: np.dtype | None = None) -> list[
     return [TokenFile(path, "numpy", tokens, None)]
 
 
-def _has_llm_c_header(path: AnyPath) -> bool:
+def _is_llm_c(path: AnyPath, head: bytes) -> bool:
     """Whether the first bytes are those of llm.c. Raises InputError: a version or content of it that is not read, or
     a chunk of litdata's, which looks like a raw file without its index."""
-    with readable(path), path.open("rb") as file:
-        start = np.frombuffer(file.read(8).ljust(8, b"\0"), "<u4")
-    first, second = (int(number) for number in start)
+    first, second = (int(number) for number in np.frombuffer(head, "<u4", 2))
     if second == 4 * (first + 2) and first:
         raise InputError(f"{path} is a chunk of litdata ({first:,} items); its index.json is missing beside it")
     if first == LLM_C_EVALUATION:
@@ -66,11 +65,11 @@ def _has_llm_c_header(path: AnyPath) -> bool:
     return first in LLM_C
 
 
-def _llm_c(path: AnyPath, where: str, dtype: np.dtype | None) -> NDArray[np.integer]:
+def _llm_c(path: AnyPath, head: bytes, where: str, dtype: np.dtype | None) -> NDArray[np.integer]:
     """The ids behind llm.c's header: magic number, version, how many there are; 256 int32."""
-    with readable(path), path.open("rb") as file:
-        header = np.frombuffer(file.read(LLM_C_BYTES).ljust(LLM_C_BYTES, b"\0"), "<i4")
+    with readable(path):
         size = path.stat().st_size
+    header = np.frombuffer(head, "<i4")
     found, count = np.dtype(LLM_C[int(header[0])][1]), int(header[2])
     if dtype is not None and dtype != found:
         raise InputError(f"{where}: {dtype.name} asked for, but {path} has llm.c's header for {found.name}")

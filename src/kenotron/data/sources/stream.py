@@ -161,8 +161,6 @@ class Stream(StreamSource):
         position = from_bytes(state, self._facts, where)
         if position.emitted != samples:
             raise InputError(f"{where}: expected a stream after {samples:,} samples, found {position.emitted:,}")
-        if (largest := int(position.state.ids.max(initial=0))) >= self.encode.vocab_size:
-            raise InputError(f"{where}: token {largest} is not below the vocabulary of {self.encode.vocab_size:,}")
         with self._lock:
             self._reader = StreamReader(self.rules, position)
             self._positions[step] = position
