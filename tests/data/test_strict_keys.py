@@ -123,7 +123,7 @@ FOUND = {
     "a folder": ([{"dataset_folder": "ids.npy"}], f"{D}.dataset_folder: expected .ds files, found ids.npy"),
     "a text": ([{"text_files": "a.text"}], f"{D}.text_files: no such file or folder: a.text"),
     "a mix file": ([{"tokens": "mixes.json"}], f"{D}.tokens: cannot read mixes.json"),
-    "a weight in it": ([{"tokens": "mix.json"}], f"{D}.tokens: mix.json: the weight of 'ds' must be a number above 0"),
+    "a weight in it": ([{"tokens": "mix.json"}], f"{D}.tokens: mix.json, 'ds': expected a map path → weight above 0"),
     "a hub's rows": ([{"hf_dataset_or_datasets": {"a": 0}}], f"{D}.hf_dataset_or_datasets: the fraction of 'a'"),
     "a mixture's": (
         [{"mixture": [DS | {"weight": 1}, {"tokens": "no", "weight": 1}]}],
