@@ -62,6 +62,10 @@ class Start:
         """The last step: that of the schedule's step `tokens.train_steps`."""
         return self.schedule_start + config.tokens.train_steps
 
+    def done(self, config: Config) -> bool:
+        """Whether the checkpoint has all steps of the run that continues it."""
+        return self.continues and self.step >= self.end(config)
+
     def in_run_steps(self, config: Config) -> Config:
         """`config` with stages that begin and end at steps of the run: at negative ones if old data continue."""
         stages = [

@@ -80,11 +80,11 @@ def train(
     with checkpoints.held(), deterministic(config.general.deterministic), use_kernels(config.model.kernels):
         start = checkpoints.start()
         config = with_run_name(config, start.name)
-        done = start.continues and start.step >= start.end(config)
+        done = start.done(config)
         if not done:
             run_on_rank0(lambda: make_log_folder(config))
         elif first:
-            report.already_finished(config, start)
+            console.logger.info(report.already_finished(start))
         if done and not reopen:
             return None
         run = build_run(config, mesh, device, start, open_weights, build_hooks(config, mesh, observers), checkpoints)
@@ -96,7 +96,10 @@ def train(
                 checkpoints.set_aside()
             if first:
                 open_log_folder(config, start.continues)
-                report.exhausted(run) if run.finished else report.run_log(config).plan(run)
+                if run.finished:
+                    console.logger.info(report.exhausted(run.data, start))
+                else:
+                    report.run_log(config).plan(run)
             if not run.finished:
                 fit(run)
                 if first:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from kenotron.checkpoint.start import Start
     from kenotron.config import Config
+    from kenotron.data import RunData
     from kenotron.training.run import Run
 
 
@@ -107,23 +108,20 @@ def run_log(config: Config) -> RunLog:
     return import_dotted(LOGS[config.logging.format], "logging.format")()
 
 
-def already_finished(config: Config, start: Start) -> None:
+def already_finished(start: Start) -> str:
     """Why nothing is done: the checkpoint has all steps."""
-    logger.info(
-        "This run is finished: %s has all %d steps. Raise tokens.train_steps to continue, or start over with --fresh.",
-        start.path,
-        start.step,
+    return (
+        f"This run is finished: {start.path} has all {start.step} steps. "
+        "Raise tokens.train_steps to continue, or start over with --fresh."
     )
 
 
-def exhausted(run: Run) -> None:
+def exhausted(data: RunData, start: Start) -> str:
     """Why nothing is done: the data allow no further step."""
-    logger.info(
-        "This run is finished: after step %d of %d, %s. To continue, add a stage that starts at step %d.",
-        run.step,
-        run.end,
-        run.data.exhausted(run.step + 1),
-        run.step + 1 - run.start.data_start,
+    return (
+        f"This run is finished: after step {start.step} of {data.config.tokens.train_steps}, "
+        f"{data.exhausted(start.step + 1)}. "
+        f"To continue, add a stage that starts at step {start.step + 1 - start.data_start}."
     )
 
 
