@@ -97,6 +97,7 @@ WRONG = [
     ("old-kernel", server("software", system="Linux 4.18.0-553.el8 x86_64"), "4.18.0"),
     ("triton-interpreted", with_settings(SERVER, TRITON_INTERPRET="1"), "bfloat16"),
     ("float32-rounded", with_settings(SERVER, NVIDIA_TF32_OVERRIDE="1"), "NVIDIA_TF32_OVERRIDE"),
+    ("no-such-device", with_settings(LAPTOP, KENOTRON_DEVICE="cuda"), "KENOTRON_DEVICE is cuda"),
     ("torch-built-for-cpu", replace(LAPTOP, nvidia=SERVER.nvidia), "2 GPUs"),
     ("driver-too-old", replace(OLD_DRIVER, torch=NO_GPUS), "CUDA 12.4"),
     ("gpus-not-seen", replace(SERVER, torch=NO_GPUS), "unknown error"),

@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 
+from kenotron.config import dump
 from kenotron.config.errors import InputError, PeerFailed
 from kenotron.interop import initial_tensors, open_source
 from kenotron.launch import training as launch_training
@@ -20,7 +21,7 @@ from support.foreign_models import ForeignProblem, folder_of
 from support.layout_runs import each_alone, expect_the_same, train_on_layout
 from support.pages import blocks, in_a_users_folder, read_page, sections
 from support.ranks import run_ranks
-from support.tiny_run import losses
+from support.tiny_run import Shell, losses
 
 PAGE = read_page("primitives.md")
 STEPS = 3
@@ -152,7 +153,9 @@ def refused_on_rank(rank: int, source: Path, folder: Path) -> str:
 
 
 @pytest.mark.budget(20, reason="transformers is imported in ranks")
-def test_a_weight_that_transformers_plan_leaves_out_is_refused_on_ranks(tmp_path: Path) -> None:
+def test_a_weight_that_transformers_plan_leaves_out_is_refused_by_a_check_and_on_ranks(
+    tmp_path: Path, shell: Shell
+) -> None:
     """Apertus' activation, between layers that are split, has weights of its own."""
     shapes = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32, "intermediate_size": 64}
     source = folder_of("apertus", tmp_path, num_hidden_layers=2, **shapes)
@@ -160,3 +163,8 @@ def test_a_weight_that_transformers_plan_leaves_out_is_refused_on_ranks(tmp_path
     first, other = run_ranks(2, refused_on_rank, source, tmp_path)
     assert first.startswith(expected)
     assert other.startswith(f"rank 0: {expected}")
+    config = ForeignProblem("apertus", model={"hf": str(source)}).config("tp=2", tmp_path)
+    (tmp_path / "two.yaml").write_text(dump(config))
+    code, _, stderr = shell("config", "check", tmp_path / "two.yaml")
+    assert code == 2
+    assert f"error: {expected}" in stderr

@@ -21,7 +21,7 @@ from kenotron.config.data import CustomSource, PretrainDataset, SFTDataset, path
 from kenotron.config.decoder import DecoderArchitecture
 from kenotron.config.dotted import import_registered
 from kenotron.config.errors import counted, is_a_path, no_such_path
-from kenotron.config.families import is_users_own
+from kenotron.config.families import built_in_names, is_users_own
 from kenotron.config.warnings import amount
 from kenotron.launch.before_start import epochs, warnings_before_start
 
@@ -119,24 +119,31 @@ def _check_architecture(config: Config) -> None:
     if isinstance(architecture, HFArchitecture) and Path(architecture.hf).is_dir():
         from kenotron.interop import resolve_architecture  # which imports torch
 
-        resolve_architecture(config)
-    elif isinstance(architecture, DecoderArchitecture) and is_users_own(architecture.family):
-        import torch
-
-        from kenotron.models import build, named_parameters
-        from kenotron.models.document_separation import check_blocks
-        from kenotron.models.init_rules import rule_for
-
-        with torch.device("meta"):
-            model = build(config.model)
-        rules = model.init_rules(std=0.02, scaling="NONE")
-        for name, _ in named_parameters(model):
-            rule_for(name, rules)
+        config = resolve_architecture(config)
+        architecture = config.model.architecture
+    if isinstance(architecture, DecoderArchitecture) and architecture.family not in built_in_names():
         from kenotron.parallel.partial_gradients import check_plan
 
         check_plan(config.model, config.parallelism)
-        if config.masks_documents:
-            check_blocks(architecture, min(CHECKED_TOKENS, *config.sequence_lengths.values()))
+        if is_users_own(architecture.family):
+            _check_family(config, architecture)
+
+
+def _check_family(config: Config, architecture: DecoderArchitecture) -> None:
+    """Raises InputError: a parameter without a rule for its initial value, a block that lets documents mix."""
+    import torch
+
+    from kenotron.models import build, named_parameters
+    from kenotron.models.document_separation import check_blocks
+    from kenotron.models.init_rules import rule_for
+
+    with torch.device("meta"):
+        model = build(config.model)
+    rules = model.init_rules(std=0.02, scaling="NONE")
+    for name, _ in named_parameters(model):
+        rule_for(name, rules)
+    if config.masks_documents:
+        check_blocks(architecture, min(CHECKED_TOKENS, *config.sequence_lengths.values()))
 
 
 def _check_hub_datasets(config: Config) -> None:

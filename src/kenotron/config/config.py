@@ -10,14 +10,7 @@ from pydantic import AfterValidator, model_validator
 from pydantic_core import PydanticCustomError
 
 from kenotron.config.checkpoints import Checkpoints, DataStates, S3Upload
-from kenotron.config.data import (
-    ONLY_TRAINING,
-    SFT_DATASETS,
-    TEXT_DATASETS,
-    DataStage,
-    PlainDataset,
-    paths_of,
-)
+from kenotron.config.data import ONLY_TRAINING, SFT_DATASETS, TEXT_DATASETS, DataStage, PlainDataset, paths_of
 from kenotron.config.decoder import DecoderArchitecture, Problem
 from kenotron.config.doremi import DoReMi
 from kenotron.config.errors import nearest

@@ -59,7 +59,9 @@ def nearest_sibling(path: Path) -> str:
     while not path.parent.exists():
         path = path.parent
     rest = whole.relative_to(path)
-    found = [entry for entry in path.parent.glob("*") if entry.name != path.name and (entry / rest).exists()]
+    # An .idx is nothing of its own: Megatron's prefix `data` means data.bin.
+    others = [entry for entry in path.parent.glob("*") if entry.name != path.name and entry.suffix != ".idx"]
+    found = [entry for entry in others if (entry / rest).exists()]
     near = nearest(path.name, [entry.name for entry in found])
     return near.replace("'?", f"/{rest}'?") if near and rest.parts else near
 

@@ -7,22 +7,28 @@
 
 from __future__ import annotations
 
+import os
 from math import prod
 from typing import Annotated, Literal, Protocol
 
+from kenotron.config.errors import InputError
 from kenotron.config.section import OURS, Section, key, null_means, upper_case
 
 CONTIGUOUS_METHODS = ("ulysses", "state_passing")  # of context parallelism: a rank holds one part of a sequence
 PP_ENGINES = ("afab", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev")
-V_ENGINES = (
-    "zbv_zero_bubble",
-    "dualpipev",
-)  # each rank holds one stage of the first half of the model and one of the second
-ZERO_BUBBLE_ENGINES = (
-    "interleaved_zero_bubble",
-    *V_ENGINES,
-)  # backward is split in two; the weight gradients fill the bubbles
+# Each rank holds one stage of the first half of the model and one of the second.
+V_ENGINES = ("zbv_zero_bubble", "dualpipev")
+# Backward is split in two; the weight gradients fill the bubbles.
+ZERO_BUBBLE_ENGINES = ("interleaved_zero_bubble", *V_ENGINES)
 STRATEGIES: dict[str, int | str] = {"ddp": 0, "fsdp_grad_op": 2, "fsdp": 3, "fsdp_hybrid": "hybrid"}
+
+
+def stays_on_cpu() -> bool:
+    """Whether ``KENOTRON_DEVICE=cpu`` keeps runs off the accelerator. Raises InputError for another value."""
+    found = os.environ.get("KENOTRON_DEVICE", "")
+    if found not in ("", "cpu"):
+        raise InputError(f"KENOTRON_DEVICE: expected cpu, or unset to use an accelerator where one is, found {found!r}")
+    return found == "cpu"
 
 
 class HasLayout(Protocol):

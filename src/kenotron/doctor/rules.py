@@ -89,6 +89,9 @@ def _compilers(facts: Facts) -> Iterator[Finding]:
 
 
 def _changed_numbers(facts: Facts) -> Iterator[Finding]:
+    if (device := facts.settings.get("KENOTRON_DEVICE", "")) not in ("", "cpu"):
+        what = f"KENOTRON_DEVICE is {device}: no run starts; expected cpu, or unset to use an accelerator where one is"
+        yield Finding("no-such-device", "error", what, "unset it")
     if facts.settings.get("TRITON_INTERPRET", "0") not in ("", "0"):
         what = "TRITON_INTERPRET is set: kernels are interpreted in Python, and bfloat16 dot products come out wrong"
         yield Finding("triton-interpreted", "warning", what, "unset it")

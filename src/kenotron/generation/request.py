@@ -66,14 +66,7 @@ def decode_on_ranks(request: Request, mesh: Mesh, device: torch.device) -> None:
     printer = None
     if tokenizer is not None and streams and mesh.is_first:
         printer = StreamPrinter([text if isinstance(text, str) else tokenizer.decode(text) for text in prompts])
-    completions = generate(
-        model,
-        tokenizer,
-        prompts,
-        request.sampling,
-        batch_size=request.batch_size,
-        stream=printer,
-    )
+    completions = generate(model, tokenizer, prompts, request.sampling, batch_size=request.batch_size, stream=printer)
     if not mesh.is_first:
         return
     if request.built_in:

@@ -18,13 +18,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from kenotron.config.architecture import yaml_keys
-from kenotron.config.decoder import (
-    ACTIVATIONS,
-    ROPE_KEYS,
-    AttentionArchitecture,
-    DecoderArchitecture,
-    RopeArchitecture,
-)
+from kenotron.config.decoder import ACTIVATIONS, ROPE_KEYS, AttentionArchitecture, DecoderArchitecture, RopeArchitecture
 from kenotron.config.errors import InputError, NotSupportedYet, nearest
 from kenotron.interop.hf_code import config_class
 from kenotron.interop.hf_reading import ROPE_UNREAD, model_type_of, refuse_what_differs

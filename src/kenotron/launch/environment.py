@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from kenotron.config.errors import InputError, counted
+from kenotron.config.parallelism import stays_on_cpu
 from kenotron.launch.machine_memory import processor_quota
 from kenotron.launch.slurm.ranks import is_task_of_many, torchrun_variables
 
@@ -146,8 +147,6 @@ def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
 def accelerators() -> int:
     """How many accelerators of this machine a run may use; 0: it uses the CPU. Raises as `stays_on_cpu` does."""
     import torch
-
-    from kenotron.parallel.device import stays_on_cpu
 
     return 0 if stays_on_cpu() or not torch.cuda.is_available() else torch.cuda.device_count()
 

@@ -17,6 +17,7 @@ import torch
 from numpy.typing import ArrayLike
 
 from kenotron.config.errors import InputError
+from kenotron.config.parallelism import stays_on_cpu
 from kenotron.kernels.products import rows_by_matrix
 
 
@@ -37,14 +38,6 @@ def best_device(local_rank: int = 0) -> torch.device:
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device
-
-
-def stays_on_cpu() -> bool:
-    """Whether ``KENOTRON_DEVICE=cpu`` keeps runs off the accelerator. Raises InputError for another value."""
-    found = os.environ.get("KENOTRON_DEVICE", "")
-    if found not in ("", "cpu"):
-        raise InputError(f"KENOTRON_DEVICE: expected cpu, or unset to use an accelerator where one is, found {found!r}")
-    return found == "cpu"
 
 
 def backend(device: torch.device) -> str:
