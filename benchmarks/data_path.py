@@ -25,7 +25,7 @@ from kenotron.data.open_stage import OpenStage
 from kenotron.data.order import Mixing, Order
 from kenotron.data.ramps import lengths, levels
 from kenotron.data.source import SampleRange, TokenSource
-from kenotron.data.sources.windows import TokenWindows
+from kenotron.data.sources.token_folder import TokenFolder
 from kenotron.data.stage_plan import StagePlan
 from kenotron.kernels.hashing import derive_key
 
@@ -43,12 +43,13 @@ def make_split(folder: Path) -> SplitTokens:
         for _ in range(0, TOKENS, 2**22):
             stream.write(rng.integers(0, 32768, 2**22, dtype=np.uint16).tobytes())
     ends = np.arange(DOCUMENT, TOKENS + 1, DOCUMENT, dtype=np.uint64)
-    return SplitTokens(np.memmap(file, "<u2", "r"), ends, 4 * TOKENS, 32767)
+    tokens = np.memmap(file, "<u2", "r")
+    return SplitTokens(file, "cache", tokens, ends, bytes=4 * TOKENS, max_id=32767)
 
 
 def open_sources(split: SplitTokens, sequence_length: int, sources: int) -> OpenStage:
     """A stage of `sources` equal sources on the same file, each as text in the cache is read."""
-    windows = TokenWindows("made", split, sequence_length)
+    windows = TokenFolder("made", [split], sequence_length, vocab_size=1 << 16, watched=False)
     opened: list[TokenSource] = [SampleRange(windows, 0, len(windows)) for _ in range(sources)]
     order = Order(
         [len(source) for source in opened],

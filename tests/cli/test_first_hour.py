@@ -545,12 +545,6 @@ def test_a_folder_of_runs_and_a_misspelt_folder_are_named(tell: Shell, tmp_path:
     assert nearest_sibling(tmp_path / "checkpoints" / "mine") == ""  # itself
 
 
-def test_the_prefix_of_megatrons_files_is_told_the_file_of_tokens(tmp_path: Path) -> None:
-    for suffix in ("bin", "idx"):
-        (tmp_path / f"web_text_document.{suffix}").touch()
-    assert nearest_sibling(tmp_path / "web_text_document") == "; did you mean 'web_text_document.bin'?"
-
-
 def test_a_device_that_no_run_takes_is_an_error_of_the_check(tell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KENOTRON_DEVICE", "cuda")
     expected = "error: KENOTRON_DEVICE: expected cpu, or unset to use an accelerator where one is, found 'cuda'\n"

@@ -153,9 +153,7 @@ def refused_on_rank(rank: int, source: Path, folder: Path) -> str:
 
 
 @pytest.mark.budget(20, reason="transformers is imported in ranks")
-def test_a_weight_that_transformers_plan_leaves_out_is_refused_by_a_check_and_on_ranks(
-    tmp_path: Path, shell: Shell
-) -> None:
+def test_a_weight_that_transformers_plan_leaves_out_is_refused(tmp_path: Path, shell: Shell) -> None:
     """Apertus' activation, between layers that are split, has weights of its own."""
     shapes = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32, "intermediate_size": 64}
     source = folder_of("apertus", tmp_path, num_hidden_layers=2, **shapes)

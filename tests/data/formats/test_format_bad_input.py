@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kenotron.config.errors import InputError
+from kenotron.config.errors import InputError, nearest_sibling
 from kenotron.data.formats import TokenFile, documents_between, open_token_files, open_writer
 from kenotron.data.formats.token_file import token_chunks
 from kenotron.prepare.merge import merge
@@ -282,3 +282,9 @@ def test_no_damage_is_another_exception(format: str, data: st.DataObject) -> Non
         assert not ends or ends[-1] == len(ids)
         if victim not in ("a.ds", "a.bin", "chunk-0-0.bin", "chunk-0-1.bin", "index.json", "a.idx"):
             assert ids == IDS
+
+
+def test_the_prefix_of_megatrons_files_is_told_the_file_of_tokens(tmp_path: Path) -> None:
+    for suffix in ("bin", "idx"):
+        (tmp_path / f"web_text_document.{suffix}").touch()
+    assert nearest_sibling(tmp_path / "web_text_document") == "; did you mean 'web_text_document.bin'?"
