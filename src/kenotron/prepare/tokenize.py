@@ -14,10 +14,9 @@ import contextlib
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -279,7 +278,6 @@ def make_shards(work: Tokenization, output: Path, todo: Sequence[InputShard], wo
     scratch = Path(tempfile.mkdtemp(prefix=WORK, dir=notes))
     skipped: dict[int, tuple[int, list[str]]] = {}
     batches = encode_batches(_batches(work.texts, todo, skipped), work.tokenizer.to_json(), work.rules, max(workers, 1))
-    speed = _Speed()
     with contextlib.ExitStack() as stack:
         update = stack.enter_context(progress("tokenizing", sum(shard.size for shard in todo), report))
         stack.callback(shutil.rmtree, scratch, ignore_errors=True)
@@ -290,7 +288,7 @@ def make_shards(work: Tokenization, output: Path, todo: Sequence[InputShard], wo
             while here is not None and here[0][0].shard == shard.number:
                 batch, answer = here
                 writer.add(batch, answer)
-                update(batch[-1].done, speed.text(answer))
+                update(batch[-1].done)
                 here = next(batches, None)
             count, first = skipped.get(shard.number, (0, []))
             note = writer.finish(output) | {"skipped": count, "first_skipped": first}
@@ -367,17 +365,3 @@ class _ShardWriter:
     def _open_writer(self) -> TokenWriter:
         path = self.scratch / f"{self.shard.number:05d}{SUFFIXES[self.work.options.format]}"
         return open_writer(path, self.work.options.format, self.work.dtype, self.work.tokenizer.name)
-
-
-@dataclass
-class _Speed:
-    start: float = field(default_factory=time.monotonic)
-    bytes: int = 0
-    tokens: int = 0
-
-    def text(self, answer: Answer) -> str:
-        """How fast all went, up to and with this answer."""
-        self.bytes += int(answer.sizes.sum())
-        self.tokens += len(answer.ids)
-        seconds = max(time.monotonic() - self.start, 1e-9)
-        return f"{self.bytes / seconds / 1e6:.1f} MB/s, {self.tokens / seconds / 1e6:.2f} M tokens/s"

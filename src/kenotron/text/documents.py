@@ -1,4 +1,4 @@
-"""What a set of documents is, whatever it is read from, and the registry of readers of files with rows.
+"""What a set of documents is, whatever it is read from.
 
 Every source of documents has the same few methods: what it is (`name`), whether it changed (`signature`, cheap, and
 `content_hash`, by reading), its `size`, and the documents in an order that never varies. Files and datasets are also
@@ -15,13 +15,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
-from functools import lru_cache
-from importlib.metadata import entry_points
 from typing import Any, NamedTuple, Protocol
 
-from kenotron.config.dotted import import_dotted, import_registered
 from kenotron.config.errors import InputError, nearest
-from kenotron.storage.paths import AnyPath
 
 LONGEST_CHUNK = 1 << 19
 """Characters of a document that are encoded at once: an encoding takes some hundred bytes for each."""
@@ -146,66 +142,6 @@ class StreamableDocuments(DocumentSource, Protocol):
     def fingerprint(self, times: bool) -> str:
         """Another one where names or sizes of the parts are others, or (with `times`) when they changed last."""
         ...
-
-
-# ---- files of rows -----------------------------------------------------------------------------------------
-
-ROW_READERS = "kenotron.row_readers"
-"""The group of entry points under which packages register a `RowReader` by the suffix of its files, without the dot."""
-
-BUILT_IN = {".parquet": "kenotron.text.tables.ParquetReader", ".arrow": "kenotron.text.tables.ArrowReader"}
-
-
-class RowDocument(NamedTuple):
-    """A document of a row, the number of its row in the file, and the share of the rows that were read before."""
-
-    text: str
-    row: int
-    share: float
-
-
-class RowReader(Protocol):
-    """Reads files of rows of one form. A range of rows goes from a start to a stop (None: the end), in the form's own
-    unit, row groups for example."""
-
-    def ranges(self, file: AnyPath, whole: int, size: int) -> Iterator[tuple[int, int | None, int]]:
-        """A file of `whole` bytes in ranges of about `size` bytes: start, stop, bytes."""
-        ...
-
-    def start_of(self, file: AnyPath, row: int) -> int:
-        """The start of a range that holds a row."""
-        ...
-
-    def read(
-        self,
-        file: AnyPath,
-        column: str,
-        start: int,
-        stop: int | None,
-        hook: RowHook | None,
-        bad: Callable[[str], None],
-    ) -> Iterator[RowDocument]:
-        """Every document of the rows of a range: its `column`, or what `hook` makes of the row.
-
-        `bad` is called with what is wrong with a row; if it returns, the row is left out.
-        """
-        ...
-
-
-@lru_cache
-def row_reader(suffix: str) -> RowReader | None:
-    """What reads the rows of files with this suffix; None if they are not such files."""
-    if suffix in BUILT_IN:
-        return import_dotted(BUILT_IN[suffix], suffix)()
-    if suffix in row_suffixes():
-        return import_registered(suffix.removeprefix("."), suffix, ROW_READERS)()
-    return None
-
-
-@lru_cache
-def row_suffixes() -> tuple[str, ...]:
-    """Suffixes of the files that a `RowReader` reads."""
-    return (*BUILT_IN, *sorted(f".{name}" for name in entry_points(group=ROW_READERS).names))
 
 
 # ---- text --------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 What a document is:
 
     .jsonl .json .ndjson .jsonlines    the text column of a line
-    .parquet .arrow, registered ones   the text column of a row
+    .parquet .arrow                    the text column of a row
     any other file (.gz .zst)          the file; a long one comes in chunks of about 64 KiB, cut at blank lines, else
                                        line ends: memory stays bounded, part of a book can be held out
 
@@ -40,13 +40,11 @@ from kenotron.text.documents import (
     DocumentChunk,
     MayBeBad,
     RowHook,
-    RowReader,
     cut,
-    row_reader,
-    row_suffixes,
     split_long_chunk,
 )
 from kenotron.text.json_lines import json_documents
+from kenotron.text.tables import ROW_READERS, RowReader
 
 CHUNK_CHARACTERS = 64 * 1024
 """Characters after which a text file is cut at the next good place."""
@@ -132,7 +130,7 @@ class FileDocuments(MayBeBad):
             if whole > size and _suffix(file) in JSON_SUFFIXES:
                 for start in range(0, whole, size):
                     yield ByteRange(part, start, min(start + size, whole), min(size, whole - start))
-            elif whole > size and (rows := row_reader(_suffix(file))) is not None:
+            elif whole > size and (rows := ROW_READERS.get(_suffix(file))) is not None:
                 for start, stop, part_size in rows.ranges(file, whole, size):
                     yield ByteRange(part, start, stop, part_size)
             else:
@@ -141,7 +139,7 @@ class FileDocuments(MayBeBad):
     def read(self, byte_range: ByteRange) -> Iterator[DocumentChunk]:
         """The documents of a range. Raises InputError: not readable, damaged."""
         file = self.files[byte_range.part]
-        if (rows := row_reader(_suffix(file))) is not None:
+        if (rows := ROW_READERS.get(_suffix(file))) is not None:
             for found in rows.read(file, self.column, byte_range.start, byte_range.stop, self.hook, self.bad):
                 yield DocumentChunk(found.text, int(found.share * byte_range.size), record=found.row)
             return
@@ -171,7 +169,7 @@ class FileDocuments(MayBeBad):
         if _suffix(file) in JSON_SUFFIXES:
             for chunk in self.read(ByteRange(part, place, None, size)):
                 yield chunk._replace(done=place + chunk.done)
-        elif (rows := row_reader(_suffix(file))) is not None:
+        elif (rows := ROW_READERS.get(_suffix(file))) is not None:
             yield from self._rows_from(rows, file, place)
         else:
             for number, chunk in enumerate(
@@ -278,11 +276,11 @@ def find_files(path: str | AnyPath, key: str) -> list[AnyPath]:
     below = [file for file in sorted(walk(root), key=str) if not file.name.startswith(".")]
     found = [file for file in below if _suffix(file) not in FOREIGN_SUFFIXES]
     for file in below:
-        if _suffix(file) in FOREIGN_SUFFIXES and file.stem.lower().endswith((*TEXT_SUFFIXES, *row_suffixes())):
+        if _suffix(file) in FOREIGN_SUFFIXES and file.stem.lower().endswith((*TEXT_SUFFIXES, *ROW_READERS)):
             raise InputError(f"{key}: {file} is compressed in a format that is not supported; unpack it first")
     if not found:
         raise InputError(f"{key}: folder {path} holds no text file")
-    return [file for file in found if _unpacked_name(file).endswith((*TEXT_SUFFIXES, *row_suffixes()))] or found
+    return [file for file in found if _unpacked_name(file).endswith((*TEXT_SUFFIXES, *ROW_READERS))] or found
 
 
 def unread_files(path: str | AnyPath) -> str:
@@ -319,7 +317,7 @@ def python_stdlib() -> FileDocuments:
 
 def has_rows(file: AnyPath) -> bool:
     """Whether a file holds rows with columns, not one text."""
-    return is_json(file) or row_reader(_suffix(file)) is not None
+    return is_json(file) or _suffix(file) in ROW_READERS
 
 
 def is_json(file: AnyPath) -> bool:

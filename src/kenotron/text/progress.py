@@ -10,17 +10,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 Report = Callable[[str], None]
 
 PLAIN_INTERVAL = 10.0
 
 
-class Update(Protocol):
-    """To be called with the work done so far, and something to say beside it."""
-
-    def __call__(self, done: int, note: str = "") -> None: ...
+Update = Callable[[int], None]
+"""To be called with the work done so far."""
 
 
 @contextmanager
@@ -38,19 +35,19 @@ def _bar(label: str, total: int) -> Iterator[Update]:
 
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(label, total=total)
-        yield lambda done, note="": bar.update(task, completed=done, description=f"{label} {note}".rstrip())
+        yield lambda done: bar.update(task, completed=done)
 
 
 def _plain(label: str, total: int, report: Report) -> Update:
     start = last = time.monotonic()
 
-    def update(done: int, note: str = "") -> None:
+    def update(done: int) -> None:
         nonlocal last
         now = time.monotonic()
         if now - last < PLAIN_INTERVAL or not done:
             return
         last = now
         left = (now - start) * (total - done) / done
-        report(f"{label}: {100 * done / max(total, 1):.0f}%, about {left:.0f} s left{note and ', ' + note}")
+        report(f"{label}: {100 * done / max(total, 1):.0f}%, about {left:.0f} s left")
 
     return update

@@ -9,6 +9,7 @@ are found in the row that has them.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import accumulate
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kenotron.config.errors import InputError
 from kenotron.storage.hub import first_line
 from kenotron.storage.paths import AnyPath, RemotePath
-from kenotron.text.documents import NoText, RowDocument, RowHook, missing_column, whole_characters
+from kenotron.text.documents import NoText, RowHook, missing_column, whole_characters
 
 if TYPE_CHECKING:
     from pyarrow import parquet as pq
@@ -29,11 +30,69 @@ READ_BYTES = 1 << 20
 """Bytes that pyarrow reads of a column at once, where a page is not larger."""
 
 
-class ParquetReader:
-    """Parquet files; a range is a run of row groups. (`documents.RowReader`)"""
+class RowDocument(NamedTuple):
+    """A document of a row, the number of its row in the file, and the share of the rows that were read before."""
+
+    text: str
+    row: int
+    share: float
+
+
+class _Rows(NamedTuple):
+    """A few rows: the number of the first one, and the share of the rows done before it."""
+
+    first: int
+    share: float
+    batch: Any
+
+
+class RowReader(ABC):
+    """Reads files of rows of one form. A range of rows goes from a start to a stop (None: the end), in the form's own
+    unit, row groups for example."""
 
     def ranges(self, file: AnyPath, whole: int, size: int) -> Iterator[tuple[int, int | None, int]]:
-        """Runs of row groups of about `size` of the file's `whole` bytes: first, end, bytes."""
+        """A file of `whole` bytes in ranges of about `size` bytes: start, stop, bytes."""
+        yield 0, None, whole
+
+    def start_of(self, file: AnyPath, row: int) -> int:
+        """The start of a range that holds a row."""
+        return 0
+
+    def read(
+        self,
+        file: AnyPath,
+        column: str,
+        start: int,
+        stop: int | None,
+        hook: RowHook | None,
+        bad: Callable[[str], None],
+    ) -> Iterator[RowDocument]:
+        """Every document of the rows of a range: its `column`, or what `hook` makes of the row.
+
+        `bad` is called with what is wrong with a row; if it returns, the row is left out.
+        """
+        with _explained(file):
+            for some in self._rows(file, column if hook is None else None, start, stop):
+                values: Any = _records_of(some.batch) if hook else _values_of(some.batch, column, file)
+                for row, value in enumerate(values, start=some.first):
+                    try:
+                        texts = map(whole_characters, hook(value, str(file))) if hook else [_text_of(value, column)]
+                    except NoText as error:
+                        bad(f"{file}, row {row:,}: {error}")
+                        continue
+                    for text in texts:
+                        yield RowDocument(text, row, some.share)
+
+    @abstractmethod
+    def _rows(self, file: AnyPath, column: str | None, start: int, stop: int | None) -> Iterator[_Rows]:
+        """The rows of a range, of all columns if `column` is None."""
+
+
+class ParquetReader(RowReader):
+    """Parquet files; a range is a run of row groups."""
+
+    def ranges(self, file: AnyPath, whole: int, size: int) -> Iterator[tuple[int, int | None, int]]:
+        """Runs of row groups of about `size` of the file's `whole` bytes."""
         with _explained(file), _parquet(file) as opened:
             rows = _rows_of_groups(opened)
         sizes = [whole * count // max(sum(rows), 1) for count in rows]
@@ -51,67 +110,35 @@ class ParquetReader:
             rows = _rows_of_groups(opened)
         return next((group for group, end in enumerate(accumulate(rows)) if row < end), max(len(rows) - 1, 0))
 
-    def read(
-        self,
-        file: AnyPath,
-        column: str,
-        start: int,
-        stop: int | None,
-        hook: RowHook | None,
-        bad: Callable[[str], None],
-    ) -> Iterator[RowDocument]:
-        """As `documents.RowReader.read`."""
-        batches = _parquet_batches(file, column if hook is None else None, start, stop)
-        return _documents(file, batches, column, hook, bad)
+    def _rows(self, file: AnyPath, column: str | None, start: int, stop: int | None) -> Iterator[_Rows]:
+        with _parquet(file) as opened:
+            _check_column(file, column, opened.schema_arrow.names)
+            counts = _rows_of_groups(opened)
+            rows = max(sum(counts[start:stop]), 1)
+            done = 0
+            for group in range(len(counts))[start:stop]:
+                step = _rows_at_once(opened.metadata.row_group(group).total_byte_size, counts[group])
+                for batch in opened.iter_batches(step, [group], column and [column], use_threads=False):
+                    yield _Rows(sum(counts[:start]) + done, done / rows, batch)
+                    done += batch.num_rows
 
 
-class ArrowReader:
-    """Arrow files, memory-mapped, in one range. (`documents.RowReader`)"""
+class ArrowReader(RowReader):
+    """Arrow files, memory-mapped, in one range."""
 
-    def ranges(self, file: AnyPath, whole: int, size: int) -> Iterator[tuple[int, int | None, int]]:
-        """All of it."""
-        yield 0, None, whole
-
-    def start_of(self, file: AnyPath, row: int) -> int:
-        """Its beginning."""
-        return 0
-
-    def read(
-        self,
-        file: AnyPath,
-        column: str,
-        start: int,
-        stop: int | None,
-        hook: RowHook | None,
-        bad: Callable[[str], None],
-    ) -> Iterator[RowDocument]:
-        """As `documents.RowReader.read`."""
-        return _documents(file, _arrow_batches(file, column if hook is None else None), column, hook, bad)
+    def _rows(self, file: AnyPath, column: str | None, start: int, stop: int | None) -> Iterator[_Rows]:
+        with _arrow_source(file) as source:
+            row, size = 0, max(source.size(), 1)
+            for batch in _record_batches(source):
+                _check_column(file, column, batch.schema.names)
+                step = _rows_at_once(batch.nbytes, batch.num_rows)
+                for first in range(0, batch.num_rows, step):
+                    yield _Rows(row + first, source.tell() / size, batch.slice(first, step))
+                row += batch.num_rows
 
 
-class _Rows(NamedTuple):
-    """A few rows: the number of the first one, and the share of the rows done before it."""
-
-    first: int
-    share: float
-    batch: Any
-
-
-def _documents(
-    file: AnyPath, batches: Iterator[_Rows], column: str, hook: RowHook | None, bad: Callable[[str], None]
-) -> Iterator[RowDocument]:
-    """The documents of all rows of the batches."""
-    with _explained(file):
-        for some in batches:
-            values: Any = _records_of(some.batch) if hook else _values_of(some.batch, column, file)
-            for row, value in enumerate(values, start=some.first):
-                try:
-                    texts = map(whole_characters, hook(value, str(file))) if hook else [_text_of(value, column)]
-                except NoText as error:
-                    bad(f"{file}, row {row:,}: {error}")
-                    continue
-                for text in texts:
-                    yield RowDocument(text, row, some.share)
+ROW_READERS: dict[str, RowReader] = {".parquet": ParquetReader(), ".arrow": ArrowReader()}
+"""What reads the rows of files, by their suffix."""
 
 
 def _records_of(batch: Any) -> list[dict[str, Any]]:
@@ -146,17 +173,6 @@ def _text_of(data: bytes | None, column: str) -> str:
         raise NoText(f"not UTF-8 (byte {error.start} of the text: {error.reason})") from None
 
 
-def _arrow_batches(file: AnyPath, column: str | None) -> Iterator[_Rows]:
-    with _arrow_source(file) as source:
-        row, size = 0, max(source.size(), 1)
-        for batch in _record_batches(source):
-            _check_column(file, column, batch.schema.names)
-            step = _rows_at_once(batch.nbytes, batch.num_rows)
-            for first in range(0, batch.num_rows, step):
-                yield _Rows(row + first, source.tell() / size, batch.slice(first, step))
-            row += batch.num_rows
-
-
 def _arrow_source(file: AnyPath) -> Any:
     """A file as pyarrow reads it, one of this machine memory-mapped."""
     import pyarrow as pa
@@ -177,19 +193,6 @@ def _record_batches(source: Any) -> Iterator[Any]:
         yield from (reader.get_batch(number) for number in range(reader.num_record_batches))
     else:
         yield from ipc.open_stream(source)
-
-
-def _parquet_batches(file: AnyPath, column: str | None, start: int, stop: int | None) -> Iterator[_Rows]:
-    with _parquet(file) as opened:
-        _check_column(file, column, opened.schema_arrow.names)
-        counts = _rows_of_groups(opened)
-        rows = max(sum(counts[start:stop]), 1)
-        done = 0
-        for group in range(len(counts))[start:stop]:
-            step = _rows_at_once(opened.metadata.row_group(group).total_byte_size, counts[group])
-            for batch in opened.iter_batches(step, [group], column and [column], use_threads=False):
-                yield _Rows(sum(counts[:start]) + done, done / rows, batch)
-                done += batch.num_rows
 
 
 def _rows_of_groups(opened: pq.ParquetFile) -> list[int]:
