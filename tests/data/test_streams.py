@@ -38,6 +38,7 @@ from support.data_runs import quiet, run_config
 
 LENGTH = 32
 FRACTION = 0.2
+LIMIT = threshold_of_fraction(FRACTION)
 
 
 @pytest.fixture(autouse=True)
@@ -88,9 +89,11 @@ def texts_of(folder: Path) -> FileDocuments:
 
 
 def stream_of(texts: Any, tokenizer: TextTokenizer, buffer: int = 10, shards: int = 1, **changes: Any) -> Stream:
-    settings: dict[str, Any] = {"sequence_length": LENGTH, "vocab_size": 300, "seed": 5, "val_fraction": FRACTION}
-    rules = EncodeRules(0, changes.pop("max_tokens", None))
-    return Stream(texts, tokenizer, rules, shuffle_buffer=buffer, shards=shards, **settings | changes)
+    max_tokens = changes.pop("max_tokens", None)
+    encode = DocumentEncoder(texts.name, tokenizer, EncodeRules(0, max_tokens), changes.pop("vocab_size", 300))
+    rules = ShardRules(texts, encode, LENGTH, 5, buffer, shards, FRACTION, single_pieces=max_tokens is not None)
+    assert not changes
+    return Stream(rules, encode, print)
 
 
 def epoch_of(stream: Stream, epoch: int = 0) -> tuple[np.ndarray, list[list[int]]]:
@@ -167,7 +170,7 @@ def shard_rules(texts: Any, buffer: int, shards: int, length: int = 3) -> ShardR
         ids = [[*map(ord, "".join(document)), 0] for document in documents]
         return np.concatenate([np.array(each, np.uint32) for each in ids]), np.array([len(each) for each in ids])
 
-    return ShardRules(texts, encode, length, 3, buffer, shards, threshold_of_fraction(FRACTION), False)
+    return ShardRules(texts, encode, length, 3, buffer, shards, FRACTION, False)
 
 
 def naive_tokens(rules: ShardRules, epochs: int) -> list[int]:
@@ -177,7 +180,7 @@ def naive_tokens(rules: ShardRules, epochs: int) -> list[int]:
         order = epoch_order(rules, epoch)
         lists = rules.texts.lists  # type: ignore[attr-defined]
         of_shards = [
-            [t for p in order[shard :: rules.shards] for t in lists[p] if not is_held_out(t, rules.held_out)]
+            [t for p in order[shard :: rules.shards] for t in lists[p] if not is_held_out(t, LIMIT)]
             for shard in range(rules.shards)
         ]
         waiting = [t for turn in zip_longest(*of_shards) for t in turn if t is not None]
@@ -208,7 +211,7 @@ def test_every_document_is_read_once_before_one_is_read_again(
     code = count(0x4E00)
     texts = ListTexts([[chr(next(code)) * (size + 1) for size in file] for file in sizes])
     rules = shard_rules(texts, buffer, data.draw(st.integers(1, len(sizes))), length)
-    kept = {t[0]: len(t) for file in texts.lists for t in file if not is_held_out(t, rules.held_out)}
+    kept = {t[0]: len(t) for file in texts.lists for t in file if not is_held_out(t, LIMIT)}
     reader = StreamReader(rules)
     if not kept:
         with pytest.raises(InputError, match="no document to train on"):
@@ -260,7 +263,7 @@ def test_the_buffer_shuffles_within_its_size_and_anew_in_every_epoch() -> None:
         tokens = naive_tokens(rules, epoch + 1)
         own = tokens if epoch == 0 else tokens[len(naive_tokens(rules, epoch)) :]
         orders.append([token for token in own if token])
-    kept = [ord(text) for text in texts.lists[0] if not is_held_out(text, rules.held_out)]
+    kept = [ord(text) for text in texts.lists[0] if not is_held_out(text, LIMIT)]
     assert sorted(orders[0]) == sorted(orders[1]) == kept
     assert orders[0] != orders[1]
     place = {token: number for number, token in enumerate(kept)}
@@ -466,11 +469,9 @@ def test_states_of_other_streams_are_refused(folder: Path, config_of: Callable[.
     refused(config, "the state of another stream: files is")
 
 
-def test_shards_beyond_the_files_and_keys_of_the_cached_mode_are_refused(
-    folder: Path, tokenizer: TextTokenizer
-) -> None:
-    with pytest.raises(InputError, match=r"^dataset\.streaming\.reader_shards: .*found 7 for the 6 files of"):
-        stream_of(texts_of(folder), tokenizer, shards=7)
+def test_shards_beyond_the_files_and_keys_of_the_cached_mode_are_refused(config_of: Callable[..., Config]) -> None:
+    with pytest.raises(InputError, match=r"streaming\.reader_shards: .*found 7 for the 6 files of"):
+        open_run(config_of(shards=7), 1, quiet)
     hub = {"hf_dataset_or_datasets": "a/b", "streaming": {}}
     with pytest.raises(InputError, match="dataset_overwrite_cache"):
         run_config(hub | {"dataset_overwrite_cache": True})

@@ -33,7 +33,7 @@ from kenotron.data.sources.windows import document_numbers
 from kenotron.kernels.hashing import derive_key, hash64
 from kenotron.text.compression import DAMAGE
 from kenotron.text.documents import StreamableDocuments
-from kenotron.text.hash_split import assign_sides
+from kenotron.text.hash_split import assign_sides, threshold_of_fraction
 
 BLOCK_CHARACTERS = 1 << 17
 """Text that is tokenized at once; a matter of speed and memory only."""
@@ -52,7 +52,7 @@ Document = tuple[str, ...]
 class ShardRules:
     """What a stream is read by.
 
-    `encode` makes ids of documents; texts with a hash below `held_out`, or among `chosen`, are left out;
+    `encode` makes ids of documents; texts with a hash below `val_fraction` of all, or among `chosen`, are left out;
     `single_pieces`: every piece counts as a document.
     """
 
@@ -62,7 +62,7 @@ class ShardRules:
     seed: int
     shuffle_buffer: int
     shards: int
-    held_out: int
+    val_fraction: float
     single_pieces: bool
     chosen: frozenset[int] = frozenset()
 
@@ -202,7 +202,8 @@ class StreamReader:
         while index < len(parts):
             waiting: list[str] = []
             chunks, rules = self.rules.texts.chunks_from(parts[index], offset), self.rules
-            for piece in assign_sides(chunks, rules.held_out, rules.chosen, separate=rules.single_pieces):
+            limit = threshold_of_fraction(rules.val_fraction)
+            for piece in assign_sides(chunks, limit, rules.chosen, separate=rules.single_pieces):
                 if piece.held_out:
                     continue
                 waiting.append(piece.text)

@@ -50,50 +50,20 @@ class Stream(StreamSource):
     same samples.
     """
 
-    def __init__(
-        self,
-        texts: StreamableDocuments,
-        tokenizer: TextTokenizer,
-        rules: EncodeRules,
-        *,
-        sequence_length: int,
-        vocab_size: int,
-        seed: int,
-        shuffle_buffer: int,
-        shards: int,
-        val_fraction: float,
-        reserved: frozenset[int] = frozenset(),
-        report: Report = print,
-    ) -> None:
-        if shards > texts.parts:
-            raise InputError(
-                f"dataset.streaming.reader_shards: expected at most one reader shard per file; found {shards} for the "
-                f"{counted(texts.parts, 'file')} of {texts.name}"
-            )
-        self.name, self.texts, self._report = texts.name, texts, report
-        self.encode = DocumentEncoder(texts.name, tokenizer, rules, vocab_size)
-        self.rules = ShardRules(
-            texts=texts,
-            encode=self.encode,
-            sequence_length=sequence_length,
-            seed=seed,
-            shuffle_buffer=shuffle_buffer,
-            shards=shards,
-            held_out=threshold_of_fraction(val_fraction),
-            single_pieces=rules.max_tokens is not None,
-            chosen=reserved,
-        )
+    def __init__(self, rules: ShardRules, encode: DocumentEncoder, report: Report) -> None:
+        self.rules, self.encode, self.texts = rules, encode, rules.texts
+        self.name, self._report = rules.texts.name, report
         self._facts: dict[str, object] = {
-            "files": texts.fingerprint(times=False),
-            "tokenizer": tokenizer.hash,
-            "eos": rules.eos,
-            "max_tokens": rules.max_tokens,
-            "val_fraction": val_fraction,
-            "sequence_length": sequence_length,
-            "seed": seed,
-            "shuffle_buffer": shuffle_buffer,
-            "reader_shards": shards,
-            **({"chosen": sorted(reserved)} if reserved else {}),
+            "files": rules.texts.fingerprint(times=False),
+            "tokenizer": encode.tokenizer.hash,
+            "eos": encode.rules.eos,
+            "max_tokens": encode.rules.max_tokens,
+            "val_fraction": rules.val_fraction,
+            "sequence_length": rules.sequence_length,
+            "seed": rules.seed,
+            "shuffle_buffer": rules.shuffle_buffer,
+            "reader_shards": rules.shards,
+            **({"chosen": sorted(rules.chosen)} if rules.chosen else {}),
         }
         self._reader = StreamReader(self.rules)
         self._positions: dict[int, ShardPosition] = {}  # after a step
@@ -283,19 +253,24 @@ def open_stream(
     run, length = opening.run, opening.sequence_length
     stream = opening.opened
     if not isinstance(stream, Stream):
-        stream = Stream(
-            texts,
-            tokenizer,
-            rules,
+        if settings.reader_shards > texts.parts:
+            raise InputError(
+                f"dataset.streaming.reader_shards: expected at most one reader shard per file; found "
+                f"{settings.reader_shards} for the {counted(texts.parts, 'file')} of {texts.name}"
+            )
+        encode = DocumentEncoder(texts.name, tokenizer, rules, run.vocab_size)
+        read_by = ShardRules(
+            texts=texts,
+            encode=encode,
             sequence_length=length,
-            vocab_size=run.vocab_size,
             seed=opening.order_key,
             shuffle_buffer=settings.shuffle_buffer,
             shards=settings.reader_shards,
             val_fraction=run.val_fraction,
-            reserved=opening.reserved,
-            report=run.report,
+            single_pieces=rules.max_tokens is not None,
+            chosen=opening.reserved,
         )
+        stream = Stream(read_by, encode, run.report)
     if run.validates and opening.first_stage:
         if run.validation_samples is None:
             raise InputError(
