@@ -74,19 +74,15 @@ class DocumentSource(Protocol):
     @property
     def size(self) -> int:
         """All the work, in the unit that `DocumentChunk.done` counts: bytes or rows."""
-        ...
 
     def signature(self) -> str | None:
         """Cheap to get, and another one when the content may be another; None when nothing cheap is known."""
-        ...
 
     def content_hash(self) -> str:
         """Names the content; equal for equal documents."""
-        ...
 
     def documents(self) -> Iterator[DocumentChunk]:
         """Every document, in chunks where it is long."""
-        ...
 
 
 class MayBeBad:
@@ -124,24 +120,19 @@ class StreamableDocuments(DocumentSource, Protocol):
 
     def byte_ranges(self, size: int) -> Iterator[ByteRange]:
         """All documents, in byte_ranges of at most `size` bytes where their form allows to cut them so."""
-        ...
 
     def read(self, byte_range: ByteRange) -> Iterator[DocumentChunk]:
         """The documents of a byte_range; `DocumentChunk.done` counts its bytes."""
-        ...
 
     @property
     def parts(self) -> int:
         """How many parts (files, shards) a stream reads one after the other."""
-        ...
 
     def chunks_from(self, part: int, place: int) -> Iterator[DocumentChunk]:
         """The chunks of a part from `place` on; `done` of each is the place behind it. A part begins at place 0."""
-        ...
 
     def fingerprint(self, times: bool) -> str:
         """Another one where names or sizes of the parts are others, or (with `times`) when they changed last."""
-        ...
 
 
 # ---- text --------------------------------------------------------------------------------------------------

@@ -54,17 +54,14 @@ class TextChunk(Protocol):
     @property
     def text(self) -> str:
         """The text."""
-        ...
 
     @property
     def starts(self) -> bool:
         """Whether a document starts with it."""
-        ...
 
     @property
     def ends(self) -> bool:
         """Whether a document ends with it."""
-        ...
 
 
 AnyChunk = TypeVar("AnyChunk", bound=TextChunk)

@@ -158,7 +158,6 @@ class HasEndOfText(Protocol):
     @property
     def eos_token_id(self) -> int | None:
         """The id, or None."""
-        ...
 
 
 def end_of_text(tokenizer: HasEndOfText | None, architecture: Any) -> int:
