@@ -4,8 +4,8 @@
     pass 2    each bucket is permuted and written                              → d4 d1  d2 d0 d3
 
 Every order of the documents is equally likely (up to the generator), since each bucket holds a random subset and each
-bucket's order is a random permutation. Memory holds a bucket's document ends, a few million tokens and the longest
-document; buckets are memory-mapped files.
+bucket's order is a random permutation. Memory holds a bucket's document ends, a few million tokens, and
+of documents that come in chunks one; buckets are memory-mapped files.
 """
 
 from __future__ import annotations
@@ -79,17 +79,27 @@ class DocumentShuffle:
 
     def _write(self, ids: NDArray[np.integer], lengths: NDArray[np.int64], loss: Loss) -> None:
         bucket_of = self.random.integers(self.buckets, size=len(lengths))
+        if len(lengths) == 1:  # which may be longer than memory holds indices of
+            self._put(int(bucket_of[0]), ids, lengths, loss)
+            return
         order = np.argsort(bucket_of, kind="stable")
         places = _spans((np.cumsum(lengths) - lengths)[order], lengths[order])
         bounds = np.searchsorted(bucket_of[order], np.arange(self.buckets + 1))
         token_bounds = np.concatenate([[0], np.cumsum(lengths[order])])[bounds]
-        for bucket, files in enumerate(self.files):
+        for bucket in range(self.buckets):
             mine = order[bounds[bucket] : bounds[bucket + 1]]
             taken = places[token_bounds[bucket] : token_bounds[bucket + 1]]
-            files["tokens"].write(ids[taken].astype(self.dtype).tobytes())
-            files["lengths"].write(lengths[mine].astype("<i8").tobytes())
+            self._put(bucket, ids[taken], lengths[mine], None if loss is None else loss[taken])
+
+    def _put(self, bucket: int, ids: NDArray[np.integer], lengths: NDArray[np.int64], loss: Loss) -> None:
+        files = self.files[bucket]
+        for start in range(0, len(ids), TOKENS_AT_ONCE):
+            part = slice(start, start + TOKENS_AT_ONCE)
+            files["tokens"].write(ids[part].astype(self.dtype).tobytes())
             if self.with_loss:
-                files["loss"].write((np.ones(len(taken), bool) if loss is None else loss[taken]).tobytes())
+                files["loss"].write((np.ones(len(ids[part]), bool) if loss is None else loss[part]).tobytes())
+            release(ids)
+        files["lengths"].write(lengths.astype("<i8").tobytes())
 
     def documents(self) -> Iterator[Documents]:
         """All documents, in their new order."""
