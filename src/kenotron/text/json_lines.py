@@ -38,10 +38,9 @@ def json_documents(
             return
         number += 1
         where = f"{file}: line at byte {place:,}" if start else f"{file}:{number}"
-        if place == 0 and (line.lstrip().startswith(b"[") or line.strip() == b"{"):
-            # No line of it could be left out with the others right.
-            found, jq = ("one over several lines", ".") if line.strip() == b"{" else ("a JSON array", "'.[]'")
-            raise InputError(f"{where}: expected one JSON object a line, found {found}; `jq -c {jq}` writes lines")
+        if place == 0 and line.lstrip().startswith(b"["):  # no line of it could be left out with the others right
+            array = "expected one JSON object a line, found a JSON array; `jq -c '.[]'` writes it as lines"
+            raise InputError(f"{where}: {array}")
         place += len(line)
         if len(line) > LONGEST_LINE:
             place += _to_line_end(stream)
