@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import os
 import select
-import signal
 import subprocess
 import sys
 import time
@@ -27,8 +26,8 @@ from typing import Any
 from kenotron.config.dotted import search_path
 from kenotron.config.errors import InputError
 from kenotron.config.evaluation import Evaluation
+from kenotron.storage.background import stay_in_background
 
-NICE = 10
 MAIN = "from kenotron.evaluation.worker import main; main()"
 OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -56,7 +55,7 @@ class Worker:
             )
 
     def ask(self, checkpoint: Path) -> None:
-        """Let it evaluate a checkpoint after what it was asked before; `answer` tells what became of each."""
+        """Let it evaluate a checkpoint; `answer` tells what became of it, before the next one is asked for."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # it has ended: `answer` says so
             print(checkpoint.absolute(), file=self._process.stdin, flush=True)
@@ -86,9 +85,7 @@ class Worker:
 
 def main() -> None:
     """The process: its argument is the section `evaluation`, its input the paths of checkpoints."""
-    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):
-        signal.signal(getattr(signal, name), signal.SIG_IGN)
-    os.nice(NICE)
+    stay_in_background()
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # lm_eval and datasets print, too
     from kenotron.evaluation import evaluate

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -19,8 +18,8 @@ from pathlib import Path
 
 from kenotron.config.dotted import search_path
 from kenotron.config.errors import InputError
+from kenotron.storage.background import stay_in_background
 
-NICE = 10
 MAIN = "from kenotron.interop.background import main; main()"
 
 
@@ -67,9 +66,7 @@ class BackgroundExport:
 
 def main() -> None:
     """The process: arguments are source and target."""
-    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):
-        signal.signal(getattr(signal, name), signal.SIG_IGN)
-    os.nice(NICE)
+    stay_in_background()
     from kenotron.interop.exporting import to_hf
 
     try:

@@ -3,6 +3,7 @@
     files.py             atomic writes, published folders, locks: one implementation of each
     paths.py             as_path: a local path, or a RemotePath of the storage that serves the URL's scheme
     arrays.py            arrays mapped from files; slices of many at once, local or remote
+    background.py        how a process begins that works beside training
 
     fsspec_storage.py    the storage of s3, gs, hf, https …, loaded when a URL is met
       ├── fetching.py    retries, and blocks that are fetched once however many threads ask

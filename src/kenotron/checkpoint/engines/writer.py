@@ -13,7 +13,6 @@ import contextlib
 import json
 import os
 import shutil
-import signal
 import sys
 import time
 from multiprocessing.connection import Connection
@@ -29,9 +28,9 @@ from kenotron.checkpoint.folders import check_files
 from kenotron.checkpoint.retention import prune
 from kenotron.checkpoint.saving import commit, in_order
 from kenotron.config.errors import CheckpointError, InputError
+from kenotron.storage.background import stay_in_background
 from kenotron.storage.files import replace_file
 
-NICE = 10
 LOOK_SECONDS = 0.02
 PARENT_SECONDS = 1.0
 CHUNK_BYTES = 4 << 20
@@ -43,9 +42,7 @@ class GivenUp(Exception):
 
 def main() -> None:
     """Serve the training process that started this one; arguments: connection, memory, its process id."""
-    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):  # a scheduler sends them to every process
-        signal.signal(getattr(signal, name), signal.SIG_IGN)
-    os.nice(NICE)
+    stay_in_background()
     connection, memory, parent = map(int, sys.argv[1:])
     with contextlib.suppress(EOFError, ConnectionError):  # the training process has ended
         Server(Connection(connection), memory, parent).serve()
