@@ -227,6 +227,8 @@ def test_a_mix_file_names_paths_beside_itself(folder: Path) -> None:
         ('{"a": NaN}', "'a': .*found nan"),
         ('{"a": "3"}', "'a': .*valid number, found '3'"),
         ('{"a": true}', "'a': .*valid number, found True"),
+        ('{"a": 1, "b": 1, "a": 3}', r"mix\.json: 'a' is there twice"),
+        ('{"a": 1, "./a": 3}', r"mix\.json: './a' is there twice"),
     ],
 )
 def test_a_bad_mix_file_is_named(tmp_path: Path, text: str, message: str) -> None:

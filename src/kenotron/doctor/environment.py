@@ -23,7 +23,7 @@ from typing import Any
 import kenotron
 from kenotron.doctor.facts import Disk, Limits, Memory, Network, Nvidia, Processor, Software
 from kenotron.doctor.limited import Failed, call_limited
-from kenotron.launch.environment import cores_by_affinity
+from kenotron.kernels.cores import cores_by_affinity
 from kenotron.launch.machine_memory import available_memory, memory_of_cgroup, processor_quota, system_file
 
 PACKAGES = ["torch", "triton", "numpy", "transformers", "tokenizers", "datasets", "safetensors", "pydantic", "fsspec"]

@@ -26,6 +26,7 @@ from typing import Any
 from kenotron.config.dotted import search_path
 from kenotron.config.errors import InputError
 from kenotron.config.evaluation import Evaluation
+from kenotron.kernels.cores import cores_by_affinity
 from kenotron.storage.background import stay_in_background
 
 MAIN = "from kenotron.evaluation.worker import main; main()"
@@ -41,7 +42,7 @@ class Worker:
         environment = {name: value for name, value in os.environ.items() if name not in OF_RANKS}
         environment |= {"PYTHONPATH": search_path(), "LM_HARNESS_CACHE_PATH": str(folder.absolute())}
         if settings.device == "cpu":
-            quarter = max(1, len(os.sched_getaffinity(0)) // 4)  # the others are for training
+            quarter = max(1, cores_by_affinity() // 4)  # the others are for training
             environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(quarter)}
         with self.output.open("ab") as output:
             self._process = subprocess.Popen(

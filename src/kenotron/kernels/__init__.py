@@ -12,6 +12,7 @@ fused.py, triton/, mamba_packages.py     the same for GPUs, in one launch
 hashing.py, random.py, quantiles.py     a number as a function of (key, counter): integers, tensors, normals
 tensor_shard.py             the block of a logical tensor that a rank holds
 bfloat16.py                 where products in bfloat16 are fast
+cores.py                    the processor cores of this process
 host_memory.py              glibc's malloc for repeated steps
 shortcuts.py                few numbers, and values that Python may look at: when a kernel leaves its usual way
 """

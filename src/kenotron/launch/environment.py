@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from kenotron.config.errors import InputError, counted
 from kenotron.config.parallelism import stays_on_cpu
+from kenotron.kernels.cores import cores_by_affinity
 from kenotron.launch.machine_memory import processor_quota
 from kenotron.launch.slurm.ranks import is_task_of_many, torchrun_variables
 
@@ -63,11 +64,6 @@ def cores() -> int:
 def within_quota(cores: int, quota: float | None) -> int:
     """How many of `cores` run at the same time with a `quota` of processor time (None: no limit)."""
     return cores if quota is None else max(1, min(cores, int(quota + 0.5)))
-
-
-def cores_by_affinity() -> int:
-    """Cores on which this process may run, whatever its share of them."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def threads_each(ranks_on_machine: int) -> int:

@@ -90,21 +90,29 @@ class EvaluationHook(Hook):
         """Begin with the checkpoint that waits, if none is being evaluated."""
         if self.current is not None or self.waiting is None:
             return
-        if self.worker is None or self.worker.ended:
-            self.worker = self._start(run)
         self.current, self.waiting = self.waiting, None
-        self.worker.ask(self.current)
+        try:
+            if self.worker is None or self.worker.ended:
+                self.worker = self._start(run)
+        except InputError as error:  # its tasks were there when the run began
+            self._finish(run, self.current, {"problem": str(error)})
+        else:
+            self.worker.ask(self.current)
 
     def _poll(self, run: Run, wait: bool = False) -> None:
         if self.current is None or self.worker is None or (answer := self.worker.answer(wait)) is None:
             return
-        path, self.current = self.current, None
+        self._finish(run, self.current, answer)
+        self._next(run)
+
+    def _finish(self, run: Run, path: Path, answer: dict[str, Any]) -> None:
+        """Be done with a checkpoint: log what was found, or what went wrong."""
+        self.current = None
         self._release(run, path)
         if "problem" in answer:
             logger.error("evaluation of step %s: %s; training goes on", path.name, answer["problem"])
         else:
             self._log(run, int(path.name), answer)
-        self._next(run)
 
     def _log(self, run: Run, step: int, answer: dict[str, Any]) -> None:
         numbers, said = {}, []

@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from kenotron.kernels.cores import cores_by_affinity
 from kenotron.parallel import collectives
 from kenotron.parallel.mesh import Mesh
 
@@ -47,7 +48,7 @@ class MemoryGroup:
     def __init__(self, group: dist.ProcessGroup, memory: Tensor) -> None:
         self.name, self.rank, self.size = group.group_name, group.rank(), group.size()
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-        self.spins = ranks_here <= len(os.sched_getaffinity(0))
+        self.spins = ranks_here <= cores_by_affinity()
         announcements = memory[: self.size * LINE_BYTES].view(torch.int64).view(self.size, -1)
         self.announced = announcements[:, 0].numpy()
         self.places = memory[self.size * LINE_BYTES :].view(2, self.size, PLACE_BYTES)

@@ -9,6 +9,7 @@ Of the windows of a folder (`token_folder.py`) the last `tokens.val_fraction` ar
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -137,7 +138,8 @@ MIX = TypeAdapter(Annotated[dict[str, Annotated[float, Field(gt=0, allow_inf_nan
 def read_mix(file: AnyPath) -> dict[str, float]:
     """A mix ``{path: weight}`` from a JSON file; its relative paths are relative to the file's folder."""
     try:
-        mix = MIX.validate_json(file.read_text(encoding="utf-8"), strict=True)
+        text = file.read_text(encoding="utf-8")
+        MIX.validate_json(text, strict=True)
     except OSError as error:
         raise InputError(f"dataset.tokens: cannot read {file}: {error.strerror or 'no such file'}") from None
     except ValidationError as error:
@@ -149,7 +151,13 @@ def read_mix(file: AnyPath) -> dict[str, float]:
         ) from None
     except UnicodeDecodeError as error:
         raise InputError(f"dataset.tokens: {file} is not UTF-8 at byte {error.start}") from None
-    return {_from(file.parent, path): weight for path, weight in mix.items()}
+    mix: dict[str, float] = {}
+    for path, weight in json.loads(text, object_pairs_hook=list):  # every pair, where a dict would keep the last
+        absolute = _from(file.parent, path)
+        if absolute in mix:
+            raise InputError(f"dataset.tokens: {file}: {path!r} is there twice; expected each path once")
+        mix[absolute] = weight
+    return mix
 
 
 def _from(folder: AnyPath, path: str) -> str:
