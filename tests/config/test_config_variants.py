@@ -224,10 +224,12 @@ def test_an_optimizer_is_known_by_its_name(minimal: dict[str, Any], keys: dict[s
     assert load(minimal).optimizer.optimizer_factory == expected
 
 
-@pytest.mark.parametrize(("name", "nearest"), [("muonn", "muon"), ("RMSPropp", "RMSprop"), ("lion", None), (3, None)])
+@pytest.mark.parametrize(("name", "nearest"), [("muonn", "muon"), ("RMSPropp", "RMSprop"), ("lyon", "lion"), (3, None)])
 def test_an_unknown_optimizer_lists_what_there_is(minimal: dict[str, Any], name: Any, nearest: str | None) -> None:
     minimal["optimizer"]["optimizer_factory"]["name"] = name
-    with pytest.raises(InputError, match="expected a name among adamW, sgd, muon, Adadelta") as caught:
+    with pytest.raises(
+        InputError, match="expected a name among adamW, sgd, lion, muon, normuon, soap, Adadelta"
+    ) as caught:
         load(minimal)
     assert f"did you mean '{nearest}'?" in str(caught.value) or (nearest is None and "mean" not in str(caught.value))
 

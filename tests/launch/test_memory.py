@@ -76,7 +76,12 @@ def parameters_by_hand(vocab: int = 64, hidden: int = 16, inner: int = 24, layer
         ),
         (("optimizer.optimizer_factory={name: sgd}",), 4 + 4),
         (("optimizer.optimizer_factory={name: sgd, momentum: 0.9}",), 4 + 4 + 4),
-        (("optimizer.optimizer_factory={name: muon}",), 4 + 4 + 4 + 4 * 2 * 64 * 16 / 5968),
+        (("optimizer.optimizer_factory={name: muon}",), 4 + 4 + 4 + 4 * (2 * 64 * 16 + 5 * 16) / 5968),
+        (("optimizer.optimizer_factory={name: lion}",), 4 + 4 + 4),
+        (
+            ("optimizer.param_groups=[{pattern: mlp, optimizer_factory: {name: sgd}}]",),
+            4 + 4 + 8 - 8 * 2 * 3 * 16 * 24 / 5968,
+        ),
     ],
 )
 def test_states_are_the_bytes_of_each_parameter(

@@ -1,8 +1,8 @@
-"""Muon on shards of every kind moves matrices as one process does, and each is worked on by one rank."""
+"""Optimizers of matrices move shards of every kind as one process moves the whole, each by one rank."""
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -11,16 +11,20 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from kenotron.optim import matrices as of_matrices
 from kenotron.optim import muon
+from kenotron.optim.matrices import whole_here
 from kenotron.optim.matrix_owners import balance, in_rounds
-from kenotron.optim.muon import MuonWithAdamW
+from kenotron.optim.muon import Muon, NorMuon
+from kenotron.optim.soap import Soap
 from kenotron.optim.state import init_state
 from kenotron.parallel.mesh import build_mesh
 from kenotron.parallel.shards import shard_of
 from support.data_parallel_run import Layout, Record, train
 from support.ranks import run_ranks
 
-SHAPES = [(24, 16), (16, 24), (6, 16), (24, 16), (3, 8), (50, 4)]
+SHAPES = [(24, 16), (16, 24), (6, 16), (24, 16), (3, 8), (50, 4), (4, 6, 8)]  # the last one: experts
+OPTIMIZERS = {"muon": Muon, "normuon": NorMuon, "soap": partial(Soap, precondition_frequency=2)}
 STEPS = 3
 
 
@@ -36,21 +40,24 @@ class Matrices(nn.Module):
         for number, shape in enumerate(SHAPES):
             matrix = random(shape, number)
             if tp_mesh is not None:
-                cut = Replicate() if number == 4 else Shard(number % 2)
-                local = matrix if number == 4 else matrix.chunk(2, number % 2)[tp_mesh.get_local_rank()].clone()
+                cut = Replicate() if number == 4 else Shard(1 if len(shape) == 3 else number % 2)
+                local = matrix if number == 4 else matrix.chunk(2, cut.dim)[tp_mesh.get_local_rank()].clone()
                 matrix = DTensor.from_local(local, tp_mesh, [cut], run_check=False)
             self.register_parameter(f"matrix{number}", nn.Parameter(matrix))
 
 
-def steps(matrices: Matrices, dtype: torch.dtype, batch_elements: int) -> list[tuple[tuple[int, ...], Tensor]]:
+def steps(
+    matrices: Matrices, name: str, dtype: torch.dtype, batch_elements: int
+) -> list[tuple[tuple[int, ...], Tensor]]:
     """(offset, block) of every matrix after some steps, as this rank holds it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(muon, "matmul_dtype", lambda device: dtype)
-        patch.setattr(muon, "BATCH_ELEMENTS", batch_elements)
+        patch.setattr(of_matrices, "BATCH_ELEMENTS", batch_elements)
         by_mesh: dict[Any, list[nn.Parameter]] = {}
         for parameter in matrices.parameters():
             by_mesh.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
-        optimizer = MuonWithAdamW([{"params": some} for some in by_mesh.values()], lr=0.1, weight_decay=0.1)
+        groups = [{"params": some} for some in by_mesh.values()]
+        optimizer = OPTIMIZERS[name](groups, lr=0.1, weight_decay=0.1)
         init_state(optimizer)
         for step in range(STEPS):
             for number, parameter in enumerate(matrices.parameters()):
@@ -73,7 +80,7 @@ def steps(matrices: Matrices, dtype: torch.dtype, batch_elements: int) -> list[t
 
 
 def rank_steps(
-    rank: int, degrees: dict[str, int], dtype: torch.dtype, batch_elements: int
+    rank: int, degrees: dict[str, int], name: str, dtype: torch.dtype, batch_elements: int
 ) -> list[tuple[tuple[int, ...], Tensor]]:
     ranks = torch.distributed.get_world_size()
     mesh = build_mesh(degrees, ranks, "cpu").device_mesh
@@ -82,12 +89,16 @@ def rank_steps(
     data_axes = tuple(axis for axis in degrees if axis != "tp")
     if data_axes:
         fully_shard(matrices, mesh=mesh[data_axes])
-    return steps(matrices, dtype, batch_elements)
+    return steps(matrices, name, dtype, batch_elements)
 
 
-@pytest.mark.cases(8)
+@pytest.mark.cases(10)
 @pytest.mark.parametrize("batch_elements", [2**22, 200], ids=["one round", "many rounds"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("muon", torch.float32), ("muon", torch.bfloat16), ("normuon", torch.float32), ("soap", torch.float32)],
+    ids=str,
+)
 @pytest.mark.parametrize(
     "degrees",
     [
@@ -99,13 +110,27 @@ def rank_steps(
     ],
     ids=str,
 )
-def test_shards_move_as_the_whole_matrix(degrees: dict[str, int], dtype: torch.dtype, batch_elements: int) -> None:
+def test_shards_move_as_the_whole_matrix(
+    degrees: dict[str, int], name: str, dtype: torch.dtype, batch_elements: int
+) -> None:
     ranks = torch.tensor(list(degrees.values())).prod().item()
-    expected = [block for _, block in steps(Matrices(), dtype, 1)]  # matrix by matrix
-    for blocks in run_ranks(int(ranks), rank_steps, degrees, dtype, batch_elements):
+    expected = [block for _, block in steps(Matrices(), name, dtype, 1)]  # matrix by matrix
+    for blocks in run_ranks(int(ranks), rank_steps, degrees, name, dtype, batch_elements):
         for whole, (offset, block) in zip(expected, blocks, strict=True):
             part = tuple(slice(o, o + n) for o, n in zip(offset, block.shape, strict=True))
             torch.testing.assert_close(block, whole[part], rtol=0, atol=0)
+
+
+def experts_in_place(rank: int) -> tuple[bool, bool]:
+    mesh = build_mesh({"dp_shard": 2}, 2, "cpu").device_mesh
+    assert mesh is not None
+    cuts = [Shard(0), Shard(1)]
+    experts = [DTensor.from_local(torch.zeros(2, 4, 4), mesh["dp_shard"], [cut], run_check=False) for cut in cuts]
+    return whole_here(experts[0]), whole_here(experts[1])
+
+
+def test_experts_that_a_rank_has_whole_do_not_travel() -> None:
+    assert run_ranks(2, experts_in_place) == [(True, False)] * 2
 
 
 @cache

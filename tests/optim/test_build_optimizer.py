@@ -11,13 +11,15 @@ from torch import nn
 from kenotron.config.errors import InputError, NotSupportedYet
 from kenotron.optim.build import build_optimizer
 from kenotron.optim.custom import ELEMENTWISE
-from kenotron.optim.groups import set_learning_rate
+from support.rates import set_rate
+
+NAMES = ("adamW", "sgd", "lion", "muon", "normuon", "soap")
 
 
 def run(model, optimizer, set_gradients, steps=5):
     for step in range(steps):
         set_gradients(model.parameters(), step)
-        set_learning_rate(optimizer, 1e-2 / (1 + step))
+        set_rate(optimizer, 1e-2 / (1 + step))
         optimizer.step()
     return [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]
 
@@ -59,7 +61,7 @@ def test_adamw_keys_reach_the_optimizer(tiny, section):
 
 
 @pytest.mark.cases(5)
-@pytest.mark.parametrize("factory", ["adamW", "sgd", "muon", *(f"torch.optim.{make.__name__}" for make in ELEMENTWISE)])
+@pytest.mark.parametrize("factory", [*NAMES, *(f"torch.optim.{make.__name__}" for make in ELEMENTWISE)])
 def test_masters_under_fsdp_on_one_rank_get_the_plain_bits(tiny, section, set_gradients, group_of_one, factory):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -167,7 +169,7 @@ def test_weight_decay_that_an_optimizer_does_not_have_is_not_ignored(tiny, secti
     )
 
 
-@pytest.mark.parametrize("factory", ["adamW", "sgd", "muon"])
+@pytest.mark.parametrize("factory", NAMES)
 def test_training_lowers_a_loss(tiny, section, factory):
     model = tiny()
     tokens = torch.arange(64) % 13
@@ -177,7 +179,7 @@ def test_training_lowers_a_loss(tiny, section, factory):
         loss = nn.functional.cross_entropy(model(tokens[:-1]), tokens[1:])
         optimizer.zero_grad()
         loss.backward()
-        set_learning_rate(optimizer, 0.5 if factory == "sgd" else 1e-2)
+        set_rate(optimizer, 0.5 if factory == "sgd" else 1e-2)
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.5 * losses[0]

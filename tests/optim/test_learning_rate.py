@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kenotron.config.errors import InputError
 from kenotron.config.optimizer import LearningRateScheduler
-from kenotron.optim.schedule import check_schedule, learning_rate
+from kenotron.optim.schedule import check_schedules, learning_rate
 
 
 def curve(train_steps: int, **keys) -> list[float]:
@@ -207,13 +207,17 @@ def test_a_decay_by_dotted_path_is_a_factor_on_the_peak_within_warm_up_end_and_f
         ("math.copysign", None),
     ],
 )
-def test_a_decay_that_is_no_function_of_two_counts_is_found_before_training(path, message):
-    schedule = LearningRateScheduler(learning_rate=1.0, lr_decay_style=path)
-    if message is None:
-        check_schedule(schedule)
-        return
-    with pytest.raises(InputError, match=message):
-        check_schedule(schedule)
+def test_a_decay_that_is_no_function_of_two_counts_is_found_before_training(path, message, section):
+    bad = {"learning_rate": 1.0, "lr_decay_style": path}
+    for config in (
+        section(learning_rate_scheduler=bad),
+        section(param_groups=[{"pattern": "proj", "learning_rate_scheduler": bad}]),
+    ):
+        if message is None:
+            check_schedules(config)
+            continue
+        with pytest.raises(InputError, match=message):
+            check_schedules(config)
 
 
 def test_an_unknown_decay_is_refused_with_the_known_ones():

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from kenotron.optim.build import build_optimizer
-from kenotron.optim.muon import COEFFICIENTS, MuonWithAdamW, matmul_dtype, orthogonalize
+from kenotron.optim.muon import COEFFICIENTS, Muon, NorMuon, matmul_dtype, orthogonalize
 
 SHAPES = [(32, 32), (16, 48), (48, 16)]
 
@@ -55,7 +55,7 @@ def test_a_zero_gradient_moves_nothing():
     parameter = nn.Parameter(random((8, 8)))
     before = parameter.detach().clone()
     parameter.grad = torch.zeros_like(parameter)
-    MuonWithAdamW([{"params": [parameter]}], lr=0.1).step()
+    Muon([{"params": [parameter]}], lr=0.1).step()
     assert torch.equal(parameter, before)
 
 
@@ -65,19 +65,20 @@ def test_the_step_has_adamws_size():
         for scale in (1e-4, 1.0, 1e4):
             parameter = nn.Parameter(torch.zeros(shape))
             parameter.grad = random(shape) * scale
-            MuonWithAdamW([{"params": [parameter]}], lr=0.5).step()
+            Muon([{"params": [parameter]}], lr=0.5).step()
             rms = parameter.square().mean().sqrt().item() / 0.5
             assert 0.2 * 0.6 < rms < 0.2 * 1.2
 
 
+@pytest.mark.parametrize("scale", ["match_rms_adamw", "original"])
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_torchs_own_muon_takes_the_same_steps(shape, nesterov):
+def test_torchs_own_muon_takes_the_same_steps(shape, nesterov, scale):
     """Torch computes in bfloat16; one matrix, several steps, its option of the same scale."""
     ours, theirs = nn.Parameter(random(shape)), nn.Parameter(random(shape))
     settings = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9, "nesterov": nesterov, "ns_steps": 4}
-    muon = MuonWithAdamW([{"params": [ours]}], **settings)
-    torchs = torch.optim.Muon([theirs], **settings, adjust_lr_fn="match_rms_adamw")
+    muon = Muon([{"params": [ours]}], **settings, scale=scale)
+    torchs = torch.optim.Muon([theirs], **settings, adjust_lr_fn=scale)
     for step in range(4):
         for parameter, optimizer in ((ours, muon), (theirs, torchs)):
             parameter.grad = random(shape, 10 + step)
@@ -89,7 +90,7 @@ def test_torchs_own_muon_takes_the_same_steps(shape, nesterov):
 def test_a_step_follows_the_formula_in_float64():
     parameter = nn.Parameter(random((16, 48)))
     weight, momentum = parameter.detach().double(), torch.zeros(16, 48, dtype=torch.float64)
-    optimizer = MuonWithAdamW([{"params": [parameter]}], lr=0.05, weight_decay=0.2, momentum=0.95, ns_steps=5)
+    optimizer = Muon([{"params": [parameter]}], lr=0.05, weight_decay=0.2, momentum=0.95, ns_steps=5)
     for step in range(3):
         parameter.grad = random((16, 48), 20 + step)
         g = parameter.grad.double()
@@ -99,6 +100,52 @@ def test_a_step_follows_the_formula_in_float64():
         optimizer.step()
     bound = 2e-2 if matmul_dtype(parameter.device) == torch.bfloat16 else 1e-4
     assert (parameter - weight).norm() / (weight - random((16, 48)).double()).norm() < bound
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_unit_rms_norm_steps_have_one_effect_at_every_width(shape):
+    """The root-mean-square of what a step adds to the outputs for inputs of RMS 1, at most: the rate."""
+    parameter = nn.Parameter(torch.zeros(shape))
+    parameter.grad = random(shape)
+    Muon([{"params": [parameter]}], lr=0.5, scale="unit_rms_norm").step()
+    rows, columns = shape
+    largest = torch.linalg.matrix_norm(parameter, 2).item() * math.sqrt(columns / rows)
+    assert largest == pytest.approx(0.5, rel=0.3)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_normuon_follows_the_formula_in_float64(shape):
+    rows = shape[0]
+    parameter = nn.Parameter(random(shape))
+    weight, momentum = parameter.detach().double(), torch.zeros(shape, dtype=torch.float64)
+    mean_square = torch.zeros(rows, 1, dtype=torch.float64)
+    optimizer = NorMuon([{"params": [parameter]}], lr=0.05, weight_decay=0.2, momentum=0.9, beta2=0.8)
+    for step in range(3):
+        parameter.grad = random(shape, 20 + step)
+        g = parameter.grad.double()
+        momentum = 0.9 * momentum + 0.1 * g
+        o = newton_schulz_in_float64(0.9 * momentum + 0.1 * g, 5)
+        mean_square = 0.8 * mean_square + 0.2 * o.square().mean(1, keepdim=True)
+        divided = o / mean_square.sqrt()
+        weight = weight * (1 - 0.05 * 0.2) - 0.05 * 0.2 * math.sqrt(max(shape)) * divided * (o.norm() / divided.norm())
+        optimizer.step()
+    bound = 3e-2 if matmul_dtype(parameter.device) == torch.bfloat16 else 1e-4
+    assert (parameter - weight).norm() / (weight - random(shape).double()).norm() < bound
+    assert optimizer.state[parameter]["row_mean_square"].shape == (rows, 1)
+
+
+@pytest.mark.parametrize("make", [Muon, NorMuon])
+def test_the_weights_of_experts_are_a_matrix_each(make):
+    together = nn.Parameter(torch.stack([random((16, 48), seed) for seed in range(3)]))
+    apart = [nn.Parameter(random((16, 48), seed)) for seed in range(3)]
+    one, many = make([{"params": [together]}], lr=0.1), make([{"params": apart}], lr=0.1)
+    for step in range(3):
+        together.grad = random((3, 16, 48), 30 + step)
+        for expert, parameter in enumerate(apart):
+            parameter.grad = together.grad[expert].clone()
+        one.step()
+        many.step()
+    torch.testing.assert_close(together, torch.stack(apart), rtol=1e-2, atol=1e-4)
 
 
 def test_everything_but_hidden_matrices_moves_as_under_adamw_bit_for_bit(tiny, section, set_gradients):
@@ -118,28 +165,33 @@ def test_everything_but_hidden_matrices_moves_as_under_adamw_bit_for_bit(tiny, s
 def test_the_config_keys_reach_muon(tiny, section):
     config = section(
         {"name": "muon", "muon_momentum": 0.8, "muon_nesterov": False, "muon_ns_steps": 3, "adam_beta1": 0.7}
+        | {"muon_scale": "original"}
     )
     optimizer = build_optimizer(tiny().named_parameters(), config)
+    kinds = {"momentum_buffer": [], "betas": []}
     for group in optimizer.param_groups:
-        assert (group["momentum"], group["nesterov"], group["ns_steps"]) == (0.8, False, 3)
-        assert group["betas"] == (0.7, 0.95)
+        kinds["betas" if "betas" in group else "momentum_buffer"].append(group)
+    (matrices,), (others, *_) = kinds["momentum_buffer"], kinds["betas"]
+    assert (matrices["momentum"], matrices["nesterov"], matrices["ns_steps"]) == (0.8, False, 3)
+    assert matrices["scale"] == "original"
+    assert others["betas"] == (0.7, 0.95)
 
 
 def test_large_batches_are_cut_without_changing_the_result(monkeypatch):
     def train() -> list[torch.Tensor]:
         parameters = [nn.Parameter(random((8, 8), seed)) for seed in range(5)]
-        optimizer = MuonWithAdamW([{"params": parameters}], lr=0.1)
+        optimizer = Muon([{"params": parameters}], lr=0.1)
         for seed, parameter in enumerate(parameters):
             parameter.grad = random((8, 8), 50 + seed)
         optimizer.step()
         return parameters
 
     whole = train()
-    monkeypatch.setattr("kenotron.optim.muon.BATCH_ELEMENTS", 128)
+    monkeypatch.setattr("kenotron.optim.matrices.BATCH_ELEMENTS", 128)
     for a, b in zip(whole, train(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-3)
 
 
 def test_only_matrices_are_accepted():
-    with pytest.raises(ValueError, match="expected a matrix"):
-        MuonWithAdamW([{"params": [nn.Parameter(torch.zeros(4))]}])
+    with pytest.raises(ValueError, match="expected matrices"):
+        Muon([{"params": [nn.Parameter(torch.zeros(4))]}])

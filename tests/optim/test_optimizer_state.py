@@ -8,9 +8,9 @@ from torch import nn
 
 from kenotron.config.errors import InputError
 from kenotron.optim.build import build_optimizer
-from kenotron.optim.groups import set_learning_rate
 from kenotron.optim.state import init_state, load_numbers, state_tensors
 from kenotron.parallel.shards import shard_of
+from support.rates import set_rate
 
 
 class CountsInPython(torch.optim.Optimizer):
@@ -38,7 +38,10 @@ FACTORIES = [
     {"name": "adamW", "torch_adam_is_fused": False},
     {"name": "sgd"},
     {"name": "sgd", "momentum": 0.9, "nesterov": True},
+    {"name": "lion"},
     {"name": "muon"},
+    {"name": "normuon"},
+    {"name": "soap", "soap_precondition_frequency": 2},
     {"name": "torch.optim.Adagrad"},
     {"name": f"{__name__}.CountsInPython"},
 ]
@@ -47,7 +50,7 @@ FACTORIES = [
 def train(model, optimizer, set_gradients, steps):
     for step in steps:
         set_gradients(model.parameters(), step)
-        set_learning_rate(optimizer, 1e-2 / (1 + step))
+        set_rate(optimizer, 1e-2 / (1 + step))
         optimizer.step()
 
 
@@ -161,7 +164,7 @@ def test_state_does_not_depend_on_groups_and_hyperparameters_come_from_the_confi
     assert {group["weight_decay"] for group in two.param_groups} == {0.0, 0.3}
 
 
-@pytest.mark.parametrize("factory", ["adamW", "muon"])
+@pytest.mark.parametrize("factory", ["adamW", "muon", "normuon", "soap"])
 def test_state_moves_between_plain_and_fsdp_models(tiny, section, set_gradients, group_of_one, factory):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard

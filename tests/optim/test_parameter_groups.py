@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from kenotron.config.errors import InputError
-from kenotron.optim.groups import is_hidden_matrix, parameter_groups, set_learning_rate
+from kenotron.optim.groups import is_hidden_matrix, parameter_groups
+from support.rates import set_rate
 
 
 def settings_by_name(model, groups, key):
@@ -151,10 +152,11 @@ def test_muon_takes_the_matrices_of_numbered_layers_and_nothing_else(tiny, secti
         {"pattern": r"layers\.1.*proj\.weight", "learning_rate_scale": 0.5}
     ])  # fmt: skip
     groups = parameter_groups(model.named_parameters(), config)
-    algorithm = settings_by_name(model, groups, "algorithm")
+    rules = settings_by_name(model, groups, "factory")
     scale = settings_by_name(model, groups, "learning_rate_scale")
-    assert {name for name, value in algorithm.items() if value == "muon"} == {
-        name for name in algorithm if re.fullmatch(r"model\.layers\.\d\.(up|down)_proj\.weight", name)
+    assert {rule.name for rule in rules.values()} == {"muon", "adamW"}
+    assert {name for name, rule in rules.items() if rule.name == "muon"} == {
+        name for name in rules if re.fullmatch(r"model\.layers\.\d\.(up|down)_proj\.weight", name)
     }
     assert scale["model.layers.0.up_proj.weight"] == 3.0
     assert scale["model.layers.1.up_proj.weight"] == 1.5
@@ -171,6 +173,7 @@ def test_muon_takes_the_matrices_of_numbered_layers_and_nothing_else(tiny, secti
         ("lm_head.weight", (16, 8), False),
         ("backbone.layers.0.mixer.A_log", (16, 8), False),
         ("backbone.layers.0.mixer.conv1d.weight", (16, 1, 4), False),
+        ("model.layers.3.mlp.experts.up_proj.weight", (4, 16, 8), True),
     ],
 )
 def test_a_hidden_matrix_is_the_weight_of_a_linear_map_in_a_layer(name, shape, hidden):
@@ -181,7 +184,7 @@ def test_every_group_follows_its_own_share_of_the_rate(tiny, section):
     model = tiny()
     config = section(param_groups=[{"pattern": "embed_tokens", "learning_rate_scale": 0.25}])
     optimizer = torch.optim.SGD(parameter_groups(model.named_parameters(), config))
-    set_learning_rate(optimizer, 8.0)
+    set_rate(optimizer, 8.0)
     assert sorted(group["lr"] for group in optimizer.param_groups) == [2.0, 8.0]
 
 

@@ -55,6 +55,18 @@ TESTS = {
         "test_evaluation_of_runs.py",
         "Evaluation",
     ): "tasks include_path eval_interval num_fewshot limit batch_size device",
+    ("test_lion.py", "Lion"): "name lion_beta1 lion_beta2",
+    ("test_muon.py", "Muon"): "muon_scale",
+    (
+        "test_muon.py",
+        "NorMuon",
+    ): "name normuon_beta2 adam_eps adam_beta1 adam_beta2 torch_adam_is_fused "
+    "muon_momentum muon_nesterov muon_ns_steps muon_learning_rate_scale muon_scale",
+    (
+        "test_soap.py",
+        "Soap",
+    ): "name soap_beta1 soap_beta2 soap_precondition_frequency adam_eps adam_beta1 adam_beta2 torch_adam_is_fused",
+    ("test_combined.py", "ParamGroup"): "optimizer_factory learning_rate_scheduler",
     (VARIANTS, "DecoderArchitecture"): "family",
     (VARIANTS, "GPTNeoXArchitecture"): "family is_gpt_neox_config",
     (FAMILIES, "GPTNeoXArchitecture"): "hidden_act layer_norm_eps attention_bias use_parallel_residual rotary_pct",

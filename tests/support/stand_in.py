@@ -35,7 +35,7 @@ from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from kenotron.optim import matrix_owners, muon
+from kenotron.optim import matrices, matrix_owners
 
 NAME = "standin"
 SLOW_DTYPES = (torch.float64, torch.complex64, torch.complex128)  # many times slower than float32 on accelerators
@@ -130,7 +130,7 @@ def memoryless() -> Iterator[None]:
         stack.enter_context(patch.object(FakeTensor, "record_stream", lambda tensor, stream: None, create=True))
         stack.enter_context(patch.object(FakeTensorMode, "__deepcopy__", lambda mode, memo: mode, create=True))
         stack.enter_context(patch.object(DeviceMesh, "mesh", property(_with_values(DeviceMesh.mesh.fget))))
-        numbering_ranks = ((DeviceMesh, "__init__"), (matrix_owners, "_places"), (muon, "mesh_group"))
+        numbering_ranks = ((DeviceMesh, "__init__"), (matrix_owners, "_places"), (matrices, "mesh_group"))
         for place, name in numbering_ranks:
             stack.enter_context(patch.object(place, name, _with_values(getattr(place, name))))
         stack.enter_context(_values_unknown())

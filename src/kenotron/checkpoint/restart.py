@@ -23,7 +23,7 @@ from kenotron.config.errors import InputError
 from kenotron.config.resolved import read_resolved
 from kenotron.config.runs import past_stage_difference
 from kenotron.config.weight_settings import changed_settings
-from kenotron.config.writing import diff
+from kenotron.config.writing import ABSENT, diff
 from kenotron.data.stage_plan import plan_stages
 
 KEY = "checkpoints.resume_checkpoint_path"
@@ -115,9 +115,10 @@ def _check_optimizer(config: Config, before: Config, start: Start) -> None:
         and not name.endswith("zero_stage")
         and ("scheduler" in start.loads or not name.startswith(schedule) or name == f"{schedule}learning_rate")
     ]
+    several = max(len(each.optimizer.factories) for each in (before, config)) > 1
     for name, old, new in changed:
-        if name == "optimizer_factory.name":
-            raise InputError(f"{KEY}: the optimizer of {path} is {old}, and optimizer.{name} is {new}; {WITHOUT}")
+        if name.endswith("optimizer_factory.name") or (several and name.endswith(".pattern") and old != ABSENT):
+            raise InputError(f"{KEY}: optimizer.{name} is {old} in {path} and {new} in this config; {WITHOUT}")
     if changed:
         logger.info(
             "Resumed with %s", ", ".join(f"{name} {new} (the checkpoint had {old})" for name, old, new in changed)

@@ -76,14 +76,14 @@ def _check_code(config: Config) -> None:
         from kenotron.training.hooks import find_hook
 
         find_hook(*((entry, {}) if isinstance(entry, str) else (entry.path, entry.kwargs)))
-    if "." in config.optimizer.optimizer_factory.name:
+    if any("." in factory.name for _, factory in config.optimizer.factories):
         from kenotron.optim.custom import check_optimizer
 
         check_optimizer(config.optimizer)
-    if "." in (schedule := config.optimizer.learning_rate_scheduler).lr_decay_style:
-        from kenotron.optim.schedule import check_schedule
+    if any("." in schedule.lr_decay_style for _, schedule in config.optimizer.schedules):
+        from kenotron.optim.schedule import check_schedules
 
-        check_schedule(schedule)
+        check_schedules(config.optimizer)
     if loss := config.model.loss:
         from kenotron.models.token_loss import load_loss
 

@@ -175,8 +175,8 @@ def _check_rounding(config: Config) -> Iterator[Problem]:
     where = "optimizer.stochastic_rounding"
     if config.kept_dtype != "bfloat16":
         yield where, "expected weights in bf16: model.dtype bfloat16 and optimizer.accumulate_grad_in_fp32 false"
-    if config.optimizer.optimizer_factory.name != "adamW":
-        yield where, f"expected the optimizer adamW, found {config.optimizer.optimizer_factory.name}"
+    if other := {factory.name for _, factory in config.optimizer.factories} - {"adamW"}:
+        yield where, f"expected the optimizer adamW, found {', '.join(sorted(other))}"
 
 
 def _check_domains(config: Config) -> Iterator[Problem]:
@@ -386,18 +386,17 @@ def _check_tokenizer(config: Config) -> Iterator[Problem]:
 
 
 def _check_steps(config: Config) -> Iterator[Problem]:
-    schedule, steps = config.optimizer.learning_rate_scheduler, config.tokens.train_steps
-    at = "optimizer.learning_rate_scheduler."
-    if schedule.lr_decay_style == "step" and schedule.lr_step_size is None:
-        yield at + "lr_step_size", "missing: lr_decay_style step needs it"
-    if schedule.decay_start < schedule.lr_warmup_steps:
-        yield (
-            at + "lr_decay_starting_step",
-            f"expected at least lr_warmup_steps {schedule.lr_warmup_steps}, found {schedule.decay_start}",
-        )
-    if schedule.final_lr > schedule.learning_rate:
-        yield at + "min_decay_lr", f"expected at most learning_rate {schedule.learning_rate}, found {schedule.final_lr}"
-    profiler = config.profiler
+    for at, schedule in config.optimizer.schedules:
+        if schedule.lr_decay_style == "step" and schedule.lr_step_size is None:
+            yield f"{at}.lr_step_size", "missing: lr_decay_style step needs it"
+        if schedule.decay_start < schedule.lr_warmup_steps:
+            yield (
+                f"{at}.lr_decay_starting_step",
+                f"expected at least lr_warmup_steps {schedule.lr_warmup_steps}, found {schedule.decay_start}",
+            )
+        if schedule.final_lr > (peak := schedule.learning_rate):
+            yield f"{at}.min_decay_lr", f"expected at most learning_rate {peak}, found {schedule.final_lr}"
+    profiler, steps = config.profiler, config.tokens.train_steps
     if profiler and profiler.profiler_export_path and steps < profiler.steps:
         yield "profiler", f"expected tokens.train_steps of at least {profiler.steps} for the trace, found {steps}"
 

@@ -139,7 +139,7 @@ def _lines(error: dict[str, Any], extra: list[Location], document: Document) -> 
         if error["type"] == "variant" and isinstance(error["input"], dict) and "name" in error["input"]:
             keys, error = (*keys, "name"), error | {"input": error["input"]["name"]}
         name, asked = error["input"], dotted(keys)
-        if asked == "optimizer.optimizer_factory" and isinstance(name, str):
+        if asked.endswith("optimizer_factory") and isinstance(name, str):
             yield document.at(keys, f"{asked}: expected a map of keys, found {name!r}; set {asked}.name={name}")
             return
         if asked == "checkpoints.checkpoint_interval" and name is None:

@@ -43,6 +43,16 @@ class SGD(Section):
     nesterov: bool = key("Use Nesterov momentum.", False, mark=OURS)
 
 
+class Lion(Section):
+    """The sign of interpolated momentum (Chen et al., 2023): half of Adam's state, a tenth to a third of its rate."""
+
+    name: Annotated[Literal["lion"], BeforeValidator(lambda value: _any_case(value))] = key(
+        "Selects Lion.", "lion", mark=OURS
+    )
+    lion_beta1: float = key("Weight of the momentum in the direction of a step.", 0.9, ge=0, lt=1, mark=OURS)
+    lion_beta2: float = key("Decay of the momentum.", 0.99, ge=0, lt=1, mark=OURS)
+
+
 class Muon(_AdamKeys):
     """Orthogonalized momentum for hidden matrices (Jordan et al., 2024); AdamW for everything else."""
 
@@ -55,6 +65,32 @@ class Muon(_AdamKeys):
     muon_learning_rate_scale: float = key(
         "Ratio of the learning rate of hidden matrices to that of all other parameters.", 1.0, gt=0, mark=OURS
     )
+    muon_scale: Literal["match_rms_adamw", "original", "unit_rms_norm"] = key(
+        "Factor on the update of a matrix, rows x columns. match_rms_adamw: 0.2 sqrt(max(rows, columns)), the size of "
+        "AdamW's steps; original: sqrt(max(1, rows / columns)); unit_rms_norm: sqrt(rows / columns).",
+        "match_rms_adamw",
+        mark=OURS,
+    )
+
+
+class NorMuon(Muon):
+    """Muon whose rows are divided by the root of their mean square over time (Li et al., 2025)."""
+
+    name: Annotated[Literal["normuon"], BeforeValidator(lambda value: _any_case(value))] = key(  # type: ignore[assignment]
+        "Selects NorMuon.", "normuon", mark=OURS
+    )
+    normuon_beta2: float = key("Decay of the rows' mean squares.", 0.95, ge=0, lt=1, mark=OURS)
+
+
+class Soap(_AdamKeys):
+    """Adam in the eigenbasis of Shampoo for hidden matrices (Vyas et al., 2024); AdamW for everything else."""
+
+    name: Annotated[Literal["soap"], BeforeValidator(lambda value: _any_case(value))] = key(
+        "Selects SOAP.", "soap", mark=OURS
+    )
+    soap_beta1: float = key("Decay of the first moment of hidden matrices.", 0.95, ge=0, lt=1, mark=OURS)
+    soap_beta2: float = key("Decay of their second moment and of their covariances.", 0.95, ge=0, lt=1, mark=OURS)
+    soap_precondition_frequency: int = key("Steps between eigenbases.", 10, ge=1, mark=OURS)
 
 
 TORCH = ("Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")
@@ -96,7 +132,7 @@ def _any_case(value: Any) -> Any:
     return names.get(value.lower(), value) if isinstance(value, str) else value
 
 
-_FACTORY_TAGS = {"adamW": "(adamW)", "sgd": "(sgd)", "muon": "(muon)"}
+_FACTORY_TAGS = {name: f"({name})" for name in ("adamW", "sgd", "lion", "muon", "normuon", "soap")}
 _factory_rule = by_rule(
     _choose_factory,
     f"a name among {', '.join((*_FACTORY_TAGS, *TORCH))}, or the dotted path of an optimizer class",
@@ -105,7 +141,10 @@ _factory_rule = by_rule(
 OptimizerFactory = Annotated[
     Annotated[AdamW, Tag("(adamW)")]
     | Annotated[SGD, Tag("(sgd)")]
+    | Annotated[Lion, Tag("(lion)")]
     | Annotated[Muon, Tag("(muon)")]
+    | Annotated[NorMuon, Tag("(normuon)")]
+    | Annotated[Soap, Tag("(soap)")]
     | Annotated[CustomOptimizer, Tag("(custom)")],
     _factory_rule,
 ]
@@ -174,6 +213,12 @@ class ParamGroup(Section):
     pattern: Regex = key("Regular expression that is searched for in the parameter's name.", mark=OURS)
     learning_rate_scale: float = key("Factor on the learning rate; 0 freezes the parameters.", 1.0, ge=0, mark=OURS)
     weight_decay: float | None = key("Weight decay of the group; null: the optimizer's.", None, ge=0, mark=OURS)
+    optimizer_factory: OptimizerFactory | None = key(
+        "Update rule of the group; null: optimizer.optimizer_factory.", None, mark=OURS
+    )
+    learning_rate_scheduler: LearningRateScheduler | None = key(
+        "Learning rate of the group over time; null: optimizer.learning_rate_scheduler.", None, mark=OURS
+    )
 
 
 class Spikes(Section):
@@ -221,3 +266,18 @@ class Optimizer(Section):
         mark=OURS,
     )
     spikes: Spikes | None = key("Skip steps with spikes of loss or gradient norm; null: never.", None, mark=OURS)
+
+    @property
+    def factories(self) -> list[tuple[str, OptimizerFactory]]:
+        """Every update rule with its key: that of all parameters, then those of groups."""
+        return [("optimizer.optimizer_factory", self.optimizer_factory), *self._of_groups("optimizer_factory")]
+
+    @property
+    def schedules(self) -> list[tuple[str, LearningRateScheduler]]:
+        """Every schedule with its key: that of all parameters, then those of groups."""
+        key = "learning_rate_scheduler"
+        return [(f"optimizer.{key}", self.learning_rate_scheduler), *self._of_groups(key)]
+
+    def _of_groups(self, name: str) -> list[tuple[str, Any]]:
+        found = [getattr(rule, name) for rule in self.param_groups or ()]
+        return [(f"optimizer.param_groups.{i}.{name}", value) for i, value in enumerate(found) if value is not None]

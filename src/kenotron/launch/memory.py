@@ -43,6 +43,7 @@ from kenotron.launch.local import CUT_SHORT
 from kenotron.launch.machine_memory import available_memory, out_of_memory_kills
 from kenotron.models import Context, build, named_parameters
 from kenotron.models.recomputation import Recompute
+from kenotron.optim.groups import parameter_groups
 from kenotron.storage.hub import first_line
 
 if TYPE_CHECKING:
@@ -196,12 +197,17 @@ def _in_words(states: float, free: int) -> str:
 def state_bytes(config: Config, stage: int | str) -> float:
     """Bytes of weights, optimizer state, gradients and weights at work on a rank, with this `zero_stage`."""
     layout, model = config.parallelism, _on_meta(config)
-    factory: Any = config.optimizer.optimizer_factory  # one of several sections, which differ in name
-    sizes = {name: parameter.numel() for name, parameter in named_parameters(model)}
+    parameters = list(named_parameters(model))
+    sizes = {name: parameter.numel() for name, parameter in parameters}
     count, split = sum(sizes.values()), layout.tp * layout.pp
-    moments = 2.0 if factory.name != "sgd" else float(factory.momentum > 0)
-    if factory.name == "muon":  # one of matrices, AdamW's two of embedding and head
-        moments = 1 + sum(sizes.get(name, 0) for name in model.vocab_parameters) / count
+    moments = (
+        sum(
+            _moments(group["factory"], parameter) * parameter.numel()
+            for group in parameter_groups(parameters, config.optimizer)
+            for parameter in group["params"]
+        )
+        / count
+    )
     experts = sum(size for name, size in sizes.items() if ".experts." in name)
     held = (count - experts * (1 - 1 / layout.expert_parallel_size)) / split
     ranks = (layout.dp_shard or layout.dp) * layout.context_parallel_size if stage != 0 else 1
@@ -210,6 +216,16 @@ def state_bytes(config: Config, stage: int | str) -> float:
     width, kept = (getattr(torch, dtype).itemsize for dtype in (config.model.dtype, config.kept_dtype))
     at_work = width * held if (ranks > 1 and stage in (1, 2)) or (ranks == 1 and width < kept) else 0.0
     return at_work + (0.0 if layout.cpu_offload else kept * ((1 + moments) * share + gradients))
+
+
+def _moments(factory: Any, parameter: Tensor) -> float:
+    """Numbers that an optimizer keeps for each number of a parameter."""
+    if factory.name == "sgd":
+        return float(factory.momentum > 0)
+    if factory.name == "soap":  # covariances and their eigenvectors
+        rows, columns = parameter.shape[-2:]
+        return 2 + 2 * (rows / columns + columns / rows)
+    return 1.0 if factory.name in ("lion", "muon", "normuon") else 2.0
 
 
 def sequence_bytes(config: Config, recompute: Recompute) -> float | None:

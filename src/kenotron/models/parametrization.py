@@ -69,16 +69,16 @@ def factors(model: Decoder, config: Config) -> dict[str, Factors]:
     if spectral and chosen is not None:
         raise InputError("model.parametrization: expected none with init_method.use_mup, which is another one")
     key = "model.init_method.use_mup" if spectral else "model.parametrization"
-    _check(model, config, key, ("adamW",) if spectral else ("adamW", "muon"))
+    _check(model, config, key, ("adamW",) if spectral else ("adamW", "muon", "normuon"))
     shapes = {name: tuple(parameter.shape) for name, parameter in named_parameters(model)}
     if spectral:
         return _spectral(model, shapes, fused=config.model.init_method.mup_factors == "fused")  # type: ignore[union-attr]
     assert chosen is not None
     wide, deep = model.config.hidden_size / chosen.base_width, model.config.num_hidden_layers / chosen.base_depth
-    completep, muon = chosen.kind == "completep", config.optimizer.optimizer_factory.name == "muon"
+    completep, scale = chosen.kind == "completep", getattr(config.optimizer.optimizer_factory, "muon_scale", None)
     if completep and any(name.endswith("post_feedforward_layernorm.weight") for name in shapes):
         raise InputError(f"{key}.kind: expected mup: the norms after branches of {model.config.family} undo 1 / depth")
-    found = _relative(model, shapes, wide, deep if completep else None, muon)
+    found = _relative(model, shapes, wide, deep if completep else None, scale)
     scaling = getattr(config.model.init_method, "scaling_method", "NONE")
     if completep and scaling == "LAYER_INDEX":
         raise InputError("model.init_method.scaling_method: completep expects NUM_LAYERS or NONE, found LAYER_INDEX")
@@ -109,14 +109,18 @@ def _spectral(model: Decoder, shapes: dict[str, tuple[int, ...]], fused: bool) -
 
 
 def _relative(
-    model: Decoder, shapes: dict[str, tuple[int, ...]], wide: float, deep: float | None, muon: bool
+    model: Decoder, shapes: dict[str, tuple[int, ...]], wide: float, deep: float | None, scale: str | None
 ) -> dict[str, Factors]:
+    """`scale`: Muon's; None: AdamW.
+
+    Steps of one root mean square at every size, which AdamW and match_rms_adamw have, change what a matrix does to its
+    input the more, the larger it is; Muon's other scales bound that change.
+    """
     writes, found = _residual_writers(model), {}
     for name, shape in shapes.items():
         factor = Factors()
         if len(shape) == 2 and name not in (EMBEDDING, HEAD):
-            # Muon's steps have one root mean square at every size; what a matrix does to its input then grows with it.
-            rate = wide**-0.5 if muon else 1 / wide
+            rate = {None: 1 / wide, "match_rms_adamw": wide**-0.5}.get(scale, 1.0)
             factor = Factors(wide**-0.5, rate, 1 / rate, 1 / wide)
         if deep is not None:
             factor = Factors(factor.std, factor.learning_rate, factor.weight_decay, 1 / (wide * deep))
@@ -129,9 +133,9 @@ def _relative(
 
 
 def _check(model: Decoder, config: Config, key: str, optimizers: tuple[str, ...]) -> None:
-    optimizer, plan = config.optimizer.optimizer_factory.name, model.plan
-    if optimizer not in optimizers:
-        raise InputError(f"{key}: its factors are those of {' and '.join(optimizers)}; found the optimizer {optimizer}")
+    used, plan = [factory.name for _, factory in config.optimizer.factories], model.plan
+    if used[0] not in optimizers or len(used) > 1:
+        raise InputError(f"{key}: its factors are those of {' or '.join(optimizers)}; found {', '.join(used)}")
     if model.config.tie_word_embeddings:
         raise InputError(f"{key}: embedding and head learn at different rates; expected tie_word_embeddings false")
     if plan.experts or plan.channels or plan.inner_row or not plan.row:

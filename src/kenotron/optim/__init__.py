@@ -2,8 +2,10 @@
 
     schedule.learning_rate          the rate of a step, pure arithmetic
     groups.parameter_groups         which parameter gets which rate and weight decay
-    build.build_optimizer           AdamW, SGD, Muon, or any other
-    muon, stochastic_rounding       our own: orthogonalized steps, AdamW for bf16 weights
+    build.build_optimizer           AdamW, SGD, Lion, Muon, NorMuon, SOAP, or any other
+    lion, muon, soap                our own; stochastic_rounding: AdamW for bf16 weights
+    matrices, matrix_owners         updates of whole matrices, on any layout
+    combined.CombinedOptimizer      several optimizers as one
     custom.build_custom             one of torch by its name, or any by dotted path
     clip.clip_gradients             the global gradient norm
     state.state_tensors             optimizer state by parameter name, for checkpoints
@@ -11,7 +13,7 @@
 One step of training, in these words:
 
     norm = clip_gradients(model.parameters(), config.optimizer.clip_grad, mesh)
-    set_learning_rate(optimizer, learning_rate(config.optimizer.learning_rate_scheduler, step, train_steps))
+    set_learning_rates(optimizer, config.optimizer.learning_rate_scheduler, step, train_steps)
     if math.isfinite(norm):
         optimizer.step()
 """

@@ -52,8 +52,10 @@ def build_custom(
 
 def check_optimizer(config: Optimizer) -> None:
     """Raise `InputError` where the class behind a dotted ``optimizer_factory.name`` cannot train, or not as asked."""
-    factory: Any = config.optimizer_factory
-    _checked(factory.name, factory.kwargs, config.learning_rate_scheduler.learning_rate)
+    factory: Any
+    for _, factory in config.factories:
+        if "." in factory.name:
+            _checked(factory.name, factory.kwargs, config.learning_rate_scheduler.learning_rate)
 
 
 def _checked(path: str, kwargs: dict[str, Any], rate: float) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:

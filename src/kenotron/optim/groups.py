@@ -8,6 +8,7 @@ name wins:
       weight_decay_exclude_named_params: ['.*norm\\.weight']
       param_groups:
         - {pattern: 'model\\.embed_tokens', learning_rate_scale: 0.1}
+        - {pattern: 'mlp', optimizer_factory: {name: lion}}
 
     model.embed_tokens.weight                   rate * 0.1   weight decay 0.1
     model.layers.0.self_attn.q_proj.weight      rate         weight decay 0.1
@@ -32,10 +33,15 @@ import torch
 from torch import nn
 
 from kenotron.config.errors import InputError, nearest
+from kenotron.config.optimizer import AdamW
+from kenotron.optim.schedule import learning_rate
 
 if TYPE_CHECKING:
-    from kenotron.config.optimizer import Optimizer
+    from kenotron.config.optimizer import LearningRateScheduler, Optimizer
     from kenotron.models.parametrization import Factors
+
+
+OF_MATRICES = ("muon", "normuon", "soap")
 
 
 def parameter_groups(
@@ -51,11 +57,11 @@ def parameter_groups(
 
     `factors` of the parametrization multiply a parameter's rate, weight decay and epsilon, whatever a pattern gives it.
 
-    Each group is `{"params", "lr", "learning_rate_scale", "weight_decay"}`; with `factors` also `"eps"`, with Muon also
-    `"algorithm"`, which is `"muon"` for hidden matrices and `"adamw"` for the rest. A tied parameter appears once,
-    under its first name.
+    Each group is `{"params", "lr", "learning_rate_scale", "weight_decay", "factory"}`; with `factors` also `"eps"`, and
+    with a schedule of its own also `"schedule"`. `"factory"` is the section of its update rule: AdamW's beside hidden
+    matrices where the config asks for an optimizer of matrices. A tied parameter appears once, under its first name.
 
-    Raises `InputError` for a pattern that has no effect.
+    Raises `InputError` for a pattern that has no effect, or that gives an optimizer of matrices something else.
     """
     parameters = _unique(named_parameters)
     names = [name for name, _ in parameters] if all_names is None else all_names
@@ -63,55 +69,73 @@ def parameter_groups(
     chosen = _choose_rules([rule.pattern for rule in rules], names)
     excluded = _excluded(optimizer_config.weight_decay_exclude_named_params or [], names)
 
-    factory: Any = optimizer_config.optimizer_factory  # one of several sections, which differ in name
     groups: dict[Any, dict[str, Any]] = {}
     for name, parameter in parameters:
         if not parameter.requires_grad:
             continue
         scale, weight_decay = 1.0, optimizer_config.weight_decay
+        factory: Any = optimizer_config.optimizer_factory  # one of several sections, which differ in name
+        schedule = None
         if name in chosen:
             rule = rules[chosen[name]]
-            scale = rule.learning_rate_scale
+            scale, schedule = rule.learning_rate_scale, rule.learning_rate_scheduler
+            factory = rule.optimizer_factory or factory
+            if rule.optimizer_factory and factory.name in OF_MATRICES and not is_hidden_matrix(name, parameter):
+                raise InputError(
+                    f"optimizer.param_groups: '{rule.pattern}' gives {name} to {factory.name}, which is for hidden "
+                    "matrices alone"
+                )
             weight_decay = weight_decay if rule.weight_decay is None else rule.weight_decay
         if name in excluded:
             weight_decay = 0.0
         if factors:
             scale *= factors[name].learning_rate
             weight_decay *= factors[name].weight_decay
-        settings: dict[str, Any] = {"learning_rate_scale": scale, "weight_decay": weight_decay}
-        if factors:
-            settings["eps"] = factory.adam_eps * factors[name].epsilon
-        if factory.name == "muon":
-            settings["algorithm"] = "muon" if is_hidden_matrix(name, parameter) else "adamw"
-            if settings["algorithm"] == "muon":
-                settings["learning_rate_scale"] = scale * factory.muon_learning_rate_scale
+        eps = factory.adam_eps * factors[name].epsilon if factors else None
+        if factory.name in OF_MATRICES and not is_hidden_matrix(name, parameter):
+            factory = AdamW(**{key: getattr(factory, key) for key in AdamW.model_fields if key != "name"})
+        scale *= getattr(factory, "muon_learning_rate_scale", 1.0)
+        settings = {"learning_rate_scale": scale, "weight_decay": weight_decay, "eps": eps, "schedule": schedule}
+        settings = {key: value for key, value in settings.items() if value is not None}
+        settings["factory"] = factory
         mesh = getattr(parameter, "device_mesh", None)
-        group = groups.setdefault((*settings.values(), mesh), {"params": [], **settings})
+        key = (*(repr(value) for value in settings.values()), mesh)
+        group = groups.setdefault(key, {"params": [], **settings})
         group["params"].append(parameter)
 
     if not groups:
         raise InputError("optimizer: the model has no trainable parameter")
     result = list(groups.values())
     for group in result:
-        group["lr"] = optimizer_config.learning_rate_scheduler.learning_rate * group["learning_rate_scale"]
+        schedule = group.get("schedule") or optimizer_config.learning_rate_scheduler
+        group["lr"] = schedule.learning_rate * group["learning_rate_scale"]
     return result
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
-    """Gives every group the step's rate times its own `learning_rate_scale`."""
+def set_learning_rates(
+    optimizer: torch.optim.Optimizer, schedule: LearningRateScheduler, step: int, train_steps: int
+) -> float:
+    """Give every group the rate of `step` by its own schedule or `schedule`, times its `learning_rate_scale`.
+
+    Returns the rate by `schedule`.
+    """
+    rate = learning_rate(schedule, step, train_steps)
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate * group.get("learning_rate_scale", 1.0)
+        own = learning_rate(group["schedule"], step, train_steps) if "schedule" in group else rate
+        group["lr"] = own * group.get("learning_rate_scale", 1.0)
+    return rate
 
 
 def is_hidden_matrix(name: str, parameter: torch.Tensor) -> bool:
-    """Whether Muon's update suits this parameter: the 2-D weight of a linear map inside a numbered layer.
+    """Whether Muon's update suits this parameter: the weight of a linear map inside a numbered layer.
 
-    `model.layers.3.mlp.up_proj.weight` is one; embeddings (`model.layers.3.self_attn.value_embedding.weight`, too), the
-    output head, norms and biases are not.
+    `model.layers.3.mlp.up_proj.weight` is one, and `model.layers.3.mlp.experts.up_proj.weight` is one for each expert;
+    embeddings (`model.layers.3.self_attn.value_embedding.weight`, too), the output head, norms and biases are not.
     """
     *path, leaf = name.split(".")
     in_a_layer = any(part.isdigit() for part in path)
-    return parameter.ndim == 2 and leaf == "weight" and in_a_layer and not path[-1].endswith("embedding")
+    matrices = parameter.ndim == 2 or (parameter.ndim == 3 and "experts" in path)
+    return matrices and leaf == "weight" and in_a_layer and not path[-1].endswith("embedding")
 
 
 def _unique(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> list[tuple[str, nn.Parameter]]:

@@ -68,6 +68,7 @@ class Exchange:
         self.blocks = [_blocks(tensor, places) for tensor in tensors]  # by tensor, by rank
         self.senders = [_senders(blocks, who) for blocks, who in zip(self.blocks, owner, strict=True)]
         self.owned = [[i for i, who in enumerate(owner) if who == rank] for rank in range(len(places))]  # by rank
+        self.owned_shapes = [self.shapes[i] for i in self.owned[self.rank]]  # of what this rank makes whole
 
     def gather(self, shards: Sequence[Tensor]) -> list[Tensor]:
         """This rank's blocks, in the order of the tensors → the whole tensors that it owns."""

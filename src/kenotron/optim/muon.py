@@ -1,4 +1,4 @@
-"""Muon: hidden matrices move by their orthogonalized momentum, everything else by AdamW.
+"""Muon and NorMuon: matrices move by their orthogonalized momentum.
 
 The momentum of a weight matrix is usually near low rank: a few directions take the whole step. Muon keeps
 its singular vectors and sets the singular values near 1, so that every direction moves:
@@ -15,45 +15,47 @@ and 1.2.
 
 A matrix with orthonormal rows or columns has root-mean-square 1 / sqrt(max(rows, columns)), so the factor
 gives each step an RMS of about 0.2: that of AdamW's steps. Learning rate and weight decay tuned for AdamW
-carry over, and one schedule serves both.
+carry over, and one schedule serves both. Two other factors are in use (`SCALES`).
+
+The rows of O differ in size, and those of some neurons stay small. NorMuon divides each by the root of its mean square
+over time, and gives the whole the norm that it had:
+
+    v  <-  beta2 v + (1 - beta2) mean over columns of O^2          O'  =  O / sqrt(v), times |O| / |O / sqrt(v)|
 
 Sources: Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024), for the iteration
 and its coefficients; Liu et al., "Muon is scalable for LLM training" (arXiv 2502.16982), for the factor and
-the weight decay.
+the weight decay; Li et al., "NorMuon" (arXiv 2510.05491), with the norm as their code keeps it.
 """
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
 
 from kenotron.kernels.bfloat16 import bfloat16_is_fast
-from kenotron.optim.matrix_owners import Exchange, balance, in_rounds, mesh_group
+from kenotron.optim.matrices import Batch, MatrixOptimizer, zeros_beside
 from kenotron.parallel.shards import local_tensor
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-ADAMW_RMS = 0.2
 EPSILON = 1e-7  # the norm of an all-zero momentum
-BATCH_ELEMENTS = 2**22  # of matrices orthogonalized together: 8 MB in bfloat16
+ROW_EPSILON = 1e-10  # the root of a row's mean square
+SCALES = {
+    "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
+    "original": lambda rows, columns: math.sqrt(max(1.0, rows / columns)),
+    "unit_rms_norm": lambda rows, columns: math.sqrt(rows / columns),
+}
 
 
-class MuonWithAdamW(torch.optim.Optimizer):
-    """Muon for the groups with `"algorithm": "muon"`, AdamW for those with `"algorithm": "adamw"`.
+class Muon(MatrixOptimizer):
+    """Muon over matrices. State: `momentum_buffer`.
 
     `params` are group dictionaries, as `parameter_groups` makes them; the other arguments are defaults that
-    a group may override. Muon's matrices must be 2-D, [rows, columns]; they may be DTensors, sharded in any way, those
-    of a group over one mesh: then every rank of the mesh must step, and each matrix is gathered to one owner
-    (`matrix_owners.Exchange`), so that updates do not depend on the layout. State: `momentum_buffer` for Muon, sharded
-    as the matrix; `step`, `exp_avg`, `exp_avg_sq` for AdamW.
+    a group may override. `scale` is a name of `SCALES`.
     """
-
-    starts_at_zero = True  # a state of zeros is that before the first step (`optim.state`)
 
     def __init__(
         self,
@@ -63,99 +65,72 @@ class MuonWithAdamW(torch.optim.Optimizer):
         momentum: float = 0.95,
         nesterov: bool = True,
         ns_steps: int = 5,
-        betas: tuple[float, float] = (0.9, 0.95),
-        eps: float = 1e-8,
-        fused: bool = True,
+        scale: str = "match_rms_adamw",
+        **more: Any,
     ) -> None:
         defaults = {
-            "algorithm": "muon",
             "lr": lr,
             "weight_decay": weight_decay,
             "momentum": momentum,
             "nesterov": nesterov,
             "ns_steps": ns_steps,
-            "betas": betas,
-            "eps": eps,
-            "fused": fused,
+            "scale": scale,
+            **more,
         }
         super().__init__(params, defaults)
-        self._planned: dict[tuple[int, ...], list[Batch]] = {}
-        self._groups: dict[Any, Any] = {}  # one of each mesh: restoring state asks for one matrix at a time
-        for group in self.param_groups:
-            if group["algorithm"] == "muon":
-                for parameter in group["params"]:
-                    _check_matrix(parameter)
 
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # the argument is for torch's helpers
-        """One update of every parameter that has a gradient."""
-        for group in self.param_groups:
-            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-            if group["algorithm"] == "adamw":
-                self._step_adamw(group, parameters)
-            else:
-                self._step_muon(group, parameters)
+    def new_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        """The momentum, of the shape of the matrices."""
+        return {"momentum_buffer": torch.zeros_like(parameter)}
 
-    def _step_muon(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
-        for parameter in parameters:
-            if not self.state[parameter]:
-                self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-        for batch, exchange in self._batches(parameters):
-            weights = [local_tensor(parameter) for parameter in batch]
-            gradients = [local_tensor(parameter.grad) for parameter in batch if parameter.grad is not None]
-            momenta = [local_tensor(self.state[parameter]["momentum_buffer"]) for parameter in batch]
-            torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
-            if group["nesterov"]:
-                momenta = list(torch._foreach_lerp(gradients, momenta, group["momentum"]))
-            updates = self._orthogonal(momenta, exchange, group["ns_steps"])
-            torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
-            for parameter, weight, update in zip(batch, weights, updates, strict=True):
-                weight.add_(update, alpha=-group["lr"] * ADAMW_RMS * math.sqrt(max(parameter.shape)))
+    def update(self, batch: Batch, group: dict[str, Any]) -> None:
+        """One step of the parameters of a batch."""
+        weights = [local_tensor(parameter) for parameter in batch.parameters]
+        gradients = [local_tensor(parameter.grad) for parameter in batch.parameters]
+        momenta = [local_tensor(momentum) for momentum in self.states(batch, "momentum_buffer")]
+        torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
+        if group["nesterov"]:
+            momenta = list(torch._foreach_lerp(gradients, momenta, group["momentum"]))
+        wholes = batch.wholes("momentum", batch.parameters, momenta, matmul_dtype(momenta[0].device))
+        directions = [orthogonalize(whole, group["ns_steps"]) for whole in wholes]
+        directions = self.normalized(batch, directions, group)
+        torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
+        for parameter, weight, direction in zip(
+            batch.parameters, weights, batch.shards("momentum", directions), strict=True
+        ):
+            weight.add_(direction, alpha=-group["lr"] * SCALES[group["scale"]](*parameter.shape[-2:]))
 
-    def _orthogonal(self, momenta: list[Tensor], exchange: Exchange | None, steps: int) -> list[Tensor]:
-        """Orthogonalized as whole matrices, here or, when other ranks hold parts of them, by their owners."""
-        dtype = matmul_dtype(momenta[0].device)
-        if exchange is None:
-            return list(orthogonalize(torch.stack([momentum.to(dtype) for momentum in momenta]), steps).unbind())
-        wholes = exchange.gather(momenta)
-        return exchange.scatter([orthogonalize(whole[None], steps)[0] for whole in wholes])
+    def normalized(self, batch: Batch, directions: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
+        """What becomes of stacks of orthogonalized momenta before they are steps: Muon takes them as they are."""
+        return directions
 
-    def _batches(self, parameters: list[Tensor]) -> list[tuple[list[Tensor], Exchange | None]]:
-        """What is orthogonalized together: matrices of one shape, or what owners take in one round."""
-        key = tuple(map(id, parameters))
-        if key not in self._planned:
-            mesh = getattr(parameters[0], "device_mesh", None) if parameters else None
-            shared = mesh is not None and mesh.size() > 1
-            if shared and mesh is not None and mesh not in self._groups:
-                self._groups[mesh] = mesh_group(mesh)
-            self._planned[key] = _rounds(parameters, mesh, self._groups[mesh]) if shared else _same_shape(parameters)
-        return self._planned[key]
 
-    def _step_adamw(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
-        for parameter in parameters:
-            state = self.state[parameter]
-            if not state:
-                state["step"] = torch.zeros((), device=parameter.device)
-                state["exp_avg"] = torch.zeros_like(parameter)
-                state["exp_avg_sq"] = torch.zeros_like(parameter)
-        states = [self.state[parameter] for parameter in parameters]
-        beta1, beta2 = group["betas"]
-        adamw(
-            parameters,
-            [parameter.grad for parameter in parameters if parameter.grad is not None],
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
-            [],
-            [state["step"] for state in states],
-            fused=group["fused"],
-            amsgrad=False,
-            beta1=beta1,
-            beta2=beta2,
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
+class NorMuon(Muon):
+    """Muon with rows of equal size over time. State: `momentum_buffer`, and `row_mean_square` ``[rows, 1]``."""
+
+    def __init__(self, params: Iterable[dict[str, Any]], beta2: float = 0.95, **settings: Any) -> None:
+        super().__init__(params, beta2=beta2, **settings)
+
+    def new_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        """The momentum, and a number for each row."""
+        rows = zeros_beside(parameter, parameter.shape[-2], 1)
+        return {**super().new_state(parameter, group), "row_mean_square": rows}
+
+    def normalized(self, batch: Batch, directions: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
+        """Each row divided by the root of its mean square over time, with the norm of the whole as it was."""
+        states = self.states(batch, "row_mean_square")
+        kept = [local_tensor(state) for state in states]
+        squares = batch.wholes("rows", states, kept, torch.float32)
+        found = []
+        for direction, square in zip(directions, squares, strict=True):
+            rows = direction.float()
+            square.lerp_(rows.square().mean(-1, keepdim=True), 1 - group["beta2"])
+            divided = rows / (square.sqrt() + ROW_EPSILON)
+            before, after = (each.norm(dim=(-2, -1), keepdim=True) for each in (rows, divided))
+            found.append((divided * (before / (after + ROW_EPSILON))).to(direction.dtype))
+        for state, square in zip(kept, batch.shards("rows", squares), strict=True):
+            state.copy_(square)
+        return found
 
 
 def orthogonalize(matrices: Tensor, steps: int) -> Tensor:
@@ -178,34 +153,3 @@ def orthogonalize(matrices: Tensor, steps: int) -> Tensor:
 def matmul_dtype(device: torch.device) -> torch.dtype:
     """Bfloat16 where its matrix products are fast, float32 elsewhere."""
     return torch.bfloat16 if bfloat16_is_fast(device) else torch.float32
-
-
-Batch = tuple[list[Tensor], "Exchange | None"]
-
-
-def _same_shape(parameters: list[Tensor]) -> list[Batch]:
-    """Batches of equal shape, of at most `BATCH_ELEMENTS` elements or one matrix."""
-    by_shape: dict[torch.Size, list[Tensor]] = defaultdict(list)
-    for parameter in parameters:
-        by_shape[parameter.shape].append(parameter)
-    batches: list[Batch] = []
-    for shape, same in by_shape.items():
-        size = max(1, BATCH_ELEMENTS // shape.numel())
-        batches += [(same[start : start + size], None) for start in range(0, len(same), size)]
-    return batches
-
-
-def _rounds(parameters: list[Tensor], mesh: Any, group: Any) -> list[Batch]:
-    """Rounds in which every rank of `mesh` (`group`) owns equal work, and at most `BATCH_ELEMENTS` or one matrix."""
-    owner = balance([math.prod(p.shape) * min(p.shape) for p in parameters], mesh.size())
-    dtype = matmul_dtype(local_tensor(parameters[0]).device)
-    batches: list[Batch] = []
-    for indices in in_rounds([p.numel() for p in parameters], owner, BATCH_ELEMENTS):
-        some = [parameters[i] for i in indices]
-        batches.append((some, Exchange(some, [owner[i] for i in indices], group, dtype)))
-    return batches
-
-
-def _check_matrix(parameter: Tensor) -> None:
-    if parameter.ndim != 2:
-        raise ValueError(f"Muon: expected a matrix, found shape {tuple(parameter.shape)}")

@@ -47,7 +47,7 @@ from kenotron.config.dotted import import_dotted
 from kenotron.config.errors import InputError
 
 if TYPE_CHECKING:
-    from kenotron.config.optimizer import LearningRateScheduler
+    from kenotron.config.optimizer import LearningRateScheduler, Optimizer
 
 STYLE = "optimizer.learning_rate_scheduler.lr_decay_style"
 
@@ -77,10 +77,11 @@ def _remaining(style: str, u: float) -> float:
     raise ValueError(f"no such decay: {style}")
 
 
-def check_schedule(schedule: LearningRateScheduler) -> None:
-    """Raise `InputError` where `lr_decay_style` is a dotted path without a function that returns a factor."""
-    if "." in schedule.lr_decay_style:
-        _custom_pace(schedule.lr_decay_style, 1, 1)
+def check_schedules(config: Optimizer) -> None:
+    """Raise `InputError` where an `lr_decay_style` is a dotted path without a function that returns a factor."""
+    for _, schedule in config.schedules:
+        if "." in schedule.lr_decay_style:
+            _custom_pace(schedule.lr_decay_style, 1, 1)
 
 
 def _custom_pace(path: str, elapsed: int, decay_steps: int) -> float:

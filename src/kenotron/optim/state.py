@@ -23,24 +23,30 @@ import torch
 from torch import Tensor, nn
 
 from kenotron.config.errors import InputError
-
-
-def _well_known(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step at rate 0 leaves the weights alone, and a state of zeros is that before the first step."""
-    return type(optimizer) in (torch.optim.AdamW, torch.optim.SGD) or getattr(optimizer, "starts_at_zero", False)
+from kenotron.optim.combined import CombinedOptimizer
 
 
 @torch.no_grad()
 def init_state(optimizer: torch.optim.Optimizer) -> None:
     """Creates the optimizer's state without a step of training: weights, gradients and rates stay as they are.
 
-    AdamW, SGD and Muon get exactly the state that they start from. What another optimizer gets has the right names
+    AdamW, SGD and our own get exactly the state that they start from. What another optimizer gets has the right names
     and shapes, to be loaded over, but its counters may have counted a step. Does nothing when there is state already.
     """
-    if optimizer.state:
+    if isinstance(optimizer, CombinedOptimizer):
+        for each in optimizer.optimizers:
+            init_state(each)
         return
-    well_known = _well_known(optimizer)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if any(optimizer.state.get(parameter) for parameter in parameters):
+        return
+    if hasattr(optimizer, "new_state"):  # of our own
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                optimizer.state[parameter] = optimizer.new_state(parameter, group)
+        return
+    # A step at rate 0 leaves their weights alone, and a state of zeros is that before the first step.
+    well_known = type(optimizer) in (torch.optim.AdamW, torch.optim.SGD)
     gradients = [parameter.grad for parameter in parameters]
     weights = [] if well_known else [parameter.detach().clone() for parameter in parameters]  # to put back
     rates = [group["lr"] for group in optimizer.param_groups]
@@ -63,8 +69,8 @@ def init_state(optimizer: torch.optim.Optimizer) -> None:
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
     if well_known:
-        for state in optimizer.state.values():
-            for value in state.values():
+        for parameter in parameters:
+            for value in optimizer.state.get(parameter, {}).values():
                 value.zero_()
 
 

@@ -34,8 +34,6 @@ class StochasticAdamW(torch.optim.Optimizer):
     `names` are those of all parameters, which may be DTensors. State: `step`, `exp_avg`, `exp_avg_sq`.
     """
 
-    starts_at_zero = True  # a state of zeros is that before the first step (`optim.state`)
-
     def __init__(
         self,
         params: Iterable[dict[str, Any]],
@@ -48,6 +46,11 @@ class StochasticAdamW(torch.optim.Optimizer):
         self.names = names
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps})
 
+    def new_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        """The state of a parameter before its first step; the counter is on the host, which reads it."""
+        moments = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
+        return {"step": torch.zeros(()), **moments}
+
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # the argument is for torch's helpers
         """One update of every parameter that has a gradient."""
@@ -57,11 +60,9 @@ class StochasticAdamW(torch.optim.Optimizer):
                     self._update(parameter, group)
 
     def _update(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+        if not self.state[parameter]:
+            self.state[parameter] = self.new_state(parameter, group)
         state = self.state[parameter]
-        if not state:
-            state["step"] = torch.zeros(())  # on the host, which reads it
-            state["exp_avg"] = torch.zeros_like(parameter)
-            state["exp_avg_sq"] = torch.zeros_like(parameter)
         state["step"] += 1
         step, (beta1, beta2), rate = int(state["step"]), group["betas"], group["lr"]
         shard = shard_of(parameter.detach())

@@ -28,8 +28,7 @@ from kenotron.models import Context, MicroBatch, named_parameters
 from kenotron.models.decoder import Decoder
 from kenotron.models.token_loss import TokenLoss, load_loss
 from kenotron.optim.clip import clip_gradients, decides_alone, step_where_finite
-from kenotron.optim.groups import set_learning_rate
-from kenotron.optim.schedule import learning_rate
+from kenotron.optim.groups import set_learning_rates
 from kenotron.parallel import data as data_parallel
 from kenotron.parallel.collectives import all_reduce, sum_over_ranks
 from kenotron.parallel.device import mark, upload
@@ -64,15 +63,14 @@ class StepResult:
 def train_step(run: Run, batches: Sequence[TokenBatch]) -> StepResult:
     """Do step ``run.step + 1`` on this rank's micro-batches. A non-finite loss or gradient changes no weight."""
     started = time.perf_counter()
-    schedule = run.config.optimizer.learning_rate_scheduler
-    rate = learning_rate(schedule, run.step + 1 - run.start.schedule_start, run.config.tokens.train_steps)
     real_tokens = count_real_tokens(run, batches)
 
     losses = forward_backward(run, batches, 1.0 / max(real_tokens, 1))
     loads = loads_of_step(run)
     loads_on_host = loads.on_host() if loads is not None else None
     parameters = [parameter for _, parameter in named_parameters(*run.parts)]
-    set_learning_rate(run.optimizer, rate)
+    schedule, step = run.config.optimizer.learning_rate_scheduler, run.step + 1 - run.start.schedule_start
+    rate = set_learning_rates(run.optimizer, schedule, step, run.config.tokens.train_steps)
     max_norm, alone = run.config.optimizer.clip_grad, decides_alone(run.optimizer) and not _hooks_decide(run)
     norm = clip_gradients(parameters, None if alone else max_norm, run.mesh)
     numbers = Numbers(*losses, norm)

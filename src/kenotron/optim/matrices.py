@@ -1,0 +1,163 @@
+"""Optimizers whose updates need whole matrices, on shards of any kind.
+
+A matrix that one rank has alone is updated there, in a batch with others of its shape. One whose parts are on several
+ranks is put together on one of them, its owner, with whatever state the update needs besides, and every rank gets its
+part of the result (`matrix_owners.Exchange`):
+
+    rank 0   upper half ─┐               ┌─▶ upper half
+                         ├─▶ owner: f ───┤                     updates do not depend on the layout
+    rank 1   lower half ─┘               └─▶ lower half
+
+The weights of experts, ``[experts, rows, columns]``, are a matrix each. Ranks that share them by experts have whole
+matrices, and update those.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kenotron.optim.matrix_owners import Exchange, balance, in_rounds, mesh_group
+from kenotron.parallel.shards import block_of, local_tensor
+
+BATCH_ELEMENTS = 2**22  # of matrices that are updated together: 8 MB in bfloat16
+
+
+class Batch:
+    """Matrices that are updated together: of one shape, each whole here; or, with `owner`, in ranks of `group`.
+
+    `parameters` are ``[rows, columns]`` or ``[experts, rows, columns]``; the i-th belongs to rank ``owner[i]``.
+    """
+
+    def __init__(self, parameters: list[Tensor], owner: Sequence[int] = (), group: Any = None) -> None:
+        self.parameters, self.owner, self.group = parameters, owner, group
+        self._exchanges: dict[str, Exchange] = {}
+
+    def wholes(self, kind: str, like: list[Tensor], shards: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+        """This rank's `shards` of tensors `like` those → stacks ``[n, rows, columns]`` of what it updates, in `dtype`.
+
+        A batch always has the same `like` for a `kind`.
+        """
+        if not self.owner:
+            one = [shard.to(dtype) for shard in shards]
+            return [torch.cat(one) if one[0].ndim == 3 else torch.stack(one)]
+        if kind not in self._exchanges:
+            self._exchanges[kind] = Exchange(like, self.owner, self.group, dtype)
+        return [whole if whole.ndim == 3 else whole[None] for whole in self._exchanges[kind].gather(shards)]
+
+    def shards(self, kind: str, stacks: list[Tensor]) -> list[Tensor]:
+        """The inverse of `wholes`, of stacks in the same order."""
+        if not self.owner:
+            experts = local_tensor(self.parameters[0]).shape[0] if self.parameters[0].ndim == 3 else None
+            return list(stacks[0].unbind() if experts is None else stacks[0].split(experts))
+        exchange = self._exchanges[kind]
+        whole = [stack if len(shape) == 3 else stack[0] for stack, shape in zip(stacks, exchange.owned_shapes)]
+        return exchange.scatter(whole)
+
+
+class MatrixOptimizer(torch.optim.Optimizer):
+    """The base of such optimizers: a subclass says what state a parameter has, and updates a batch.
+
+    Parameters must have two dimensions, or three whose first counts experts. They may be DTensors, those of a group
+    over one mesh: then every rank of the mesh must step.
+    """
+
+    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        super().__init__(params, defaults)
+        self._planned: dict[tuple[int, ...], list[Batch]] = {}
+        self._groups: dict[Any, Any] = {}  # one of each mesh: restoring state asks for one matrix at a time
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.ndim not in (2, 3):
+                    raise ValueError(f"{type(self).__name__}: expected matrices, found shape {tuple(parameter.shape)}")
+
+    def new_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        """The state of a parameter before its first step: zeros."""
+        raise NotImplementedError
+
+    def update(self, batch: Batch, group: dict[str, Any]) -> None:
+        """One step of the parameters of a batch."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # the argument is for torch's helpers
+        """One update of every parameter that has a gradient."""
+        for group in self.param_groups:
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            for parameter in parameters:
+                if not self.state[parameter]:
+                    self.state[parameter] = self.new_state(parameter, group)
+            for batch in self._batches(parameters):
+                self.update(batch, group)
+
+    def states(self, batch: Batch, key: str) -> list[Tensor]:
+        """One kind of state of a batch's parameters."""
+        return [self.state[parameter][key] for parameter in batch.parameters]
+
+    def _batches(self, parameters: list[Tensor]) -> list[Batch]:
+        key = tuple(map(id, parameters))
+        if key not in self._planned:
+            here = [parameter for parameter in parameters if whole_here(parameter)]
+            self._planned[key] = [*_same_shape(here), *self._rounds([p for p in parameters if not whole_here(p)])]
+        return self._planned[key]
+
+    def _rounds(self, parameters: list[Tensor]) -> Iterator[Batch]:
+        """Rounds in which every rank of the mesh owns equal work, and at most `BATCH_ELEMENTS` or one matrix."""
+        if not parameters:
+            return
+        mesh: Any = parameters[0].device_mesh  # type: ignore[attr-defined]
+        if mesh not in self._groups:
+            self._groups[mesh] = mesh_group(mesh)
+        owner = balance([p.numel() * min(p.shape[-2:]) for p in parameters], mesh.size())
+        for indices in in_rounds([p.numel() for p in parameters], owner, BATCH_ELEMENTS):
+            yield Batch([parameters[i] for i in indices], [owner[i] for i in indices], self._groups[mesh])
+
+
+def whole_here(parameter: Tensor) -> bool:
+    """Whether this rank has all of each matrix that it has any of."""
+    mesh: Any = getattr(parameter, "device_mesh", None)
+    if mesh is None or mesh.size() == 1:
+        return True
+    placements: Any = parameter.placements  # type: ignore[attr-defined]
+    return parameter.ndim == 3 and all(getattr(placement, "dim", 0) == 0 for placement in placements)
+
+
+def zeros_beside(parameter: Tensor, rows: int, columns: int) -> Tensor:
+    """State ``[rows, columns]`` for each matrix of `parameter`: cut by experts and rows as that is, never by columns.
+
+    A cut of the matrix that leaves it other numbers of rows than the state has cuts the state's rows evenly.
+    """
+    shape = (*parameter.shape[:-2], rows, columns)
+    if not hasattr(parameter, "placements"):
+        return parameter.new_zeros(shape)
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    placements: list[Any] = []
+    for placement in parameter.placements:
+        dim = getattr(placement, "dim", None)
+        in_matrix = dim is not None and dim >= parameter.ndim - 2
+        if in_matrix and (rows != parameter.shape[-2] or dim == parameter.ndim - 1):
+            placement = Replicate() if columns == 1 else Shard(parameter.ndim - 2)
+        placements.append(placement)
+    mesh: Any = parameter.device_mesh  # type: ignore[attr-defined]
+    block = block_of(shape, mesh.shape, mesh.get_coordinate(), placements)[1]
+    stride = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    local = local_tensor(parameter).new_zeros(block)
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride))
+
+
+def _same_shape(parameters: list[Tensor]) -> Iterator[Batch]:
+    """Batches of one local shape, of at most `BATCH_ELEMENTS` elements or one parameter."""
+    by_shape: dict[torch.Size, list[Tensor]] = defaultdict(list)
+    for parameter in parameters:
+        if local_tensor(parameter).numel():
+            by_shape[local_tensor(parameter).shape].append(parameter)
+    for shape, same in by_shape.items():
+        size = max(1, BATCH_ELEMENTS // shape.numel())
+        for start in range(0, len(same), size):
+            yield Batch(same[start : start + size])

@@ -1,0 +1,89 @@
+"""Several update rules in one run: each moves its own parameters as it would alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kenotron.config.errors import InputError
+from kenotron.config.optimizer import LearningRateScheduler
+from kenotron.optim.build import build_optimizer
+from kenotron.optim.groups import set_learning_rates
+from kenotron.optim.state import init_state, load_numbers, state_tensors
+from support.rates import set_rate
+
+RULES = {
+    "proj": {"name": "lion"},
+    "norm": {"name": "sgd", "momentum": 0.9},
+    "embed_tokens": {"name": "Adagrad"},  # its state is there before the first step
+}
+
+
+def several(section):
+    return section(param_groups=[{"pattern": name, "optimizer_factory": rule} for name, rule in RULES.items()])
+
+
+def steps(model, optimizer, set_gradients, count=3, first=0):
+    for step in range(first, first + count):
+        set_gradients(model.parameters(), step)
+        set_rate(optimizer, 1e-2 / (1 + step))
+        optimizer.step()
+
+
+def test_each_moves_its_own_as_it_would_alone(tiny, section, set_gradients):
+    together = tiny()
+    steps(together, build_optimizer(together.named_parameters(), several(section)), set_gradients)
+    for pattern, rule in {**RULES, "lm_head": {"name": "adamW"}}.items():
+        alone = tiny()
+        steps(alone, build_optimizer(alone.named_parameters(), section(rule)), set_gradients)
+        expected = dict(alone.named_parameters())
+        for name, parameter in together.named_parameters():
+            if pattern in name:
+                assert torch.equal(parameter, expected[name]), name
+
+
+def test_state_is_saved_and_goes_on(tiny, section, set_gradients):
+    whole, first, second = tiny(), tiny(), tiny()
+    one = build_optimizer(whole.named_parameters(), several(section))
+    steps(whole, one, set_gradients, 4)
+    before = build_optimizer(first.named_parameters(), several(section))
+    steps(first, before, set_gradients, 2)
+    after = build_optimizer(second.named_parameters(), several(section))
+    init_state(after)
+    saved = state_tensors(first.named_parameters(), before)
+    assert saved.keys() == state_tensors(second.named_parameters(), after).keys()
+    with torch.no_grad():
+        for name, tensor in state_tensors(second.named_parameters(), after).items():
+            tensor.copy_(saved[name])
+        for ours, theirs in zip(second.parameters(), first.parameters(), strict=True):
+            ours.copy_(theirs)
+    load_numbers(second.named_parameters(), after, saved)
+    steps(second, after, set_gradients, 2, first=2)
+    for a, b in zip(second.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_group_follows_its_own_schedule(tiny, section):
+    own = {"learning_rate": 4.0, "lr_decay_style": "linear", "min_decay_lr": 0.0}
+    rules = [{"pattern": "proj", "learning_rate_scheduler": own, "learning_rate_scale": 0.5}]
+    config = section(param_groups=rules)
+    optimizer = build_optimizer(tiny().named_parameters(), config)
+    schedule = LearningRateScheduler(learning_rate=3.0, lr_decay_style="constant")
+    assert set_learning_rates(optimizer, schedule, 1, 4) == 3.0
+    assert sorted({group["lr"] for group in optimizer.param_groups}) == [1.5, 3.0]
+    set_learning_rates(optimizer, schedule, 3, 4)
+    assert sorted({group["lr"] for group in optimizer.param_groups}) == [0.5, 3.0]
+
+
+@pytest.mark.parametrize("name", ["muon", "normuon", "soap"])
+@pytest.mark.parametrize(
+    ("pattern", "first"), [("embed_tokens", "embed_tokens"), ("lm_head", "lm_head"), ("layers", "up_proj.bias")]
+)
+def test_an_optimizer_of_matrices_is_given_nothing_else(tiny, section, name, pattern, first):
+    config = section(param_groups=[{"pattern": pattern, "optimizer_factory": {"name": name}}])
+    with pytest.raises(
+        InputError, match=rf"param_groups: '{pattern}' gives .*{first}.* to {name}, which is for hidden"
+    ):
+        build_optimizer(tiny().named_parameters(), config)
+    matrices = section(param_groups=[{"pattern": r"proj\.weight", "optimizer_factory": {"name": name}}])
+    build_optimizer(tiny().named_parameters(), matrices)
