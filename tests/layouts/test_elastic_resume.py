@@ -74,6 +74,7 @@ PROBLEMS = {
         "several",
         (
             SMALL_STEPS,
+            "optimizer.ema_decay=0.9",
             "optimizer.param_groups=[{pattern: mlp, optimizer_factory: {name: normuon}}, "
             "{pattern: norm, optimizer_factory: {name: sgd}}, {pattern: lm_head, optimizer_factory: {name: RMSprop}}]",
         ),

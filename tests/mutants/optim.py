@@ -120,6 +120,22 @@ MUTANTS = [
         tests=("optim/test_combined.py",),
     ),
     Mutant(
+        name="average-left-behind",
+        file="optim/combined.py",
+        find="[local_tensor(parameter) for parameter in old], 1 - self.ema_decay)",
+        replace="[local_tensor(parameter) for parameter in old], self.ema_decay)",
+        why="the moving average has the weights of the last step, and little else",
+        tests=("optim/test_combined.py",),
+    ),
+    Mutant(
+        name="validation-trains-on-the-average",
+        file="optim/combined.py",
+        find="        finally:\n            self._swap()\n",
+        replace="        finally:\n            pass\n",
+        why="after a validation the run goes on from the averaged weights",
+        tests=("optim/test_combined.py",),
+    ),
+    Mutant(
         name="lion-decays-as-it-reads",
         file="optim/lion.py",
         find="            torch._foreach_lerp_(momenta, gradients, 1 - beta2)\n",

@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kenotron.checkpoint.averaging import average
 from kenotron.config.errors import InputError
 from kenotron.config.optimizer import LearningRateScheduler
 from kenotron.optim.build import build_optimizer
 from kenotron.optim.groups import set_learning_rates
 from kenotron.optim.state import init_state, load_numbers, state_tensors
 from support.rates import set_rate
+from support.tiny_run import equal_bits, metrics, saved_weights, text_overrides, tiny_config, train_quietly
 
 RULES = {
     "proj": {"name": "lion"},
@@ -87,3 +89,56 @@ def test_an_optimizer_of_matrices_is_given_nothing_else(tiny, section, name, pat
         build_optimizer(tiny().named_parameters(), config)
     matrices = section(param_groups=[{"pattern": r"proj\.weight", "optimizer_factory": {"name": name}}])
     build_optimizer(tiny().named_parameters(), matrices)
+
+
+def test_the_average_follows_its_formula_and_stands_in_for_the_weights(tiny, section, set_gradients):
+    model = tiny()
+    optimizer = build_optimizer(model.named_parameters(), section(ema_decay=0.75))
+    weights = []
+    for step in range(4):
+        steps(model, optimizer, set_gradients, 1, first=step)
+        weights.append(model.lm_head.weight.detach().double().clone())
+    expected = weights[0]
+    for weight in weights[1:]:
+        expected = 0.75 * expected + 0.25 * weight
+    saved = state_tensors(model.named_parameters(), optimizer)["state.lm_head.weight.ema"]
+    torch.testing.assert_close(saved.double(), expected, rtol=1e-6, atol=1e-8)
+    with optimizer.averaged():
+        torch.testing.assert_close(model.lm_head.weight.double(), expected, rtol=1e-6, atol=1e-8)
+    assert torch.equal(model.lm_head.weight.double(), weights[-1])
+
+
+def test_the_average_of_a_run_is_validated_resumed_and_made_a_checkpoint(tmp_path):
+    """Step 4 after a stop at 2 as without one; the checkpoint of the average has the loss that was logged."""
+    overrides = (*text_overrides(tmp_path), "optimizer.ema_decay=0.5", "checkpoints.checkpoint_interval=2")
+    overrides += ("tokens.val_check_interval=2", "tokens.limit_val_batches=-1", "tokens.val_fraction=0.2")
+    whole = tiny_config(tmp_path / "whole", *overrides, "tokens.train_steps=4")
+    train_quietly(whole)
+    short = tiny_config(tmp_path / "short", *overrides, "tokens.train_steps=4")
+    stop = "general.hooks=[{path: support.user_parts.StopAt, kwargs: {step: 2}}]"
+    train_quietly(tiny_config(tmp_path / "short", *overrides, "tokens.train_steps=4", stop))
+    train_quietly(short)
+    one, other = (saved_weights(tmp_path / name / "checkpoints" / "4", "optimizer") for name in ("whole", "short"))
+    assert any(name.endswith(".ema") for name in one)
+    assert equal_bits(one, other)
+    logged = {line["iteration"]: line["val_loss_ema"] for line in metrics(whole) if "val_loss_ema" in line}
+    assert logged.keys() == {2, 4}
+    average([tmp_path / "whole" / "checkpoints" / "4"], tmp_path / "smooth", ema=True)
+    smooth = saved_weights(tmp_path / "smooth" / "4")
+    assert all(torch.equal(smooth[name], one[f"state.{name}.ema"]) for name in smooth)
+    more = (f"checkpoints.resume_checkpoint_path={tmp_path}/smooth/4", "checkpoints.load_mode=model_only")
+    again = tiny_config(
+        tmp_path / "again",
+        *overrides[:-3],
+        "tokens.train_steps=1",
+        *more,
+        "tokens.val_check_interval=1",
+        "tokens.limit_val_batches=-1",
+        "tokens.val_fraction=0.2",
+        "optimizer.learning_rate_scheduler={learning_rate: 1.0e-12}",
+    )
+    train_quietly(again)
+    (line,) = (line for line in metrics(again) if "val_loss" in line)
+    assert line["val_loss"] == pytest.approx(logged[4], rel=1e-5)
+    with pytest.raises(InputError, match="has no moving average of weights"):
+        average([tmp_path / "smooth" / "4"], tmp_path / "no", ema=True)

@@ -67,6 +67,7 @@ TESTS = {
         "Soap",
     ): "name soap_beta1 soap_beta2 soap_precondition_frequency adam_eps adam_beta1 adam_beta2 torch_adam_is_fused",
     ("test_combined.py", "ParamGroup"): "optimizer_factory learning_rate_scheduler",
+    ("test_combined.py", "Optimizer"): "ema_decay",
     (VARIANTS, "DecoderArchitecture"): "family",
     (VARIANTS, "GPTNeoXArchitecture"): "family is_gpt_neox_config",
     (FAMILIES, "GPTNeoXArchitecture"): "hidden_act layer_norm_eps attention_bias use_parallel_residual rotary_pct",

@@ -397,14 +397,10 @@ def test_nanotrons_keys_are_modes(tmp_path: Path) -> None:
 
 def test_another_optimizer_or_batch_is_refused_before_the_model_is_built(parent: Config, tmp_path: Path) -> None:
     sgd = "optimizer.optimizer_factory={name: sgd}"
-    with pytest.raises(
-        InputError, match=r"optimizer_factory.name is adamW in .* and sgd in this config.*model_only"
-    ):
+    with pytest.raises(InputError, match=r"optimizer_factory.name is adamW in .* and sgd in this config.*model_only"):
         start(restarted(parent, tmp_path, "transfer", sgd))
     lion = "optimizer.param_groups=[{pattern: mlp, optimizer_factory: {name: lion}}]"
-    with pytest.raises(
-        InputError, match=r"param_groups.0.optimizer_factory.name is .absent. in .* and lion in"
-    ):
+    with pytest.raises(InputError, match=r"param_groups.0.optimizer_factory.name is .absent. in .* and lion in"):
         start(restarted(parent, tmp_path, "transfer", lion))
     with pytest.raises(InputError, match=r"16 samples in 4 steps, but this config's global batch of 8 makes that 32"):
         start(restarted(parent, tmp_path, "model_data", "tokens.micro_batch_size=8"))

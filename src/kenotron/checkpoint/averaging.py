@@ -2,6 +2,7 @@
 
     average(["run/8000", "run/9000", "run/10000"], "mean")                 mean/10000: the mean of their weights
     average(["code/5000", "text/5000"], "merged", weights=[3, 1])          merged/5000: 3/4 and 1/4 of them
+    average(["run/10000"], "smooth", ema=True)                             smooth/10000: what `optimizer.ema_decay` kept
 
 Sums are float64, over blocks of rows, and one tensor of the result is in memory at a time. The result has the step,
 config and tokenizer of the checkpoint with the highest step (the first of several), and no optimizer state: it can be
@@ -52,13 +53,15 @@ def average(
     output: Path | str,
     weights: Sequence[float] | None = None,
     progress: Progress | None = None,
+    ema: bool = False,
 ) -> Saved:
     """Write the weighted mean of the checkpoints `paths` as the checkpoint `<output>/<step>`.
 
-    `weights` are divided by their sum; None: all are equal. `progress(done, total)` counts tensors.
+    `weights` are divided by their sum; None: all are equal. `progress(done, total)` counts tensors. `ema`: the weights
+    of a checkpoint are the moving average that its run kept (`optimizer.ema_decay`); one is enough then.
 
-    Raises InputError (CheckpointError) where fewer than two are given, a weight is not above 0, `output` holds
-    checkpoints, one is damaged, or their models, tensors or tokenizers differ.
+    Raises InputError (CheckpointError) where there are too few, one has no moving average, a weight is not above 0,
+    `output` holds checkpoints, one is damaged, or their models, tensors or tokenizers differ.
     """
     from kenotron.checkpoint.tensors import torch_dtype
     from kenotron.kernels.tensor_shard import TensorShard
@@ -68,7 +71,8 @@ def average(
         raise InputError(f"{root} is a checkpoint; name a new folder")
     if list_checkpoints(root) or (root.exists() and not root.is_dir()):
         raise InputError(f"{root} holds checkpoints already (or is a file); name a new folder")
-    parts = [_open(resolve(path), share) for path, share in zip(paths, _shares(len(paths), weights), strict=True)]
+    shares = _shares(len(paths), weights, least=1 if ema else 2)
+    parts = [_open(resolve(path), share, ema) for path, share in zip(paths, shares, strict=True)]
     for part in parts[1:]:
         _check_same_model(parts[0], part)
     newest = max(parts, key=lambda part: part.manifest.step)
@@ -98,9 +102,9 @@ def average(
     )
 
 
-def _shares(number: int, weights: Sequence[float] | None) -> list[float]:
+def _shares(number: int, weights: Sequence[float] | None, least: int) -> list[float]:
     """The weights, divided by their sum."""
-    if number < 2:
+    if number < least:
         raise InputError(f"expected two checkpoints or more to average, found {number}")
     weights = [1.0] * number if weights is None else weights
     if len(weights) != number:
@@ -111,14 +115,30 @@ def _shares(number: int, weights: Sequence[float] | None) -> list[float]:
     return [weight / math.fsum(weights) for weight in weights]
 
 
-def _open(path: Path, share: float) -> _Part:
+def _open(path: Path, share: float, ema: bool) -> _Part:
     """The checkpoint `path`, its files compared with their checksums."""
     manifest = read_manifest(path)
-    if problems := check_files(path, manifest.below("model", "tokenizer", "config.yaml", "model_config.json")):
+    folders = ("model", "optimizer") if ema else ("model",)
+    if problems := check_files(path, manifest.below(*folders, "tokenizer", "config.yaml", "model_config.json")):
         raise CheckpointError(problems[0])
     model_config = json.loads((path / "model_config.json").read_text(encoding="utf-8"))
     index = read_index(path / "model", manifest.files)
-    return _Part(path, share, manifest, index.tensors, model_config, block_reader(path)[1])
+    read = _ema_reader(path) if ema else block_reader(path)[1]
+    return _Part(path, share, manifest, index.tensors, model_config, read)
+
+
+def _ema_reader(path: Path) -> Callable[[str, Sequence[int], Sequence[int]], Tensor]:
+    """Reads the moving average of each weight in the optimizer's state; what is not trained, as it is."""
+    of_model = block_reader(path)[1]
+    shapes, of_optimizer = block_reader(path, folder="optimizer") if (path / "optimizer").is_dir() else ({}, of_model)
+    if not any(name.endswith(".ema") for name in shapes):
+        raise InputError(f"{path} has no moving average of weights: its run had no optimizer.ema_decay")
+
+    def read(name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
+        kept = f"state.{name}.ema"
+        return of_optimizer(kept, offset, shape) if kept in shapes else of_model(name, offset, shape)
+
+    return read
 
 
 def _check_same_model(one: _Part, other: _Part) -> None:

@@ -143,12 +143,18 @@ def prune(
 @app.command()
 def average(
     paths: Annotated[
-        list[str], typer.Argument(metavar="CHECKPOINT...", help="Two or more checkpoints of one model; also s3://….")
+        list[str],
+        typer.Argument(
+            metavar="CHECKPOINT...", help="Two or more checkpoints of one model; also s3://…. One with --ema."
+        ),
     ],
     output: Annotated[Path, typer.Option(help="New folder of checkpoints; the average keeps the highest step.")],
     weights: Annotated[
         str | None, typer.Option(help="One weight for each checkpoint, such as 3,1; divided by their sum.")
     ] = None,
+    ema: Annotated[
+        bool, typer.Option("--ema", help="Take the moving average of weights that a run kept (optimizer.ema_decay).")
+    ] = False,
 ) -> None:
     """Average the weights of checkpoints, or merge them: a checkpoint without optimizer state."""
     from kenotron.checkpoint.averaging import average
@@ -160,7 +166,7 @@ def average(
     except ValueError:
         raise InputError(f"--weights: expected numbers such as 3,1, found {weights!r}") from None
     on_this_machine(output, "--output")
-    saved = average([at_hand(path) for path in paths], output, numbers)
+    saved = average([at_hand(path) for path in paths], output, numbers, ema=ema)
     print(f"Wrote {saved.path}: {byte_size(saved.bytes)} in {saved.seconds:.1f} s")
     print(f"Next: kenotron generate {saved.path}")
 

@@ -251,6 +251,13 @@ class Optimizer(Section):
         False,
         mark=OURS,
     )
+    ema_decay: float | None = key(
+        "Keep a moving average of the weights, of which each step's are 1 - ema_decay; null: none.",
+        None,
+        gt=0,
+        lt=1,
+        mark=OURS,
+    )
     learning_rate_scheduler: LearningRateScheduler = key("The learning rate over time.")
     weight_decay_exclude_named_params: list[Regex] | None = key(
         "Regular expressions, matched from the start of the parameter name; matching parameters get no weight decay.",

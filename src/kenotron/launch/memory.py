@@ -200,22 +200,17 @@ def state_bytes(config: Config, stage: int | str) -> float:
     parameters = list(named_parameters(model))
     sizes = {name: parameter.numel() for name, parameter in parameters}
     count, split = sum(sizes.values()), layout.tp * layout.pp
-    moments = (
-        sum(
-            _moments(group["factory"], parameter) * parameter.numel()
-            for group in parameter_groups(parameters, config.optimizer)
-            for parameter in group["params"]
-        )
-        / count
-    )
+    groups = parameter_groups(parameters, config.optimizer)
+    kept = sum(_moments(group["factory"], each) * each.numel() for group in groups for each in group["params"])
+    moments = kept / count + (config.optimizer.ema_decay is not None)
     experts = sum(size for name, size in sizes.items() if ".experts." in name)
     held = (count - experts * (1 - 1 / layout.expert_parallel_size)) / split
     ranks = (layout.dp_shard or layout.dp) * layout.context_parallel_size if stage != 0 else 1
     share = count / split / ranks if ranks > 1 else held
     gradients = held if layout.pp > 1 or stage in (0, 1) else share
-    width, kept = (getattr(torch, dtype).itemsize for dtype in (config.model.dtype, config.kept_dtype))
-    at_work = width * held if (ranks > 1 and stage in (1, 2)) or (ranks == 1 and width < kept) else 0.0
-    return at_work + (0.0 if layout.cpu_offload else kept * ((1 + moments) * share + gradients))
+    width, widest = (getattr(torch, dtype).itemsize for dtype in (config.model.dtype, config.kept_dtype))
+    at_work = width * held if (ranks > 1 and stage in (1, 2)) or (ranks == 1 and width < widest) else 0.0
+    return at_work + (0.0 if layout.cpu_offload else widest * ((1 + moments) * share + gradients))
 
 
 def _moments(factory: Any, parameter: Tensor) -> float:

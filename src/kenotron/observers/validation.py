@@ -41,6 +41,11 @@ class Validation(Hook):
         """Validate if this step is due, log the result and pass it to every hook's `after_validation`."""
         if run.step % run.config.tokens.val_check_interval == 0 or run.finished:
             found = validate(run)
+            if found is not None and run.config.optimizer.ema_decay is not None:
+                run.checkpoints.fence()  # it may be copying the weights
+                with run.optimizer.averaged():  # type: ignore[attr-defined]  # of `CombinedOptimizer`
+                    averaged = validate(run)
+                found = averaged and replace(found, ema=averaged)
             if found is None:
                 logger.warning("the validation after step %d is left out, as the run stops", run.step)
                 return
@@ -115,4 +120,6 @@ def validation_line(run: Run, result: ValidationResult) -> str:
     ]
     if result.bits_per_byte is not None:
         fields.append(f"val_bits_per_byte: {result.bits_per_byte:.4f}")
+    if result.ema is not None:
+        fields.append(f"val_loss_ema: {result.ema.loss:.4g}")
     return " | ".join([*fields, f"val_seconds: {human_format(result.seconds)}"])

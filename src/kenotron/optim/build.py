@@ -59,15 +59,18 @@ def build_optimizer(
     check_schedules(optimizer_config)
     named_parameters = list(named_parameters)
     groups = parameter_groups(named_parameters, optimizer_config, all_names, factors)
-    if optimizer_config.stochastic_rounding:
-        names = {parameter: name for name, parameter in named_parameters}
-        return _import(ROUNDING)(groups, names, **_adam(groups[0].pop("factory")))
+    names = {parameter: name for name, parameter in named_parameters}
     by_rule: dict[str, tuple[Any, list[dict[str, Any]]]] = {}
     for group in groups:
         factory = group.pop("factory")
         by_rule.setdefault(repr(factory), (factory, []))[1].append(group)
-    optimizers = [_build(factory, some, padded) for factory, some in by_rule.values()]
-    return optimizers[0] if len(optimizers) == 1 else _import(COMBINED)(optimizers)
+    if optimizer_config.stochastic_rounding:
+        optimizers = [_import(ROUNDING)(some, names, **_adam(factory)) for factory, some in by_rule.values()]
+    else:
+        optimizers = [_build(factory, some, padded) for factory, some in by_rule.values()]
+    if len(optimizers) == 1 and optimizer_config.ema_decay is None:
+        return optimizers[0]
+    return _import(COMBINED)(optimizers, optimizer_config.ema_decay)
 
 
 def _build(factory: Any, groups: list[dict[str, Any]], padded: bool) -> torch.optim.Optimizer:

@@ -1,20 +1,27 @@
-"""Several optimizers over parameters of their own, which train as one."""
+"""Several optimizers over parameters of their own, which train as one, and the moving average of what they train."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kenotron.parallel.shards import local_tensor
+
 
 class CombinedOptimizer(torch.optim.Optimizer):
-    """Steps all of `optimizers`; its groups are theirs, and it holds the state of all parameters."""
+    """Steps all of `optimizers`; its groups are theirs, and it holds the state of all parameters.
 
-    def __init__(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        self.optimizers = list(optimizers)
+    With `ema_decay` d a parameter's state has `ema` besides: its value after the first step, and d times that before
+    and 1 - d times the new value after every other.
+    """
+
+    def __init__(self, optimizers: Iterable[torch.optim.Optimizer], ema_decay: float | None = None) -> None:
+        self.optimizers, self.ema_decay = list(optimizers), ema_decay
         super().__init__([{**group} for each in self.optimizers for group in each.param_groups], {})
         self.param_groups = [group for each in self.optimizers for group in each.param_groups]
         self.state: defaultdict[Tensor, Any] = defaultdict(dict)
@@ -24,6 +31,41 @@ class CombinedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # the argument is for torch's helpers
-        """One step of each."""
+        """One step of each, and of the average."""
         for each in self.optimizers:
             each.step()
+        if self.ema_decay is None:
+            return
+        new = [parameter for parameter in self._parameters() if "ema" not in self.state[parameter]]
+        old = [parameter for parameter in self._parameters() if "ema" in self.state[parameter]]
+        self.begin_average(new)
+        if old:
+            averages = [local_tensor(self.state[parameter]["ema"]) for parameter in old]
+            torch._foreach_lerp_(averages, [local_tensor(parameter) for parameter in old], 1 - self.ema_decay)
+
+    def begin_average(self, parameters: Iterable[Tensor] | None = None) -> None:
+        """Let the averages of `parameters` (None: of all) be their values."""
+        for parameter in self._parameters() if parameters is None else parameters:
+            self.state[parameter]["ema"] = parameter.detach().clone()
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Within this block the parameters have the values of their averages."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for parameter in self._parameters():
+            if "ema" not in self.state[parameter]:
+                continue  # before its first step it has no other value
+            weight, average = local_tensor(parameter), local_tensor(self.state[parameter]["ema"])
+            before = weight.clone()
+            weight.copy_(average)
+            average.copy_(before)
+
+    def _parameters(self) -> list[Tensor]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]

@@ -36,6 +36,8 @@ def init_state(optimizer: torch.optim.Optimizer) -> None:
     if isinstance(optimizer, CombinedOptimizer):
         for each in optimizer.optimizers:
             init_state(each)
+        if optimizer.ema_decay is not None:
+            optimizer.begin_average()
         return
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if any(optimizer.state.get(parameter) for parameter in parameters):

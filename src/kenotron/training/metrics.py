@@ -65,7 +65,8 @@ class FlopsPerToken:
 class ValidationResult:
     """`loss` in nats a token; `bytes` of UTF-8 text in the `tokens` (0 when unknown).
 
-    `sources` has the same of each source, where there are several.
+    `sources` has the same of each source, where there are several; `ema` that of the averaged weights
+    (`optimizer.ema_decay`).
     """
 
     loss: float
@@ -73,6 +74,7 @@ class ValidationResult:
     bytes: float
     seconds: float
     sources: dict[str, ValidationResult] = field(default_factory=dict)
+    ema: ValidationResult | None = None
 
     @property
     def bits_per_byte(self) -> float | None:
@@ -88,6 +90,8 @@ class ValidationResult:
             fields[f"val_loss/{label}"] = one.loss
             if one.bits_per_byte is not None:
                 fields[f"val_bits_per_byte/{label}"] = one.bits_per_byte
+        if self.ema is not None:
+            fields["val_loss_ema"] = self.ema.loss
         return fields
 
 
