@@ -110,7 +110,6 @@ def test_a_kill_between_any_two_objects_leaves_no_half_and_the_next_run_complete
     for number in range(len(changes)):
         MemoryFileSystem.store.clear()
         MemoryFileSystem.store.update(before)
-        (here / ".uploads.json").unlink(missing_ok=True)
         upload_killed_at(number, here, keep_last=2)
         found = complete()
         assert set(found.items()) <= {(5, 5), (20, 99), (20, 20), (30, 30)}, changes[number]
@@ -137,6 +136,16 @@ def test_a_file_of_another_save_is_sent_again_though_it_is_as_long(tmp_path: Pat
     save_step(tmp_path, 10, seed=99)
     upload_killed_at(6, tmp_path)
     save_step(tmp_path, 10)
+    upload(tmp_path)
+    assert complete() == {10: 10}
+
+
+def test_an_object_that_a_killed_upload_left_damaged_is_sent_again(tmp_path: Path, bucket: dict[str, Any]) -> None:
+    save_step(tmp_path, 10)
+    upload_killed_at(len(read_manifest(tmp_path / "10").files), tmp_path)
+    file = next(bucket[name] for name in bucket if name.endswith("model/rank0.safetensors"))
+    file.seek(-1, 2)
+    file.write(bytes([file.getvalue()[-1] ^ 1]))
     upload(tmp_path)
     assert complete() == {10: 10}
 
@@ -185,7 +194,7 @@ def test_a_half_of_another_machine_is_removed_and_what_is_not_ours_stays(
     upload(tmp_path / "here", report=said.append)
     assert complete() == {20: 20}
     assert {name.split("/")[3] for name in bucket} == {"20", "40", "latest.txt"}
-    assert said[0] == f"removed {URL}/10, which a killed process left incomplete"
+    assert said[0] == f"removed {URL}/10, which was incomplete"
 
 
 def test_a_checkpoint_that_retention_removed_here_meanwhile_is_no_error(tmp_path: Path) -> None:
@@ -204,10 +213,10 @@ def test_a_checkpoint_that_goes_while_it_is_sent_leaves_no_half(
     save_step(tmp_path, 10)
     send = Store.upload
 
-    def and_prune(self: Store, name: str, file: Path, *rest: Any) -> str:
+    def and_prune(self: Store, name: str, file: Path, *rest: Any) -> None:
         if name.endswith("model/index.json"):
             shutil.rmtree(tmp_path / "10")
-        return send(self, name, file, *rest)
+        send(self, name, file, *rest)
 
     monkeypatch.setattr(Store, "upload", and_prune)
     assert upload(tmp_path, files_at_once=1).problems == {}
@@ -218,9 +227,9 @@ def test_who_cannot_wait_is_told_what_is_missing(tmp_path: Path, monkeypatch: py
     save_step(tmp_path, 10)
     held, send = threading.Event(), Store.upload
 
-    def slowly(self: Store, *arguments: Any) -> str:
+    def slowly(self: Store, *arguments: Any) -> None:
         held.wait(20)
-        return send(self, *arguments)
+        send(self, *arguments)
 
     with monkeypatch.context() as patch:
         patch.setattr(Store, "upload", slowly)

@@ -13,7 +13,7 @@ from pathlib import Path
 from kenotron.checkpoint.durable import FolderBusy, locked
 from kenotron.checkpoint.folders import Report, look, publish, quiet
 
-_TEMPORARY = re.compile(r"(\d+|latest\.txt|\.uploads\.json)\.tmp-[0-9a-f]{8}")
+_TEMPORARY = re.compile(r"(\d+|latest\.txt)\.tmp-[0-9a-f]{8}")
 _TRASH = re.compile(r"\.trash-\d+-[0-9a-f]{8}")
 
 

@@ -6,16 +6,16 @@
     uploader.finish(print)            # {20: "s3://bucket/run/20/…: cannot be written, tried 5 times (…)"}; {} is all
 
 What is sent, in this order (`remote.py` says why it is safe): manifest.json.incomplete, the files, manifest.json,
-latest.txt. Each object is compared with its file when it is sent. `<folder>/.uploads.json` records which version
-of an object that was: a killed upload continues after it. No error of the store ends the thread: a checkpoint
-that could not be uploaded stays on this machine and is retried.
+latest.txt. Each object is compared with its file when it is sent. A killed upload continues after the objects that
+equal their files. No error of the store ends the thread: a checkpoint that could not be uploaded stays on this machine
+and is retried.
 """
 
 from __future__ import annotations
 
-import json
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -27,10 +27,8 @@ from kenotron.checkpoint.remote import INCOMPLETE, RemoteCheckpoint, RemoteCheck
 from kenotron.config.errors import CheckpointError, InputError
 from kenotron.config.remote import RemoteData
 from kenotron.parallel.ranks import describe
-from kenotron.storage.files import replace_file
 from kenotron.storage.stores import PARTS_AT_ONCE
 
-JOURNAL = ".uploads.json"
 FILES_AT_ONCE = 2
 
 LOOK_EVERY_S = 5.0
@@ -74,7 +72,6 @@ class Uploader:
         self._uploaded: set[tuple[float, int]] = set()
         self._cleared = False
         self._seen: dict[int, RemoteCheckpoint] = {}  # what is complete in the store
-        self._journal = _Journal(root / JOURNAL, self.remote.url)
         self._sent: dict[str, int] = {}
         self._wake, self._last, self._closing = threading.Event(), False, False
         self._thread = threading.Thread(target=self._work, name="kenotron-upload", daemon=True)
@@ -143,8 +140,8 @@ class Uploader:
             except FileNotFoundError:
                 if entry.path.exists():
                     problems[entry.step] = f"{entry.path} is not complete"
-                else:
-                    self._drop(entry.step)
+                else:  # retention removed it meanwhile, or a user
+                    self._clear_halves({other.step for other in pending} - {entry.step})
             except Exception as error:  # whatever it is, the run goes on
                 problems[entry.step] = describe(error)
                 self._report_problem(entry, describe(error))
@@ -181,24 +178,17 @@ class Uploader:
             )
 
     def _clear_halves(self, ours: set[int]) -> None:
-        """Remove what killed uploads and removals left in the store, except for steps that this process completes."""
+        """Remove incomplete uploads and removals from the store, except for steps that this process completes."""
         try:
             for step, objects in self.remote.objects().items():
                 if INCOMPLETE in objects and MANIFEST in objects:
                     self.store.delete(f"{step}/{INCOMPLETE}")
                 elif INCOMPLETE in objects and step not in ours:
                     self.remote.remove(step, None)
-                    self.report(f"removed {self.store.at(str(step))}, which a killed process left incomplete")
+                    self.report(f"removed {self.store.at(str(step))}, which was incomplete")
             self._cleared = True
         except InputError:  # the uploads report what is wrong with the store; the next pass tries again
             pass
-
-    def _drop(self, step: int) -> None:
-        """Remove a partial checkpoint that is no longer here: retention removed it meanwhile, or a user."""
-        with suppress(InputError):  # the next start does it
-            names = self.store.sizes(str(step))
-            if f"{step}/{INCOMPLETE}" in names and f"{step}/{MANIFEST}" not in names:
-                self.remote.remove(step, None)
 
     # ---- one checkpoint ----
 
@@ -213,7 +203,6 @@ class Uploader:
                 return
         self._finish_store()
         self._uploaded.add(_key(entry))
-        self._journal.forget(entry.step)
         if sent:
             seconds = time.perf_counter() - started
             self.report(f"Uploaded {self.store.at(str(entry.step))}: {sent / 2**20:.2f}MiB in {seconds:.2f} s")
@@ -245,29 +234,25 @@ class Uploader:
         objects = {name.partition("/")[2]: size for name, size in self.store.sizes(str(step)).items()}
         everything = Manifest(step, manifest.saved_at, {}, files)
         if problem := wrong_sizes(self.store.at(str(step)), everything, objects):
-            self._journal.forget(step)
             raise CheckpointError(f"{problem}, after the upload")
         self.store.put(f"{step}/{MANIFEST}", data)
         return sent
 
     def _send_files(self, entry: CheckpointFolder, files: dict[str, FileRecord]) -> int:
         """Send those that are not in the store yet, some at once; returns bytes sent. Raises the first error."""
-        left, sent, errors = iter(sorted(files.items())), [0], list[BaseException]()
-        lock = threading.Lock()
+        there = self.store.sizes(str(entry.step))
+        left, sent, errors = deque(sorted(files.items())), list[int](), list[BaseException]()
 
         def work() -> None:
             while not errors and not self._closing:
-                with lock:
-                    name, record = next(left, ("", None))
-                if record is None:
+                try:
+                    name, record = left.popleft()
+                except IndexError:
                     return
                 try:
-                    count = self._send_file(entry, name, record)
+                    sent.append(self._send_file(entry, name, record, there))
                 except BaseException as error:
                     errors.append(error)
-                else:
-                    with lock:
-                        sent[0] += count
 
         threads = [threading.Thread(target=work, daemon=True) for _ in range(self._files_at_once)]
         for thread in threads:
@@ -276,22 +261,20 @@ class Uploader:
             thread.join()
         if errors:
             raise errors[0]
-        return sent[0]
+        return sum(sent)
 
-    def _send_file(self, entry: CheckpointFolder, name: str, record: FileRecord) -> int:
-        place = f"{entry.step}/{name}"
-        known = self._journal.version(place, record)
-        if known is not None and self.store.version(place) == (record.bytes, known):
+    def _send_file(self, entry: CheckpointFolder, name: str, record: FileRecord, there: dict[str, int]) -> int:
+        place, path = f"{entry.step}/{name}", entry.path / name
+        if there.get(place) == record.bytes and self.store.holds(place, path):
             self._sent[name] = record.bytes
             return 0
 
         def count(done: int) -> None:
             self._sent[name] = done
 
-        if record.xxh3 and hash_file(entry.path / name) != record:
-            raise CheckpointError(f"{entry.path / name} is damaged: its checksum is not the one in the manifest")
-        version = self.store.upload(place, entry.path / name, count)
-        self._journal.add(place, record, version)
+        if record.xxh3 and hash_file(path) != record:
+            raise CheckpointError(f"{path} is damaged: its checksum is not the one in the manifest")
+        self.store.upload(place, path, count)
         return record.bytes
 
     # ---- what follows an upload ----
@@ -327,38 +310,3 @@ def _key(entry: CheckpointFolder | RemoteCheckpoint) -> tuple[float, int]:
     """What distinguishes a checkpoint from another of its step, in order of saving."""
     assert entry.manifest is not None
     return entry.manifest.saved_at, entry.step
-
-
-class _Journal:
-    """Which versions of objects are files of this folder, on its disk: `.uploads.json`."""
-
-    def __init__(self, path: Path, url: str) -> None:
-        self.path, self.url, self._lock = path, url, threading.Lock()
-        self._entries: dict[str, list[str | int]] = {}
-        with suppress(OSError, ValueError, AttributeError):
-            saved = json.loads(path.read_text())
-            if saved.get("url") == url:
-                self._entries = dict(saved["objects"])
-
-    def version(self, name: str, record: FileRecord) -> str | None:
-        """The version under which a file with this record was sent; None if it was not. No checksum, none is known."""
-        found = self._entries.get(name)
-        return str(found[2]) if found and record.xxh3 and found[:2] == [*record] else None
-
-    def add(self, name: str, record: FileRecord, version: str) -> None:
-        """Record that a file was sent."""
-        with self._lock:
-            self._entries[name] = [*record, version]
-            self._write()
-
-    def forget(self, step: int) -> None:
-        """Drop what is recorded of a step."""
-        with self._lock:
-            kept = {name: entry for name, entry in self._entries.items() if not name.startswith(f"{step}/")}
-            if kept != self._entries:
-                self._entries = kept
-                self._write()
-
-    def _write(self) -> None:
-        with suppress(OSError):  # files are sent again, then
-            replace_file(self.path, json.dumps({"url": self.url, "objects": self._entries}).encode(), durable=False)

@@ -6,7 +6,7 @@
     store.sizes()                                         # {"10/model/rank0.safetensors": 1542000, "latest.txt": 2}
 
 Everything is tried `remote_data.tries` times with growing waits; S3's parts are, besides, tried again one by one. An
-object that was sent is compared with what was to be sent: by its length and the MD5 that the store names (S3's ETag,
+object that was sent is compared with its file: by its length and the MD5 that the store names (S3's ETag,
 Google's md5Hash), or, where that is none (KMS encryption, other stores), by reading it back.
 """
 
@@ -138,8 +138,8 @@ class Store:
 
         self._write(name, send)
 
-    def upload(self, name: str, file: Path, sent: Sent = lambda count: None) -> str:
-        """Write a file, and compare the object with it; returns its version.
+    def upload(self, name: str, file: Path, sent: Sent = lambda count: None) -> None:
+        """Write a file, and compare the object with it.
 
         `sent` is called with the bytes of the file that have been sent so far. Raises FileNotFoundError, the file is
         gone; InputError, which names the object.
@@ -147,24 +147,31 @@ class Store:
 
         progress = Callback(hooks={"sent": lambda size, value: sent(value)})
 
-        def send() -> str:
+        def send() -> None:
             self._make_folder(name)
             progress.absolute_update(0)
             size = file.stat().st_size
             in_parts = filesystem(self.url, PART_TRIES)  # a file of 10,000 parts is not sent again for one of them
             in_parts.put_file(str(file), self.at(name), callback=progress, **self._options(size))
-            info = self._info(name)
-            if info["size"] != size:
-                raise OSError(f"{info['size']} bytes arrived of {size}")
-            if not self._same_md5(info, file, size) and not self._same_bytes(name, file, size):
+            if not self._equals(name, file):
                 raise OSError("what arrived is not what was sent")
-            return version_of(info)
 
         try:
-            return self._write(name, send)
+            self._write(name, send)
         except InputError:
             file.stat()
             raise
+
+    def holds(self, name: str, file: Path) -> bool:
+        """Whether an object has the bytes of `file`. Raises InputError."""
+        return self._try(name, lambda: self._equals(name, file))
+
+    def _equals(self, name: str, file: Path) -> bool:
+        """By its length, and the MD5 that the store names; else by reading it back."""
+        info, size = self._info(name), file.stat().st_size
+        if info["size"] != size:
+            return False
+        return self._same_md5(info, file, size) or self._same_bytes(name, file, size)
 
     def delete(self, name: str) -> None:
         """Remove an object, if it exists. Raises InputError."""
