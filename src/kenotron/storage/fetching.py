@@ -15,9 +15,11 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from functools import lru_cache
+from itertools import islice
 from typing import NamedTuple, TypeVar
 
 from kenotron.config.errors import InputError, counted
@@ -37,6 +39,9 @@ SPARSE_BLOCK = 1 << 16
 
 AT_ONCE = 32
 """Concurrent reads of one process."""
+
+AHEAD = 8
+"""Pieces of a stream that are fetched at the same time."""
 
 FIRST_WAIT = 0.5
 """Seconds before the second try, doubled before every later one, each times a random number around 1."""
@@ -219,13 +224,27 @@ def read_block(block: Block, start: int, stop: int) -> bytes:
 
 
 def _fetch(block: Block) -> bytes:
-    """Raises InputError: every try failed, or the file is another one by now."""
-    file = block.file
-    fs, expected = filesystem(file.url), block.stop - block.start
-    where = f"{file.url}, bytes {block.start}-{block.stop - 1}"
+    """Fetch `block` and keep it. Raises as `fetch_range`."""
+    try:
+        data = fetch_range(block.file, block.start, block.stop)
+    except FileNotFoundError:
+        raise InputError(f"{block.file.url}: the file has vanished since it was opened") from None
+    block_store(block.file.settings).keep(block.name, data)
+    return data
+
+
+# ---- without the cache -------------------------------------------------------------------------------------
+
+
+def fetch_range(file: RemoteFile, start: int, stop: int) -> bytes:
+    """Bytes [start, stop) of this version of a file.
+
+    Raises FileNotFoundError; InputError: every try failed, or the file is another one by now.
+    """
+    fs, expected = filesystem(file.url), stop - start
 
     def read() -> bytes:
-        data, found = read_range(fs, file.url, block.start, block.stop)
+        data, found = read_range(fs, file.url, start, stop)
         if found != (file.size, file.version):
             raise InputError(f"{file.url}: the file has changed since it was opened")
         if len(data) == file.size > expected:
@@ -236,9 +255,17 @@ def _fetch(block: Block) -> bytes:
             raise OSError(f"expected {expected} bytes, got {len(data)}")
         return data
 
-    try:
-        data = with_retries(where, file.settings.tries, read)
-    except FileNotFoundError:
-        raise InputError(f"{file.url}: the file has vanished since it was opened") from None
-    block_store(file.settings).keep(block.name, data)
-    return data
+    return with_retries(f"{file.url}, bytes {start}-{stop - 1}", file.settings.tries, read)
+
+
+def stream(file: RemoteFile, size: int = BLOCK) -> Iterator[bytes]:
+    """All of a file in order, in pieces of `size` bytes, some fetched ahead. Raises as `fetch_range`."""
+
+    def fetch(start: int) -> Future[bytes]:
+        return _in_flight().pool.submit(fetch_range, file, start, min(start + size, file.size))
+
+    starts = iter(range(0, file.size, size))
+    ahead = deque(map(fetch, islice(starts, AHEAD)))
+    while ahead:
+        yield ahead.popleft().result()
+        ahead.extend(map(fetch, islice(starts, 1)))

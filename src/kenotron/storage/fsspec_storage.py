@@ -25,7 +25,7 @@ from kenotron.config.errors import InputError
 from kenotron.storage import fetching
 from kenotron.storage.blocks import block_store
 from kenotron.storage.drivers import filesystem, version_of
-from kenotron.storage.fetching import Block, RemoteFile, file_info, list_files, read_block, request_block
+from kenotron.storage.fetching import Block, RemoteFile, file_info, list_files, read_block, request_block, stream
 from kenotron.storage.paths import Fetched, RemoteArray, RemotePath, RemoteStat
 
 
@@ -142,23 +142,12 @@ def _downloaded_array(file: RemoteFile, dtype: np.dtype, offset: int, count: int
     """Of a file that is downloaded completely and mapped: an index, which is searched at random."""
 
     def fill(target: BinaryIO) -> None:
-        for data in _read_through(file):
+        for data in stream(file):
             target.write(data)
 
     name = Block(file, 0, file.size).name
     data = block_store(file.settings).mapped_file(name, file.size, fill, file.url)
     return np.frombuffer(data, dtype, count, offset)
-
-
-def _read_through(file: RemoteFile) -> Iterator[bytes]:
-    """All of a file, block by block, eight at a time in parallel."""
-    size = fetching.BLOCK
-    blocks = [Block(file, at, min(at + size, file.size)) for at in range(0, file.size, size)]
-    for first in range(0, len(blocks), 8):
-        fetched = _request(blocks[first : first + 8])
-        for block in blocks[first : first + 8]:
-            data = _result(fetched.get(block))
-            yield read_block(block, 0, block.stop - block.start) if data is None else data
 
 
 def _request(blocks: Iterable[Block]) -> dict[Hashable, Future[bytes]]:

@@ -14,11 +14,8 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,8 +23,8 @@ from fsspec.callbacks import Callback
 
 from kenotron.config.errors import InputError
 from kenotron.config.remote import RemoteData
-from kenotron.storage.drivers import FileInfo, filesystem, read_range, version_of
-from kenotron.storage.fetching import list_files, with_retries
+from kenotron.storage.drivers import FileInfo, filesystem, version_of
+from kenotron.storage.fetching import RemoteFile, list_files, stream, with_retries
 
 T = TypeVar("T")
 
@@ -41,7 +38,6 @@ PART_TRIES = 5
 """Attempts per part of an upload to S3."""
 
 PARTS_AT_ONCE = 5
-READS_AT_ONCE = 8
 
 Sent = Callable[[int], None]
 
@@ -52,7 +48,7 @@ class Store:
     def __init__(self, url: str, settings: RemoteData | None = None, parts_at_once: int = PARTS_AT_ONCE) -> None:
         """Raises InputError: no such protocol; its driver is not installed."""
         self.url = url.rstrip("/")
-        self._tries = (settings or RemoteData()).tries
+        self._settings = settings or RemoteData()
         self._parts_at_once = parts_at_once
         self._protocol = self.url.partition("://")[0]
         assert self._fs is not None
@@ -66,14 +62,14 @@ class Store:
         return f"{self.url}/{name}" if name else self.url
 
     def _try(self, name: str, act: Callable[[], T], doing: str = "read") -> T:
-        return with_retries(self.at(name), self._tries, act, opening=True, doing=doing)
+        return with_retries(self.at(name), self._settings.tries, act, opening=True, doing=doing)
 
     # ---- reading ----
 
     def sizes(self, below: str = "") -> dict[str, int]:
         """Name and bytes of every object, or of those in the folder `below`. Raises InputError."""
         try:
-            found = list_files(self.at(below), self._tries, "listed")
+            found = list_files(self.at(below), self._settings.tries, "listed")
         except FileNotFoundError:
             return {}
         return {f"{below}/{name}" if below else name: info["size"] or 0 for name, info in found.items()}
@@ -92,32 +88,10 @@ class Store:
 
     def stream(self, name: str) -> Iterator[bytes]:
         """The bytes of an object in pieces, some fetched ahead. Raises FileNotFoundError; InputError."""
-        expected = self.version(name)
-        if expected is None:
+        found = self.version(name)
+        if found is None:
             raise FileNotFoundError(self.at(name))
-
-        def piece(start: int) -> bytes:
-            stop = min(start + PART, expected[0])
-            data, found = self._try(name, lambda: self._range(name, start, stop))
-            if found != expected:
-                raise InputError(f"{self.at(name)}: it changed while it was read")
-            return data
-
-        if expected[0] <= PART:
-            yield piece(0)
-            return
-        starts = iter(range(0, expected[0], PART))
-        with ThreadPoolExecutor(READS_AT_ONCE, "kenotron-fetch") as pool:
-            ahead = deque(pool.submit(piece, start) for start in islice(starts, READS_AT_ONCE))
-            while ahead:
-                yield ahead.popleft().result()
-                ahead.extend(pool.submit(piece, start) for start in islice(starts, 1))
-
-    def _range(self, name: str, start: int, stop: int) -> tuple[bytes, tuple[int, str]]:
-        data, found = read_range(self._fs, self.at(name), start, stop)
-        if len(data) != stop - start:
-            raise OSError(f"expected {stop - start} bytes, got {len(data)}")
-        return data, found
+        return stream(RemoteFile(self.at(name), *found, self._settings), PART)
 
     def _info(self, name: str) -> FileInfo:
         info = self._fs.info(self.at(name))
@@ -171,7 +145,7 @@ class Store:
         info, size = self._info(name), file.stat().st_size
         if info["size"] != size:
             return False
-        return self._same_md5(info, file, size) or self._same_bytes(name, file, size)
+        return self._same_md5(info, file, size) or self._same_bytes(name, file)
 
     def delete(self, name: str) -> None:
         """Remove an object, if it exists. Raises InputError."""
@@ -204,13 +178,9 @@ class Store:
         digests = [_md5(file, part, start) for start in range(0, size, part)]
         return tag == f"{hashlib.md5(b''.join(digests), usedforsecurity=False).hexdigest()}-{len(digests)}"
 
-    def _same_bytes(self, name: str, file: Path, size: int) -> bool:
-        with open(file, "rb") as stream:
-            for start in range(0, size, PART):
-                data, _ = self._range(name, start, min(start + PART, size))
-                if stream.read(len(data)) != data:
-                    return False
-        return True
+    def _same_bytes(self, name: str, file: Path) -> bool:
+        with open(file, "rb") as here:
+            return all(here.read(len(data)) == data for data in self.stream(name))
 
 
 def part_size(size: int) -> int:
