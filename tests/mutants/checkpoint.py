@@ -228,7 +228,7 @@ MUTANTS = [
         name="saved-when-it-is-copied",
         file="checkpoint/engines/writer.py",
         find='            self._send(WRITTEN, None)\n            if rank == job["ranks"][0]:\n',
-        replace='            if rank == job["ranks"][0]:\n                self._send(COMMITTED, (0, 0.0, []))\n',
+        replace='            if rank == job["ranks"][0]:\n                self._send(COMMITTED, (0, 0.0, ()))\n',
         why="a checkpoint is announced before it has its name: the run ends, and the last one is not there",
         tests=(f"{ENGINES}::test_every_byte_is_the_synchronous_engines",),
     ),

@@ -9,10 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kenotron.checkpoint.durable import discard
 from kenotron.checkpoint.folders import LATEST, CheckpointFolder, list_checkpoints
 from kenotron.config.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from kenotron.checkpoint.engine import Keep
 
 
 def prune(
@@ -26,6 +30,16 @@ def prune(
     for path in doomed:
         discard(path)
     return doomed
+
+
+def prune_if_possible(root: Path, keep: Keep | None) -> tuple[str, ...]:
+    """`prune` after a save, None to nothing; a failure, which costs space and not the run, is returned as a note."""
+    try:
+        if keep is not None:
+            prune(root, *keep)
+    except (CheckpointError, OSError) as error:
+        return (str(error),)
+    return ()
 
 
 def to_prune(

@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kenotron.checkpoint.durable import FileRecord, hash_file, hashed_file, locked, make_folder, refusal, write_file
+from kenotron.checkpoint.durable import FileRecord, hashed_file, locked, make_folder, refusal, write_file
 from kenotron.checkpoint.engine import Saved
 from kenotron.checkpoint.file_writer import OpenFile
 from kenotron.checkpoint.folders import Report, list_checkpoints, publish, quiet
@@ -79,23 +81,16 @@ def save(
     parts = {folder: tensors for folder, tensors in given if tensors is not None}
 
     def begin() -> Path:
-        for value, name in ((state, "state"), (model_config, "model_config")):
-            plain(value, name)  # before gigabytes are written
-        return begin_folder(final, [*parts] + ["data"] * (data is not None), cleanup, report)
-
-    def complete() -> int:
-        first = rank_and_size()[0] == 0
-        small = _write_small_files(temporary, config_yaml, model_config, save_tokenizer) if first else {}
-        return commit(temporary, final, plain(state, "state"), small | files, report)
+        plain(state, "state")  # before gigabytes are written
+        return begin_folder(final, list(parts), cleanup, report)
 
     try:
         with ExitStack() as cleanup:
             ranks = ranks_with(str(root))
+            small = small_files(config_yaml, model_config, partial(tokenizer_files, save_tokenizer), data)
             temporary = run_on_first(ranks, begin)
-            files = _write_tensors(temporary, parts, open_file, planner)
-            if data is not None:
-                files |= _write_data(temporary / "data", data)
-            size = run_on_first(ranks, complete)
+            files = _write(temporary, parts, small, open_file, planner)
+            size = run_on_first(ranks, lambda: commit(temporary, final, plain(state, "state"), files, report))
     except OSError as error:
         raise refusal("save", final, error) from error
     return Saved(final, size, time.perf_counter() - started)
@@ -116,8 +111,12 @@ def begin_folder(final: Path, folders: list[str], cleanup: ExitStack, report: Re
     return temporary
 
 
-def _write_tensors(
-    temporary: Path, parts: dict[str, Tensors], open_file: OpenFile, planner: Planner | None
+def _write(
+    temporary: Path,
+    parts: dict[str, Tensors],
+    small: dict[str, bytes],
+    open_file: OpenFile,
+    planner: Planner | None,
 ) -> dict[str, FileRecord]:
     """Each rank writes its share; returns the records of all files in this rank's `temporary`."""
     from kenotron.checkpoint.plan import Planner
@@ -126,8 +125,11 @@ def _write_tensors(
 
     held = {folder: shards(tensors) for folder, tensors in parts.items()}
     plan = (planner or Planner()).plan(held)
-    written = raise_on_any_rank(lambda: write_files(temporary, plan, held, open_file))
-    return in_order(gather_at(str(temporary), written))
+
+    def write() -> dict[str, FileRecord]:
+        return write_files(temporary, plan, held, open_file) | write_small(temporary, small)
+
+    return in_order(gather_at(str(temporary), raise_on_any_rank(write)))
 
 
 def in_order(shares: list[dict[str, FileRecord]]) -> dict[str, FileRecord]:
@@ -140,39 +142,47 @@ def in_order(shares: list[dict[str, FileRecord]]) -> dict[str, FileRecord]:
     return merged
 
 
-def own_data(makers: dict[str, Callable[[], bytes]]) -> list[str]:
-    """The names of `makers` that this rank writes: those that no rank before it has. All ranks call it."""
-    before = {name for names in gather(list(makers))[: rank_and_size()[0]] for name in names}
-    return [name for name in makers if name not in before]
+def small_files(
+    config_yaml: str,
+    model_config: dict[str, Any],
+    tokenizer: Callable[[], dict[str, bytes]],
+    data: dict[str, Callable[[], bytes]] | None,
+) -> dict[str, bytes]:
+    """What this rank writes besides tensors, by name: rank 0 the config and the `tokenizer`'s files.
+
+    Files of `data` are written by the first rank that has them. All ranks call it.
+    """
+    makers = data or {}
+    others = [] if data is None else gather(list(makers))[: rank_and_size()[0]]
+    written = {name for names in others for name in names}
+
+    def make() -> dict[str, bytes]:
+        small = {f"data/{name}": content() for name, content in makers.items() if name not in written}
+        if rank_and_size()[0] == 0:
+            config = json.dumps(plain(model_config, "model_config"), indent=2) + "\n"
+            small |= {"config.yaml": config_yaml.encode(), "model_config.json": config.encode(), **tokenizer()}
+        return small
+
+    return raise_on_any_rank(make)
 
 
-def _write_data(folder: Path, makers: dict[str, Callable[[], bytes]]) -> dict[str, FileRecord]:
-    mine = own_data(makers)
-    written = raise_on_any_rank(lambda: {name: write_file(folder / name, makers[name]()) for name in mine})
-    return {f"data/{name}": record for files in gather_at(str(folder), written) for name, record in files.items()}
+def tokenizer_files(save_tokenizer: Callable[[Path], None] | None) -> dict[str, bytes]:
+    """What `save_tokenizer` puts into a folder, by its names in a checkpoint."""
+    if save_tokenizer is None:
+        return {}
+    with tempfile.TemporaryDirectory() as folder:
+        save_tokenizer(Path(folder))
+        paths = sorted(path for path in Path(folder).rglob("*") if path.is_file())
+        return {f"tokenizer/{path.relative_to(folder).as_posix()}": path.read_bytes() for path in paths}
 
 
-def _write_small_files(
-    temporary: Path, config_yaml: str, model_config: dict[str, Any], save_tokenizer: Callable[[Path], None] | None
-) -> dict[str, FileRecord]:
-    texts = config_files(config_yaml, model_config)
-    files = {name: write_file(temporary / name, text) for name, text in texts.items()}
-    if save_tokenizer:
-        make_folder(temporary / "tokenizer")
-        save_tokenizer(temporary / "tokenizer")
-        if not any((temporary / "tokenizer").iterdir()):  # nothing was saved: there is none
-            (temporary / "tokenizer").rmdir()
-        # Other code wrote these, so they alone are read back for their checksums. They are small.
-        for path in sorted((temporary / "tokenizer").rglob("*")):
-            if path.is_file():
-                files[path.relative_to(temporary).as_posix()] = hash_file(path, sync=True)
-    return files
-
-
-def config_files(config_yaml: str, model_config: dict[str, Any]) -> dict[str, bytes]:
-    """The two files that say what was trained."""
-    text = json.dumps(plain(model_config, "model_config"), indent=2) + "\n"
-    return {"config.yaml": config_yaml.encode(), "model_config.json": text.encode()}
+def write_small(temporary: Path, files: dict[str, bytes]) -> dict[str, FileRecord]:
+    """Write the files of `small_files`; returns their records."""
+    records = {}
+    for name, content in files.items():
+        make_folder((temporary / name).parent)  # data/, tokenizer/ and what is in it
+        records[name] = write_file(temporary / name, content)
+    return records
 
 
 def commit(temporary: Path, final: Path, state: dict[str, Any], files: dict[str, FileRecord], report: Report) -> int:

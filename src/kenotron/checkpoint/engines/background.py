@@ -15,10 +15,8 @@ and nothing is announced before it is on the disk.
 
 from __future__ import annotations
 
-import tempfile
 import threading
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,10 +30,10 @@ from kenotron.checkpoint.engines.writer import leave_problem
 from kenotron.checkpoint.folders import quiet
 from kenotron.checkpoint.manifest import plain
 from kenotron.checkpoint.plan import Parts, Plan, Planner
-from kenotron.checkpoint.saving import OF_TENSORS, begin_folder, config_files, own_data
+from kenotron.checkpoint.saving import OF_TENSORS, begin_folder, small_files, tokenizer_files
 from kenotron.checkpoint.tensors import shards
 from kenotron.config.errors import CheckpointError, PeerFailed
-from kenotron.parallel.ranks import describe, gather, raise_on_any_rank, rank_and_size, ranks_with, run_on_first
+from kenotron.parallel.ranks import describe, gather, rank_and_size, ranks_with, run_on_first
 
 if TYPE_CHECKING:
     from kenotron.config import Config
@@ -80,9 +78,8 @@ class BackgroundEngine(Engine):
         plan = self._planned(parts)
         try:
             small = self._small_files(content)
-            folders = [*parts] + ["data"] * (content["data"] is not None)
             self.ranks = ranks_with(str(root))
-            self.temporary = run_on_first(self.ranks, lambda: self._begin(content, folders))
+            self.temporary = run_on_first(self.ranks, lambda: self._begin(content, list(parts)))
         except (CheckpointError, PeerFailed, OSError) as error:
             self.held.close()
             return [*outcomes, Unsaved(self.folder, describe(error))]
@@ -192,18 +189,13 @@ class BackgroundEngine(Engine):
 
     def _small_files(self, content: dict[str, Any]) -> dict[str, bytes]:
         """What this rank writes besides tensors. The tokenizer does not change in a run."""
-        makers = content["data"] or {}
-        mine = [] if content["data"] is None else own_data(makers)
 
-        def make() -> dict[str, bytes]:
-            small = {f"data/{name}": makers[name]() for name in mine}
-            if rank_and_size()[0] == 0:
-                if self.tokenizer is None:
-                    self.tokenizer = _tokenizer_files(content["save_tokenizer"])
-                small |= config_files(content["config_yaml"], content["model_config"]) | self.tokenizer
-            return small
+        def tokenizer() -> dict[str, bytes]:
+            if self.tokenizer is None:
+                self.tokenizer = tokenizer_files(content["save_tokenizer"])
+            return self.tokenizer
 
-        return raise_on_any_rank(make)
+        return small_files(content["config_yaml"], content["model_config"], tokenizer, content["data"])
 
     # ---- copies ------------------------------------------------------------------------------------------------
 
@@ -260,7 +252,7 @@ class BackgroundEngine(Engine):
             )
             return Unsaved(self.folder, self._problem() or late)
         size, at, notes = self.writer.committed
-        return Saved(self.folder, size, at - self.started, self.waited, tuple(notes))
+        return Saved(self.folder, size, at - self.started, self.waited, notes)
 
 
 class AsyncEngine(BackgroundEngine):
@@ -277,12 +269,3 @@ class DataStatesEngine(BackgroundEngine):
         settings = config.checkpoints.datastates
         most = int(settings.host_cache_size * 2**30)
         super().__init__(config, True, most, settings.parser_threads, settings.pin_host_cache)
-
-
-def _tokenizer_files(save_tokenizer: Callable[[Path], None] | None) -> dict[str, bytes]:
-    if save_tokenizer is None:
-        return {}
-    with tempfile.TemporaryDirectory() as folder:
-        save_tokenizer(Path(folder))
-        paths = sorted(path for path in Path(folder).rglob("*") if path.is_file())
-        return {f"tokenizer/{path.relative_to(folder).as_posix()}": path.read_bytes() for path in paths}

@@ -53,7 +53,7 @@ class WriterProcess:
     def _begin(self, number: int) -> None:
         self.number, self.state, self.freed = number, WRITING, 0
         self.problem: str | None = None
-        self.committed: tuple[int, float, list[str]] = (0, 0.0, [])
+        self.committed: tuple[int, float, tuple[str, ...]] = (0, 0.0, ())
 
     def resize(self, capacity: int) -> Ring:
         """The ring, with another capacity, on both sides. Nothing may be in flight."""
@@ -127,7 +127,7 @@ class WriterProcess:
 
 
 class GivenUp(Exception):
-    """The save has failed, or is given up: no further copy is needed."""
+    """The save has failed, or the training process gives it up: no further byte is needed."""
 
 
 class SaveStream:

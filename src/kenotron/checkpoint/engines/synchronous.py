@@ -10,8 +10,8 @@ from kenotron.checkpoint import saving
 from kenotron.checkpoint.engine import Engine, Keep, Saved, Unsaved
 from kenotron.checkpoint.folders import verify_together
 from kenotron.checkpoint.plan import Planner
-from kenotron.checkpoint.retention import prune
-from kenotron.config.errors import CheckpointError, PeerFailed
+from kenotron.checkpoint.retention import prune_if_possible
+from kenotron.config.errors import CheckpointError
 from kenotron.parallel.ranks import run_on_rank0
 
 if TYPE_CHECKING:
@@ -30,9 +30,4 @@ class SynchronousEngine(Engine):
         saved = saving.save(root, step, **content, open_file=self.open_file, planner=self.planner)
         if self.verifies and (problems := verify_together(saved.path)):
             raise CheckpointError("; ".join(problems))
-        if keep is not None:
-            try:
-                run_on_rank0(lambda: prune(root, *keep))
-            except (CheckpointError, PeerFailed, OSError) as error:  # on all ranks; it costs space, not the run
-                saved = replace(saved, notes=(*saved.notes, str(error)))
-        return [saved]
+        return [replace(saved, notes=run_on_rank0(lambda: prune_if_possible(root, keep)))]

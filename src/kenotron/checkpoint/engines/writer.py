@@ -19,14 +19,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from kenotron.checkpoint.durable import FileRecord, refusal, write_file
+from kenotron.checkpoint.durable import FileRecord, refusal
 from kenotron.checkpoint.engine import find_writer
-from kenotron.checkpoint.engines.client import COMMITTED, FAILED, WRITTEN
+from kenotron.checkpoint.engines.client import COMMITTED, FAILED, WRITTEN, GivenUp
 from kenotron.checkpoint.engines.ring import Ring
 from kenotron.checkpoint.file_writer import FileWriter
 from kenotron.checkpoint.folders import check_files
-from kenotron.checkpoint.retention import prune
-from kenotron.checkpoint.saving import commit, in_order
+from kenotron.checkpoint.retention import prune_if_possible
+from kenotron.checkpoint.saving import commit, in_order, write_small
 from kenotron.config.errors import CheckpointError, InputError
 from kenotron.storage.background import stay_in_background
 from kenotron.storage.files import replace_file
@@ -34,10 +34,6 @@ from kenotron.storage.files import replace_file
 LOOK_SECONDS = 0.02
 PARENT_SECONDS = 1.0
 CHUNK_BYTES = 4 << 20
-
-
-class GivenUp(Exception):
-    """The training process gave the save up."""
 
 
 def main() -> None:
@@ -95,16 +91,13 @@ class Server:
             self._send(FAILED, problem)
 
     def _write_share(self, temporary: Path, small: dict[str, bytes]) -> dict[str, FileRecord]:
-        records, position, open_file = {}, 0, find_writer(self.writer)
+        records, position, open_file = dict[str, FileRecord](), 0, find_writer(self.writer)
         for name, header, size in self.files:
             with open_file(temporary / name, len(header) + size) as file:
                 file.write(header)
                 position = self._drain(file, position, position + size)
             records[name] = file.record
-        for name, content in small.items():
-            (temporary / name).parent.mkdir(parents=True, exist_ok=True)  # those in tokenizer/
-            records[name] = write_file(temporary / name, content)
-        return records
+        return records | write_small(temporary, small)
 
     def _drain(self, file: FileWriter, position: int, end: int) -> int:
         """Write the stream from `position` to `end`, as it arrives."""
@@ -121,22 +114,14 @@ class Server:
                 freed = position
         return position
 
-    def _commit(self, job: dict[str, Any]) -> tuple[int, float, list[str]]:
+    def _commit(self, job: dict[str, Any]) -> tuple[int, float, tuple[str, ...]]:
         """(bytes, time, notes) of the checkpoint, once the last rank's files are there."""
         temporary, final = job["temporary"], job["final"]
-        shares: list[dict[str, FileRecord]] = []
-        for rank in job["ranks"]:
-            shares.append(self._share(temporary, rank))
+        shares = [self._share(temporary, rank) for rank in job["ranks"]]
         for rank in job["ranks"]:
             _share_path(temporary, rank).unlink()
         size = commit(temporary, final, job["state"], in_order(shares), lambda line: None)
-        notes = []
-        if job["keep"] is not None:
-            try:
-                prune(final.parent, *job["keep"])
-            except (CheckpointError, OSError) as error:
-                notes.append(str(error))
-        return size, time.monotonic(), notes
+        return size, time.monotonic(), prune_if_possible(final.parent, job["keep"])
 
     def _share(self, temporary: Path, rank: int) -> dict[str, FileRecord]:
         path = _share_path(temporary, rank)
