@@ -58,6 +58,15 @@ def refusal(doing: str, path: Path, error: OSError) -> CheckpointError:
     return CheckpointError(f"cannot {doing} {path}: {reason}")
 
 
+@contextmanager
+def refusing(doing: str, path: Path) -> Iterator[None]:
+    """Raise the `refusal` of what the block does to `path` in place of an operating-system error."""
+    try:
+        yield
+    except OSError as error:
+        raise refusal(doing, path, error) from error
+
+
 class HashedFile:
     """A new file whose XXH3 is computed from the bytes on their way to the disk, so nothing is read back.
 
@@ -71,10 +80,8 @@ class HashedFile:
         self.path = path
         self._hash = xxhash.xxh3_64()
         self._bytes = 0
-        try:
+        with refusing("create", path):
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        except OSError as error:
-            raise refusal("create", path, error) from error
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         """Append all of `data`: a short write (a signal, Linux's limit of 2 GiB) is continued."""
@@ -82,11 +89,9 @@ class HashedFile:
         for start in range(0, len(view), BLOCK_BYTES):
             block = view[start : start + BLOCK_BYTES]
             self._hash.update(block)
-            try:
+            with refusing("write", self.path):
                 while block:
                     block = block[os.write(self._file, block) :]
-            except OSError as error:
-                raise refusal("write", self.path, error) from error
         self._bytes += len(view)
 
     def __enter__(self) -> HashedFile:
@@ -97,10 +102,9 @@ class HashedFile:
     ) -> None:
         try:
             if kind is None:
-                os.fsync(self._file)
+                with refusing("sync", self.path):
+                    os.fsync(self._file)
                 self.record = FileRecord(self._bytes, self._hash.hexdigest())
-        except OSError as failure:
-            raise refusal("sync", self.path, failure) from failure
         finally:
             os.close(self._file)
 
@@ -141,18 +145,14 @@ def make_folder(path: Path) -> None:
 
 def replace_text(path: Path, text: str) -> None:
     """Put `text` in `path`, atomically and durably."""
-    try:
+    with refusing("replace", path):
         files.replace_file(path, text.encode())
-    except OSError as error:
-        raise refusal("replace", path, error) from error
 
 
 def discard(path: Path) -> None:
     """Remove a checkpoint folder so that no crash leaves half of one behind under its own name."""
-    try:
+    with refusing("remove", path):
         files.remove_folder(path)
-    except OSError as error:
-        raise refusal("remove", path, error) from error
 
 
 @contextmanager

@@ -16,9 +16,10 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, TypeAlias, TypeVar
 
 from kenotron.checkpoint.durable import FileRecord, hash_file, replace_text
 from kenotron.checkpoint.manifest import MANIFEST, Manifest, read_manifest
@@ -36,26 +37,38 @@ def quiet(line: str) -> None:
     """A `Report` for callers that do not want one."""
 
 
+Place = TypeVar("Place", Path, str)
+
+
 @dataclass(frozen=True)
-class CheckpointFolder:
-    """A step's folder. `manifest` is None when `problem` says why it cannot be a complete checkpoint."""
+class Listed(Generic[Place]):
+    """A step at `path`. `manifest` is None when `problem` says why it cannot be a complete checkpoint."""
 
     step: int
-    path: Path
+    path: Place
     manifest: Manifest | None
     problem: str | None
 
 
+CheckpointFolder: TypeAlias = Listed[Path]
+RemoteCheckpoint: TypeAlias = Listed[str]  # in a store, by its URL
+
+
+def oldest_first(entries: Iterable[Listed[Place]]) -> list[Listed[Place]]:
+    """In the order of saving; before all, by step, those without a sound manifest."""
+    return sorted(entries, key=lambda entry: (entry.manifest.saved_at if entry.manifest else 0.0, entry.step))
+
+
 def list_checkpoints(root: Path | str) -> list[CheckpointFolder]:
-    """The step folders in `root`, oldest save first; before all, by step, those without a sound manifest.
+    """The step folders in `root`, `oldest_first`.
 
     Looks at manifests and file sizes; checksums are `verify`'s.
     """
     root = Path(root)
     if not root.is_dir():
         return []
-    found = [look(path, int(path.name)) for path in root.iterdir() if re.fullmatch(r"\d+", path.name) and path.is_dir()]
-    return sorted(found, key=lambda entry: (entry.manifest.saved_at if entry.manifest else 0.0, entry.step))
+    folders = [path for path in root.iterdir() if re.fullmatch(r"\d+", path.name) and path.is_dir()]
+    return oldest_first(look(path, int(path.name)) for path in folders)
 
 
 def look(path: Path, step: int) -> CheckpointFolder:

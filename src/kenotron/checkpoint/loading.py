@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 import yaml
 
-from kenotron.checkpoint.durable import refusal
+from kenotron.checkpoint.durable import refusing
 from kenotron.checkpoint.folders import check_together, first_of
 from kenotron.checkpoint.index import DTYPES, Entry, Index, read_index
 from kenotron.checkpoint.manifest import Manifest, read_manifest
@@ -79,9 +79,8 @@ def read_config(path: Path | str) -> dict[str, Any]:
     """
     file = Path(path) / "config.yaml"
     try:
-        return yaml.safe_load(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise refusal("read", file, error) from error
+        with refusing("read", file):
+            return yaml.safe_load(file.read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
         raise CheckpointError(f"{file} is damaged: it is not valid YAML") from error
 
@@ -96,10 +95,8 @@ def read_data(path: Path | str, name: str) -> bytes | None:
     record = read_manifest(path).files.get(f"data/{name}")
     if record is None:
         return None
-    try:
+    with refusing("read", file):
         data = file.read_bytes()
-    except OSError as error:
-        raise refusal("read", file, error) from error
     if (len(data), xxhash.xxh3_64(data).hexdigest()) != tuple(record):
         raise CheckpointError(f"{file} is damaged: its checksum is not the one in the manifest")
     return data

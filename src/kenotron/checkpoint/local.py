@@ -31,7 +31,7 @@ from threading import Thread
 from typing import TYPE_CHECKING
 
 from kenotron.checkpoint import durable, leftovers
-from kenotron.checkpoint.durable import FileRecord, hash_file, refusal
+from kenotron.checkpoint.durable import FileRecord, hash_file, refusing
 from kenotron.checkpoint.folders import Report, check_files, first_of, list_checkpoints, share_of
 from kenotron.checkpoint.manifest import Manifest
 from kenotron.checkpoint.saving import commit, in_order
@@ -322,14 +322,12 @@ def _run_folder(config: Config, name: str) -> Path:
 
 def _copy(source: Path, target: Path, files: dict[str, FileRecord]) -> None:
     """Copy `files` from one folder to another; they are on its disk then. CheckpointError if they are not the same."""
-    try:
+    with refusing("save", target):
         for name, record in files.items():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source / name, target / name)
             if hash_file(target / name, sync=True) != record:
                 raise CheckpointError(f"{target / name} is not what {source / name} was when it was written")
-    except OSError as error:
-        raise refusal("save", target, error) from error
 
 
 def _remove_trees(folders: list[Path]) -> None:

@@ -15,20 +15,18 @@ by its `manifest.json.incomplete`: the next upload completes or removes it (`upl
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import xxhash
 
+from kenotron.checkpoint import folders
 from kenotron.checkpoint.durable import RUN, HashedFile, in_use, locked, make_folder, replace_text, run_id, write_file
-from kenotron.checkpoint.folders import LATEST, Progress, Report, list_checkpoints, look, publish, quiet
-from kenotron.checkpoint.folders import verify as verify_local
+from kenotron.checkpoint.folders import LATEST, Progress, RemoteCheckpoint, Report, list_checkpoints, quiet
 from kenotron.checkpoint.leftovers import tidy
 from kenotron.checkpoint.manifest import MANIFEST, Manifest, parse
-from kenotron.checkpoint.retention import superseded
 from kenotron.config.errors import CheckpointError, InputError
 from kenotron.storage.files import cache_root, sync_folder, temporary_beside
 from kenotron.storage.stores import PARTS_AT_ONCE, Store
@@ -45,16 +43,6 @@ FETCH_WAIT_S = 24 * 3600.0
 
 class Damaged(CheckpointError):
     """A checkpoint in a store that is not what was uploaded: an earlier one may be intact."""
-
-
-@dataclass(frozen=True)
-class RemoteCheckpoint:
-    """A checkpoint in a store; as `folders.CheckpointFolder`, with its URL."""
-
-    step: int
-    path: str
-    manifest: Manifest | None
-    problem: str | None
 
 
 class RemoteCheckpoints:
@@ -78,9 +66,9 @@ class RemoteCheckpoints:
         return any(MANIFEST in objects for objects in self.objects().values())
 
     def all(self) -> list[RemoteCheckpoint]:
-        """Steps with a manifest, oldest save first; before them, by step, those that do not match it."""
-        found = [self.look(step, objects) for step, objects in self.objects().items() if MANIFEST in objects]
-        return sorted(found, key=lambda entry: (entry.manifest.saved_at if entry.manifest else 0.0, entry.step))
+        """Steps with a manifest, `oldest_first`; those that do not match it are not sound."""
+        found = self.objects().items()
+        return folders.oldest_first(self.look(step, objects) for step, objects in found if MANIFEST in objects)
 
     def look(self, step: int, objects: dict[str, int]) -> RemoteCheckpoint:
         """What a step is whose folder has these objects, a manifest among them."""
@@ -161,7 +149,7 @@ class RemoteCheckpoints:
                 write_file(temporary / MANIFEST, data)
                 for folder in [temporary, *(path for path in temporary.rglob("*") if path.is_dir())]:
                     sync_folder(folder)
-                publish(temporary, final)
+                folders.publish(temporary, final)
             finally:
                 shutil.rmtree(temporary, ignore_errors=True)
         return final
@@ -205,15 +193,6 @@ def wrong_sizes(path: str, manifest: Manifest, objects: dict[str, int]) -> str |
         if objects[name] != record.bytes:
             return f"{path}/{name} is damaged: it has {objects[name]} bytes, and {record.bytes} were written"
     return None
-
-
-def beyond_retention(
-    entries: Iterable[RemoteCheckpoint], keep_last: int | None, keep_every: int | None
-) -> list[RemoteCheckpoint]:
-    """Those that retention does not keep; damaged ones are not counted and stay."""
-    complete = {entry.step: entry for entry in entries if entry.manifest}
-    by_time = sorted(complete, key=lambda step: (complete[step].manifest.saved_at, step))  # type: ignore[union-attr]
-    return [complete[step] for step in superseded(by_time, keep_last, keep_every, ())] if keep_last else []
 
 
 def _holds(folder: Path, manifest: bytes, sizes: dict[str, int]) -> bool:
@@ -331,7 +310,7 @@ def _fetch_newest(remote: RemoteCheckpoints, root: Path, report: Report, say: Re
     """Whether `root` has a checkpoint then."""
     tidy(root, report)
     saved = [entry for entry in reversed(list_checkpoints(root)) if entry.manifest]
-    here = next((entry.manifest for entry in saved if not verify_local(entry.path)), None)  # the newest intact one
+    here = next((entry.manifest for entry in saved if not folders.verify(entry.path)), None)  # the newest intact one
     found = remote.all()
     for entry in reversed(found):
         if entry.manifest is None:
@@ -356,8 +335,8 @@ def _fetch_named(url: str, config: Config, say: Report) -> None:
     folder = config.resume_folder
     assert folder is not None
     root = folder.parent if folder.name == str(step) and url.rstrip("/").endswith(f"/{step}") else folder
-    here = look(root / str(step), step).manifest
-    if here != checkpoints.manifest(step)[1] or verify_local(root / str(step)):
+    here = folders.look(root / str(step), step).manifest
+    if here != checkpoints.manifest(step)[1] or folders.verify(root / str(step)):
         say(f"Fetching {checkpoints.store.at(str(step))}")
         checkpoints.fetch(step, root)
     replace_text(root / LATEST, str(step))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kenotron.checkpoint.durable import discard
-from kenotron.checkpoint.folders import LATEST, CheckpointFolder, list_checkpoints
+from kenotron.checkpoint.folders import LATEST, CheckpointFolder, Listed, Place, list_checkpoints, oldest_first
 from kenotron.config.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -58,17 +58,18 @@ def to_prune(
     for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
         if value is not None and value < 1:
             raise CheckpointError(f"{name} must be at least 1; found {value}")
-    if keep_last is None:
-        return []
     kept = set(protect)
     latest = Path(root) / LATEST
     if latest.exists() and (text := latest.read_text(errors="replace").strip()).isdigit():
         kept.add(int(text))
-    sound = [entry for entry in list_checkpoints(root) if entry.manifest and entry.step not in damaged]
-    complete = {entry.step: entry for entry in sound}
-    return [complete[step] for step in superseded(list(complete), keep_last, keep_every, kept)]
+    sound = [entry for entry in list_checkpoints(root) if entry.step not in damaged]
+    return superseded(sound, keep_last, keep_every, kept)
 
 
-def superseded(steps: list[int], keep_last: int, keep_every: int | None, kept: Collection[int]) -> list[int]:
-    """Those of `steps`, the last saved last, that retention does not keep; `kept` are kept besides."""
-    return [step for step in steps[:-keep_last] if step not in kept and not (keep_every and step % keep_every == 0)]
+def superseded(
+    entries: Iterable[Listed[Place]], keep_last: int | None, keep_every: int | None, kept: Collection[int] = ()
+) -> list[Listed[Place]]:
+    """Those of `entries` that retention does not keep, oldest first; damaged ones are not counted, and stay."""
+    complete = [entry for entry in oldest_first(entries) if entry.manifest]
+    old = complete[:-keep_last] if keep_last is not None else []
+    return [entry for entry in old if entry.step not in kept and not (keep_every and entry.step % keep_every == 0)]

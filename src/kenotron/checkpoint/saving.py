@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kenotron.checkpoint.durable import FileRecord, hashed_file, locked, make_folder, refusal, write_file
+from kenotron.checkpoint.durable import FileRecord, hashed_file, locked, make_folder, refusing, write_file
 from kenotron.checkpoint.engine import Saved
 from kenotron.checkpoint.file_writer import OpenFile
 from kenotron.checkpoint.folders import Report, list_checkpoints, publish, quiet
@@ -84,15 +84,12 @@ def save(
         plain(state, "state")  # before gigabytes are written
         return begin_folder(final, list(parts), cleanup, report)
 
-    try:
-        with ExitStack() as cleanup:
-            ranks = ranks_with(str(root))
-            small = small_files(config_yaml, model_config, partial(tokenizer_files, save_tokenizer), data)
-            temporary = run_on_first(ranks, begin)
-            files = _write(temporary, parts, small, open_file, planner)
-            size = run_on_first(ranks, lambda: commit(temporary, final, plain(state, "state"), files, report))
-    except OSError as error:
-        raise refusal("save", final, error) from error
+    with refusing("save", final), ExitStack() as cleanup:
+        ranks = ranks_with(str(root))
+        small = small_files(config_yaml, model_config, partial(tokenizer_files, save_tokenizer), data)
+        temporary = run_on_first(ranks, begin)
+        files = _write(temporary, parts, small, open_file, planner)
+        size = run_on_first(ranks, lambda: commit(temporary, final, plain(state, "state"), files, report))
     return Saved(final, size, time.perf_counter() - started)
 
 

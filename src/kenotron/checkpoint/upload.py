@@ -21,9 +21,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kenotron.checkpoint.durable import FileRecord, discard, hash_file
-from kenotron.checkpoint.folders import LATEST, CheckpointFolder, Report, list_checkpoints, quiet
+from kenotron.checkpoint.folders import LATEST, CheckpointFolder, RemoteCheckpoint, Report, list_checkpoints, quiet
 from kenotron.checkpoint.manifest import MANIFEST, Manifest, parse
-from kenotron.checkpoint.remote import INCOMPLETE, RemoteCheckpoint, RemoteCheckpoints, beyond_retention, wrong_sizes
+from kenotron.checkpoint.remote import INCOMPLETE, RemoteCheckpoints, wrong_sizes
+from kenotron.checkpoint.retention import superseded
 from kenotron.config.errors import CheckpointError, InputError
 from kenotron.config.remote import RemoteData
 from kenotron.parallel.ranks import describe
@@ -294,7 +295,7 @@ class Uploader:
             named = self.store.read(LATEST)
         if named != newest:
             self.store.put(LATEST, newest)
-        for entry in beyond_retention(complete, self.keep_last, self.keep_every) if self.may_prune else ():
+        for entry in superseded(complete, self.keep_last, self.keep_every) if self.may_prune else ():
             self.remote.remove(entry.step, self.remote.manifest(entry.step)[0])
             del self._seen[entry.step]
 

@@ -18,23 +18,20 @@ from collections.abc import Callable, Sequence
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import typer
 
 from kenotron.checkpoint.durable import discard
-from kenotron.checkpoint.folders import CheckpointFolder, list_checkpoints, resolve
+from kenotron.checkpoint.folders import CheckpointFolder, RemoteCheckpoint, list_checkpoints, resolve
 from kenotron.checkpoint.index import DTYPES, Index, read_index
 from kenotron.checkpoint.manifest import MANIFEST, Manifest, read_manifest
-from kenotron.checkpoint.retention import to_prune
+from kenotron.checkpoint.retention import superseded, to_prune
 from kenotron.cli.remote import at_hand
 from kenotron.config.errors import CheckpointError, InputError, byte_size, counted, nearest
 from kenotron.config.remote import is_remote
 
-if TYPE_CHECKING:
-    from kenotron.checkpoint.remote import RemoteCheckpoint
-
-Entry: TypeAlias = "CheckpointFolder | RemoteCheckpoint"
+Entry: TypeAlias = CheckpointFolder | RemoteCheckpoint
 Check: TypeAlias = Callable[..., list[str]]
 
 app = typer.Typer(no_args_is_help=True, help="List, verify, prune, upload and average checkpoints.")
@@ -113,18 +110,15 @@ def prune(
 
     Checksums of the newest ones to keep are verified first; in a store, only sizes.
     """
-    found = _all_in(folder)
+    _all_in(folder)  # an error if there is nothing
     doomed: Sequence[Entry]
     if is_remote(folder):
-        from kenotron.checkpoint.remote import RemoteCheckpoint, RemoteCheckpoints, beyond_retention
+        from kenotron.checkpoint.remote import RemoteCheckpoints
 
-        doomed = beyond_retention(
-            (entry for entry in found if isinstance(entry, RemoteCheckpoint)), keep_last, keep_every
-        )
-        if not dry_run:
-            remote = RemoteCheckpoints(folder)
-            for step in [entry.step for entry in doomed]:
-                remote.remove(step, remote.manifest(step)[0])
+        remote = RemoteCheckpoints(folder)
+        doomed = superseded(remote.all(), keep_last, keep_every)
+        for step in () if dry_run else [entry.step for entry in doomed]:
+            remote.remove(step, remote.manifest(step)[0])
     else:
         doomed = to_prune(folder, keep_last, keep_every)
         if doomed:
