@@ -107,8 +107,8 @@ MUTANTS = [
     Mutant(
         name="two-saves-of-one-step-are-one",
         file="checkpoint/local.py",
-        find="self.manifest.saved_at if self.of == 1 else self.manifest.state",
-        replace="self.manifest.state",
+        find="manifest.saved_at if self.of == 1 else manifest.state",
+        replace="manifest.state",
         why="of two machines that each have saved alone, the run goes on from the one that did so first",
         tests=("training/test_local_parts.py::test_two_saves_of_one_step_are_not_one_checkpoint",),
     ),

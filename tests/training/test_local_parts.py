@@ -17,7 +17,7 @@ import torch
 
 from kenotron.checkpoint import durable, local, manifest
 from kenotron.checkpoint.folders import verify
-from kenotron.checkpoint.local import LocalTier, Machines
+from kenotron.checkpoint.local import LocalTier
 from kenotron.config.errors import CheckpointError
 from kenotron.launch.training import train
 from kenotron.parallel.mesh import axes, build_mesh
@@ -109,7 +109,7 @@ def files_of(rank: int, folder: Path) -> bytes:
     """A file of the newest local checkpoint, made durable."""
     disk = folder / ("one", "other")[rank]
     made = tiny_config(folder, *LAYOUT, *keys(folder), f"checkpoints.local.path={disk}")
-    path = LocalTier(made, Machines((0, 1), rank), print, print).newest(None)
+    path = LocalTier(made, (0, 1), print, print).newest(None)
     assert path == folder / "checkpoints" / "6"
     return (path / "model" / "rank0.safetensors").read_bytes()
 

@@ -24,19 +24,17 @@ import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kenotron.checkpoint import durable, leftovers
 from kenotron.checkpoint.durable import FileRecord, hash_file, refusing
-from kenotron.checkpoint.folders import Report, check_files, first_of, list_checkpoints, share_of
-from kenotron.checkpoint.manifest import Manifest
+from kenotron.checkpoint.folders import CheckpointFolder, Report, check_files, first_of, list_checkpoints, share_of
 from kenotron.checkpoint.saving import commit, in_order
 from kenotron.config.errors import CheckpointError, InputError
-from kenotron.parallel.ranks import describe, gather, raise_on_any_rank, run_on_rank0
+from kenotron.parallel.ranks import describe, gather, raise_on_any_rank, rank_and_size, run_on_rank0
 from kenotron.storage.files import remove_leftovers, temporary_beside
 
 if TYPE_CHECKING:
@@ -47,34 +45,6 @@ FOLLOWS, SAVE = "durable_step", "save"
 of each part, what the parts of one save have in common."""
 
 PART = re.compile(r"(\d+)of(\d+)")
-
-
-@dataclass(frozen=True)
-class Machines:
-    """The machine of each rank, numbered in the order of their first ranks; this process is `rank`."""
-
-    of_rank: tuple[int, ...]
-    rank: int
-
-    @property
-    def number(self) -> int:
-        """The number of this rank's machine."""
-        return self.of_rank[self.rank]
-
-    @property
-    def count(self) -> int:
-        """The number of machines."""
-        return max(self.of_rank) + 1
-
-    @property
-    def ranks(self) -> list[int]:
-        """The ranks of this rank's machine, in order."""
-        return [rank for rank, number in enumerate(self.of_rank) if number == self.number]
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this rank is the first of its machine, which looks after the folder for it."""
-        return self.ranks[0] == self.rank
 
 
 def machine_of_each(ranks: Sequence[tuple[str, int]]) -> tuple[int, ...]:
@@ -96,35 +66,37 @@ def machine_of_each(ranks: Sequence[tuple[str, int]]) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-@dataclass(frozen=True)
-class Part:
-    """Part `number` of `of` of a local checkpoint, in `folder` of a machine. `problem`: why it does not count."""
+class Part(NamedTuple):
+    """Part `number` of `of` of a local checkpoint, in a folder of a machine."""
 
     machine: int
     number: int
     of: int
-    step: int
-    folder: Path
-    manifest: Manifest | None = field(compare=False)
-    problem: str | None
+    entry: CheckpointFolder
 
     @property
     def save(self) -> tuple[int, int, str | float]:
         """What it has in common with the other parts of its checkpoint, and with no part of another."""
-        if self.manifest is None:
-            return self.step, self.of, ""
-        return self.step, self.of, self.manifest.saved_at if self.of == 1 else self.manifest.state.get(SAVE, "")
+        manifest = self.entry.manifest
+        if manifest is None:
+            return self.entry.step, self.of, ""
+        return self.entry.step, self.of, manifest.saved_at if self.of == 1 else manifest.state.get(SAVE, "")
 
 
 class LocalTier:
     """The local checkpoints of a run. All ranks call every method at the same time, except `remove`.
 
-    root: where this rank saves them; those of one machine have the same. Known after `newest`.
+    `machine_of_rank`: the number of each rank's machine. The first rank of a machine looks after its folder. root:
+    where this rank saves them; those of one machine have the same. Known after `newest`.
     """
 
-    def __init__(self, config: Config, machines: Machines, warn: Report, say: Report) -> None:
+    def __init__(self, config: Config, machine_of_rank: Sequence[int], warn: Report, say: Report) -> None:
         assert config.checkpoints.local is not None
-        self.config, self.machines, self.warn, self.say = config, machines, warn, say
+        self.config, self.warn, self.say = config, warn, say
+        rank = rank_and_size()[0]
+        self.machine, self.machines = machine_of_rank[rank], max(machine_of_rank) + 1
+        self.ranks = [other for other, machine in enumerate(machine_of_rank) if machine == self.machine]
+        self.is_first = rank == self.ranks[0]
         self.run_folder = self.root = Path()
         self.removal = Thread()
 
@@ -138,11 +110,11 @@ class LocalTier:
         """
         self._open()
         chosen = self._newest_complete()
-        if chosen and not run_on_rank0(lambda: self._counts(chosen[0], durable_one)):
+        if chosen and not run_on_rank0(lambda: self._counts(chosen[0].entry, durable_one)):
             chosen = []
         newest = None
         if chosen:
-            newest = chosen[0].folder if chosen[0].of == self.machines.count == 1 else self._make_durable(chosen)
+            newest = chosen[0].entry.path if chosen[0].of == self.machines == 1 else self._make_durable(chosen)
         self._on_each_machine(lambda: self._remove([folder for folder in self._folders() if folder != newest]))
         return newest
 
@@ -160,12 +132,12 @@ class LocalTier:
 
     def state(self, durable_step: int) -> dict[str, int | str]:
         """What the manifest of a local checkpoint says in addition to a durable one's."""
-        token = run_on_rank0(lambda: secrets.token_hex(8)) if self.machines.count > 1 else ""
+        token = run_on_rank0(lambda: secrets.token_hex(8)) if self.machines > 1 else ""
         return {FOLLOWS: durable_step} | ({SAVE: token} if token else {})
 
     def saved(self, step: int) -> None:
         """A save is complete on all machines: those before it are removed."""
-        if not self.machines.is_first:
+        if not self.is_first:
             return
         try:
             self._remove([folder for folder in self._folders() if folder.name != str(step)])
@@ -174,7 +146,7 @@ class LocalTier:
 
     def remove(self) -> None:
         """Remove the run's local checkpoints: they are gone at once, their bytes soon after."""
-        if self.machines.is_first:
+        if self.is_first:
             self._remove([self.run_folder])
 
     def close(self) -> None:
@@ -189,8 +161,8 @@ class LocalTier:
         name = run_on_rank0(lambda: durable.run_id(self.config.checkpoint_folder))
         assert name is not None, "the run has no id: Checkpoints.start is called while its folder is held"
         self.run_folder = _run_folder(self.config, name)
-        number, count = self.machines.number, self.machines.count
-        self.root = self.run_folder if count == 1 else self.run_folder / f"{number}of{count}"
+        one = self.machines == 1
+        self.root = self.run_folder if one else self.run_folder / f"{self.machine}of{self.machines}"
 
         def tidy() -> None:
             try:  # now, not after the first steps
@@ -217,61 +189,59 @@ class LocalTier:
 
     def _newest_complete(self) -> list[Part]:
         """The parts, intact to the last byte, of the checkpoint that was saved last; empty: there is none."""
-        machine = self.machines.number
         here = [
-            Part(machine, number, of, entry.step, entry.path, entry.manifest, entry.problem)
-            for root, number, of in (self._roots() if self.machines.is_first else ())
+            Part(self.machine, number, of, entry)
+            for root, number, of in (self._roots() if self.is_first else ())
             for entry in list_checkpoints(root)
         ]
         saves = defaultdict(list)
         for part in (part for parts in gather(here) for part in parts):
             saves[part.save].append(part)
         for parts in sorted(saves.values(), key=_order, reverse=True):
-            problems = self._problems(parts)
-            intact = {part.number: part for part in parts if part not in problems}
+            problems = list(zip(parts, self._problems(parts), strict=True))
+            intact = {part.number: part for part, lines in problems if not lines}
             if len(intact) == parts[0].of:
                 return [intact[number] for number in range(parts[0].of)]
             lost = next(number for number in range(parts[0].of) if number not in intact)
-            told = [line for part in parts if part.number == lost for line in problems.get(part, ())]
+            told = [line for part, lines in problems if part.number == lost for line in lines]
             why = first_of(told) if told else f"no machine has its part {lost} of {parts[0].of}"
-            self.warn(f"skipping checkpoint {parts[0].step}: {why}")
+            self.warn(f"skipping checkpoint {parts[0].entry.step}: {why}")
         return []
 
-    def _problems(self, parts: list[Part]) -> dict[Part, list[str]]:
-        """What is wrong with those of `parts` that are not intact; the ranks of a machine share the reading."""
+    def _problems(self, parts: list[Part]) -> list[list[str]]:
+        """What is wrong with each of `parts`; the ranks of a machine share the reading."""
 
         def check(part: Part) -> list[str]:
-            if part.machine != self.machines.number:
+            if part.machine != self.machine:
                 return []
-            if part.manifest is None:
-                return [str(part.problem)]
-            return check_files(part.folder, share_of(part.manifest.files, self.machines.ranks))
+            if part.entry.manifest is None:
+                return [str(part.entry.problem)]
+            return check_files(part.entry.path, share_of(part.entry.manifest.files, self.ranks))
 
         of_ranks = gather(raise_on_any_rank(lambda: [check(part) for part in parts]))
-        found = {part: list(dict.fromkeys(chain(*lines))) for part, *lines in zip(parts, *of_ranks, strict=True)}
-        return {part: lines for part, lines in found.items() if lines}
+        return [list(dict.fromkeys(chain(*lines))) for lines in zip(*of_ranks, strict=True)]
 
-    def _counts(self, part: Part, durable_one: Path | None) -> bool:
-        """Whether the run continues from the checkpoint of `part`."""
-        assert part.manifest is not None
-        state, root = part.manifest.state, self.config.checkpoint_folder
-        if durable_one is not None and part.step <= int(durable_one.name):
+    def _counts(self, entry: CheckpointFolder, durable_one: Path | None) -> bool:
+        """Whether the run continues from the checkpoint with the part `entry`."""
+        assert entry.manifest is not None
+        state, root = entry.manifest.state, self.config.checkpoint_folder
+        if durable_one is not None and entry.step <= int(durable_one.name):
             return False
         follows, end = state.get(FOLLOWS, 0), state.get("schedule_start", 0) + self.config.tokens.train_steps
         if follows and not (root / str(follows)).exists():
             self.warn(
-                f"skipping local checkpoint {part.folder}: it follows checkpoint {follows}, which is not in {root}"
+                f"skipping local checkpoint {entry.path}: it follows checkpoint {follows}, which is not in {root}"
             )
             return False
-        if part.step >= end:  # tokens.train_steps is lower than it was
-            self.warn(f"skipping local checkpoint {part.folder}: the run ends at step {end}")
+        if entry.step >= end:  # tokens.train_steps is lower than it was
+            self.warn(f"skipping local checkpoint {entry.path}: the run ends at step {end}")
             return False
         return True
 
     def _make_durable(self, parts: list[Part]) -> Path:
         """Copy `parts` into checkpoints_path, where they are one checkpoint, which all ranks see."""
-        final = self.config.checkpoint_folder / str(parts[0].step)
-        manifests = [part.manifest for part in parts if part.manifest]
+        final = self.config.checkpoint_folder / str(parts[0].entry.step)
+        manifests = [part.entry.manifest for part in parts if part.entry.manifest]
         files = in_order([manifest.files for manifest in manifests])
         state = {key: value for key, value in manifests[0].state.items() if key not in (FOLLOWS, SAVE)}
         self.say(f"Copying the parts of the local checkpoint of step {final.name} to {final}")
@@ -279,8 +249,8 @@ class LocalTier:
 
         def copy() -> None:
             for part, manifest in zip(parts, manifests, strict=True):
-                if part.machine == self.machines.number:
-                    _copy(part.folder, temporary, share_of(manifest.files, self.machines.ranks))
+                if part.machine == self.machine:
+                    _copy(part.entry.path, temporary, share_of(manifest.files, self.ranks))
 
         raise_on_any_rank(copy)
         run_on_rank0(lambda: commit(temporary, final, state, files, self.warn))
@@ -290,7 +260,7 @@ class LocalTier:
 
     def _on_each_machine(self, work: Callable[[], None]) -> None:
         """Run `work` on the first rank of every machine."""
-        raise_on_any_rank(lambda: work() if self.machines.is_first else None)
+        raise_on_any_rank(lambda: work() if self.is_first else None)
 
     def _remove(self, folders: list[Path]) -> None:
         """Rename `folders`, which takes no time, and remove their files while training continues."""
@@ -337,5 +307,5 @@ def _remove_trees(folders: list[Path]) -> None:
 
 def _order(parts: list[Part]) -> tuple[int, int, float]:
     """Of two saves, the later one's is greater; the clocks of machines differ."""
-    found = (part.manifest for part in parts if part.manifest)
+    found = (part.entry.manifest for part in parts if part.entry.manifest)
     return max(((each.state.get(FOLLOWS, 0), each.step, each.saved_at) for each in found), default=(0, 0, 0.0))

@@ -104,13 +104,12 @@ def local_tier(config: Config, ranks: Ranks) -> LocalTier | None:
     """What keeps the checkpoints of `checkpoints.local`; None without it. All ranks call it."""
     if config.checkpoints.local is None:
         return None
-    from kenotron.checkpoint.local import LocalTier, Machines, machine_of_each
+    from kenotron.checkpoint.local import LocalTier, machine_of_each
 
-    rank, size = rank_and_size()
-    of_rank = (0,) * size
+    machines = (0,) * rank_and_size()[1]
     if ranks.local_world_size < ranks.world_size:
-        of_rank = machine_of_each(gather((socket.gethostname(), ranks.local_rank)))
-    return LocalTier(config, Machines(of_rank, rank), logger.warning, logger.info)
+        machines = machine_of_each(gather((socket.gethostname(), ranks.local_rank)))
+    return LocalTier(config, machines, logger.warning, logger.info)
 
 
 def name_before_start(config: Config, roots: Iterable[Path]) -> tuple[Config, Path]:
