@@ -124,7 +124,7 @@ def _open(path: Path, share: float, ema: bool) -> _Part:
     model_config = json.loads((path / "model_config.json").read_text(encoding="utf-8"))
     index = read_index(path / "model", manifest.files)
     read = _ema_reader(path) if ema else block_reader(path)[1]
-    return _Part(path, share, manifest, index.tensors, model_config, read)
+    return _Part(path, share, manifest, index, model_config, read)
 
 
 def _ema_reader(path: Path) -> Callable[[str, Sequence[int], Sequence[int]], Tensor]:
@@ -143,29 +143,19 @@ def _ema_reader(path: Path) -> Callable[[str, Sequence[int], Sequence[int]], Ten
 
 def _check_same_model(one: _Part, other: _Part) -> None:
     """Raise InputError, which names the first difference, unless both are checkpoints of one model."""
-
-    def refuse(what: str) -> None:
-        raise InputError(f"{other.path} holds a different model from {one.path}: {what}")
-
-    configs = [dict(flatten(part.model_config)) for part in (one, other)]
-    for key in dict.fromkeys([*configs[0], *configs[1]]):
-        here, there = (config.get(key, ABSENT) for config in configs)
-        if here != there:
-            refuse(f"{key} is {there}, not {here}")
-    for name in dict.fromkeys([*one.tensors, *other.tensors]):
-        if (name in one.tensors) != (name in other.tensors):
-            refuse(f"only {(one if name in one.tensors else other).path} has {name}")
-        mine, its = one.tensors[name], other.tensors[name]
-        if (mine.shape, mine.dtype) != (its.shape, its.dtype):
-            refuse(f"{name} is {its.dtype} {list(its.shape)}, not {mine.dtype} {list(mine.shape)}")
-    if _tokenizer(one.manifest) != _tokenizer(other.manifest):
-        refuse("it has a different tokenizer, so its token ids mean different text")
+    here, there = _identity(one), _identity(other)
+    for key in dict.fromkeys([*here, *there]):
+        if (expected := here.get(key, ABSENT)) != (found := there.get(key, ABSENT)):
+            raise InputError(f"{other.path} holds a different model from {one.path}: {key} is {found}, not {expected}")
 
 
-def _tokenizer(manifest: Manifest) -> object:
-    """What identifies the tokenizer of a checkpoint: the checksum of its vocabulary, or of all its files."""
-    files = manifest.below("tokenizer")
-    return files.get("tokenizer/tokenizer.json", files)
+def _identity(part: _Part) -> dict[str, object]:
+    """What the parts of an average have in common: settings, tensors, and the checksum of the vocabulary."""
+    tokenizer = part.manifest.below("tokenizer")
+    vocabulary = tokenizer.get("tokenizer/tokenizer.json")
+    hashes = [record.xxh3 for record in ([vocabulary] if vocabulary else tokenizer.values())]
+    tensors = {name: f"{entry.dtype} {list(entry.shape)}" for name, entry in part.tensors.items()}
+    return {**dict(flatten(part.model_config)), **tensors, "the hash of its tokenizer": " ".join(hashes)}
 
 
 def _mean(parts: Sequence[_Part], name: str, entry: Entry) -> Tensor:

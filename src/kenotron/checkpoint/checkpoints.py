@@ -234,5 +234,5 @@ def _hook_tensors(path: Path) -> dict[str, Tensor]:
     from kenotron.checkpoint.tensors import torch_dtype
 
     saved = manifest.read_manifest(path)
-    entries = loading.open_index(path / "hooks", saved).tensors if saved.below("hooks") else {}
+    entries = loading.open_index(path / "hooks", saved) if saved.below("hooks") else {}
     return {name: torch.empty(entry.shape, dtype=torch_dtype(entry.dtype)) for name, entry in entries.items()}

@@ -13,6 +13,7 @@ says what is wrong, the other believes only manifests and checksums.
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import re
 import shutil
@@ -27,6 +28,7 @@ from kenotron.config.errors import CheckpointError, PeerFailed, nearest
 from kenotron.parallel.ranks import gather, raise_on_any_rank, rank_and_size, ranks_with, run_on_rank0
 from kenotron.storage.files import sync_folder
 
+logger = logging.getLogger("kenotron")
 LATEST = "latest.txt"
 NANOTRON_METADATA = "checkpoint_metadata.json"  # in every checkpoint of nanotron
 Report = Callable[[str], None]
@@ -85,11 +87,11 @@ def look(path: Path, step: int) -> CheckpointFolder:
     return CheckpointFolder(step, path, manifest, None)
 
 
-def publish(temporary: Path, final: Path, report: Report = quiet) -> None:
+def publish(temporary: Path, final: Path) -> None:
     """Give a complete, synced checkpoint its name, then say so in `latest.txt`.
 
     Whatever had the name before is moved aside, and back if the rename fails. If it was a checkpoint, it is then
-    deleted; anything else stays, under a name that is reported. A kill between the two renames leaves the complete
+    deleted; anything else stays, under a name that is logged. A kill between the two renames leaves the complete
     `temporary`, which `tidy` renames.
     """
     aside = None
@@ -109,7 +111,7 @@ def publish(temporary: Path, final: Path, report: Report = quiet) -> None:
     if aside and ours:
         shutil.rmtree(aside, ignore_errors=True)
     elif aside:
-        report(f"{final} was not a checkpoint of Kénotron; it is now {aside.name}")
+        logger.warning("%s was not a checkpoint of Kénotron; it is now %s", final, aside.name)
 
 
 def verify(path: Path | str, progress: Progress | None = None) -> list[str]:

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from kenotron.checkpoint.durable import FileRecord, refusal
 from kenotron.config.errors import CheckpointError
@@ -68,19 +68,17 @@ class Entry:
         return math.prod(self.shape) * DTYPES[self.dtype][1]
 
 
-@dataclass(frozen=True)
-class Index:
-    """The tensors in one folder, by name."""
+Index: TypeAlias = dict[str, Entry]
+"""The tensors in one folder, by name."""
 
-    tensors: dict[str, Entry] = field(default_factory=dict)
 
-    def render(self) -> bytes:
-        """The content of `index.json`."""
-        tensors = {
-            name: {"dtype": entry.dtype, "shape": entry.shape, "chunks": [vars(chunk) for chunk in entry.chunks]}
-            for name, entry in self.tensors.items()
-        }
-        return json.dumps({"format": FORMAT, "version": VERSION, "tensors": tensors}).encode()
+def render_index(index: Index) -> bytes:
+    """The content of `index.json`."""
+    tensors = {
+        name: {"dtype": entry.dtype, "shape": entry.shape, "chunks": [vars(chunk) for chunk in entry.chunks]}
+        for name, entry in index.items()
+    }
+    return json.dumps({"format": FORMAT, "version": VERSION, "tensors": tensors}).encode()
 
 
 def read_index(folder: Path, files: dict[str, FileRecord]) -> Index:
@@ -99,7 +97,7 @@ def read_index(folder: Path, files: dict[str, FileRecord]) -> Index:
         sizes = {name.removeprefix(prefix): file.bytes for name, file in files.items() if name.startswith(prefix)}
         for name, entry in tensors.items():
             _check(name, entry, sizes)
-        return Index(tensors)
+        return tensors
     except OSError as error:
         raise refusal("read", path, error) from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -119,7 +119,7 @@ def _on_any_rank(index: Index, tensors: Tensors) -> set[str]:
     """Which of the index's names any rank has: a bit for each is gathered, and not a megabyte of names."""
     import numpy as np
 
-    names = sorted(index.tensors)
+    names = sorted(index)
     here = np.packbits(np.array([name in tensors for name in names], dtype=bool))
     anywhere = np.unpackbits(np.bitwise_or.reduce(gather(here)), count=len(names))
     return {name for name, bit in zip(names, anywhere, strict=True) if bit}
@@ -127,13 +127,13 @@ def _on_any_rank(index: Index, tensors: Tensors) -> set[str]:
 
 def _check_fit(folder: Path, index: Index, tensors: Tensors, names: set[str]) -> None:
     """Raise unless the index has this rank's `tensors` in their shapes, and just the `names` of all ranks."""
-    missing = sorted(tensors.keys() - index.tensors.keys())
-    extra = sorted(index.tensors.keys() - names)
+    missing = sorted(tensors.keys() - index.keys())
+    extra = sorted(index.keys() - names)
     if missing:
         raise CheckpointError(f"{folder} lacks {missing[0]!r}{_more(missing)}{nearest(missing[0], extra)}")
     if extra:
         raise CheckpointError(f"{folder} has {extra[0]!r}{_more(extra)}, which this run does not have")
-    unfit = [problem for name, value in tensors.items() if (problem := _misfit(name, index.tensors[name], value))]
+    unfit = [problem for name, value in tensors.items() if (problem := _misfit(name, index[name], value))]
     if unfit:
         raise CheckpointError(f"{folder}: {unfit[0]}{',' * (len(unfit) > 1)}{_more(unfit)}")
 

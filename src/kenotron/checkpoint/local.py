@@ -253,7 +253,7 @@ class LocalTier:
                     _copy(part.entry.path, temporary, share_of(manifest.files, self.ranks))
 
         raise_on_any_rank(copy)
-        run_on_rank0(lambda: commit(temporary, final, state, files, self.warn))
+        run_on_rank0(lambda: commit(temporary, final, state, files))
         return final
 
     # ---- removal -----------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kenotron.checkpoint.index import INDEX, Chunk, Entry, Index
+from kenotron.checkpoint.index import INDEX, Chunk, Entry, Index, render_index
 from kenotron.checkpoint.tensors import dtype_name
 from kenotron.config.errors import CheckpointError
 from kenotron.kernels.tensor_shard import TensorShard
@@ -187,12 +187,12 @@ def _indexes(
         for block, begin in zip(blocks, places, strict=True):
             chunk = Chunk(_file(rank), block.offset, block.shape, begin)
             found[block.folder, block.name].append((block, chunk))
-    indexes = {folder: Index() for folder in folders}
+    indexes: dict[str, Index] = {folder: {} for folder in folders}
     for (folder, name), pairs in sorted(found.items()):
         block, _ = pairs[0]
         chunks = tuple(chunk for _, chunk in pairs)
-        indexes[folder].tensors[name] = Entry(dtype_name(block.dtype), block.tensor_shape, chunks)
-    return {f"{folder}/{INDEX}": index.render() for folder, index in indexes.items()}
+        indexes[folder][name] = Entry(dtype_name(block.dtype), block.tensor_shape, chunks)
+    return {f"{folder}/{INDEX}": render_index(index) for folder, index in indexes.items()}
 
 
 def _file(rank: int) -> str:

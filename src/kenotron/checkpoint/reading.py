@@ -38,14 +38,14 @@ def read_tensors(
     if verify:
         raise_if_damaged(check_files(path, manifest.below(folder)))
     index = open_index(path / folder, manifest)
-    wanted = list(index.tensors if names is None else names)
+    wanted = list(index if names is None else names)
     for name in wanted:
-        if name not in index.tensors:
-            raise CheckpointError(f"{path / folder} has no tensor {name!r}{nearest(name, index.tensors)}")
+        if name not in index:
+            raise CheckpointError(f"{path / folder} has no tensor {name!r}{nearest(name, index)}")
     from kenotron.checkpoint.tensors import MappedFiles
 
     files = MappedFiles(path / folder)
-    entries = {name: index.tensors[name] for name in wanted}
+    entries = {name: index[name] for name in wanted}
     return {name: _block(files, entry, (0,) * len(entry.shape), entry.shape) for name, entry in entries.items()}
 
 
@@ -63,9 +63,9 @@ def block_reader(
     files = MappedFiles(path / folder)
 
     def read(name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
-        return _block(files, index.tensors[name], offset, shape)
+        return _block(files, index[name], offset, shape)
 
-    return {name: entry.shape for name, entry in index.tensors.items()}, read
+    return {name: entry.shape for name, entry in index.items()}, read
 
 
 def _block(files: MappedFiles, entry: Entry, offset: Sequence[int], shape: Sequence[int]) -> Tensor:

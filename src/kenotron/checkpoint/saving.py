@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from kenotron.checkpoint.durable import FileRecord, hashed_file, locked, make_folder, refusing, write_file
 from kenotron.checkpoint.engine import Saved
 from kenotron.checkpoint.file_writer import OpenFile
-from kenotron.checkpoint.folders import Report, list_checkpoints, publish, quiet
+from kenotron.checkpoint.folders import list_checkpoints, publish, quiet
 from kenotron.checkpoint.leftovers import clear_leftovers
 from kenotron.checkpoint.manifest import MANIFEST, Manifest, plain, render
 from kenotron.parallel.ranks import gather, gather_at, raise_on_any_rank, rank_and_size, ranks_with, run_on_first
@@ -49,7 +49,6 @@ def save(
     save_tokenizer: Callable[[Path], None] | None = None,
     data: dict[str, Callable[[], bytes]] | None = None,
     hooks: Tensors | None = None,
-    report: Report = quiet,
     open_file: OpenFile = hashed_file,
     planner: Planner | None = None,
 ) -> Saved:
@@ -67,7 +66,6 @@ def save(
         data: name → what makes the file `data/<name>`: the position in the data, if a step does not say it (any rank's;
             of those that have a name the first writes it). None on every rank: there are none.
         hooks: tensors in the states of hooks, as `model`; None on every rank: there are none.
-        report: gets one line when leftovers of a killed process are found.
         open_file: opens the files of tensors, `checkpoints.writer`.
         planner: of earlier saves of the same run, so that their plan is used again.
 
@@ -82,25 +80,25 @@ def save(
 
     def begin() -> Path:
         plain(state, "state")  # before gigabytes are written
-        return begin_folder(final, list(parts), cleanup, report)
+        return begin_folder(final, list(parts), cleanup)
 
     with refusing("save", final), ExitStack() as cleanup:
         ranks = ranks_with(str(root))
         small = small_files(config_yaml, model_config, partial(tokenizer_files, save_tokenizer), data)
         temporary = run_on_first(ranks, begin)
         files = _write(temporary, parts, small, open_file, planner)
-        size = run_on_first(ranks, lambda: commit(temporary, final, plain(state, "state"), files, report))
+        size = run_on_first(ranks, lambda: commit(temporary, final, plain(state, "state"), files))
     return Saved(final, size, time.perf_counter() - started)
 
 
-def begin_folder(final: Path, folders: list[str], cleanup: ExitStack, report: Report) -> Path:
+def begin_folder(final: Path, folders: list[str], cleanup: ExitStack) -> Path:
     """Take the folder's lock, clear leftovers, make the temporary folder; `cleanup` undoes what remains.
 
     What is made here is synced by `commit`.
     """
     make_folder(final.parent)
     if cleanup.enter_context(locked(final.parent)):
-        clear_leftovers(final.parent, report)
+        clear_leftovers(final.parent, quiet)
     temporary = temporary_beside(final)
     cleanup.callback(shutil.rmtree, temporary, ignore_errors=True)
     for folder in (temporary, *(temporary / name for name in folders)):
@@ -182,14 +180,14 @@ def write_small(temporary: Path, files: dict[str, bytes]) -> dict[str, FileRecor
     return records
 
 
-def commit(temporary: Path, final: Path, state: dict[str, Any], files: dict[str, FileRecord], report: Report) -> int:
+def commit(temporary: Path, final: Path, state: dict[str, Any], files: dict[str, FileRecord]) -> int:
     """After the last file: sync the folders, write the manifest, rename. Returns the checkpoint's bytes."""
     for folder in (path for path in temporary.rglob("*") if path.is_dir()):
         sync_folder(folder)
     manifest = Manifest(int(final.name), _now(final.parent), state, files)
     size = manifest.bytes + write_file(temporary / MANIFEST, render(manifest)).bytes
     sync_folder(temporary)
-    publish(temporary, final, report)
+    publish(temporary, final)
     return size
 
 

@@ -45,7 +45,7 @@ def fill_tensors(folder: Path, index: Index, tensors: Tensors) -> None:
     """Fill `tensors` in place from `folder`. Names and shapes must fit."""
     files = MappedFiles(folder)
     for name, shard in shards(tensors).items():
-        copy_block(files, index.tensors[name], shard.offset, shard.tensor.detach())
+        copy_block(files, index[name], shard.offset, shard.tensor.detach())
 
 
 def copy_block(files: MappedFiles, entry: Entry, offset: Sequence[int], block: Tensor) -> None:

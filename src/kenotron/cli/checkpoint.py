@@ -72,9 +72,9 @@ def show(
     for folder, index in indexes.items():
         rows = [
             [name, str(list(entry.shape)), DTYPES[entry.dtype][0], byte_size(entry.bytes), str(len(entry.chunks))]
-            for name, entry in index.tensors.items()
+            for name, entry in index.items()
         ]
-        total = sum(entry.bytes for entry in index.tensors.values())
+        total = sum(entry.bytes for entry in index.values())
         print(f"\n{folder}: {len(rows)} tensors, {byte_size(total)}")
         _print_table(["tensor", "shape", "dtype", "size", "chunks"], rows)
 
@@ -270,7 +270,7 @@ def _everything(path: Path, manifest: Manifest, indexes: dict[str, Index]) -> di
     tensors = {
         folder: {
             name: {"shape": list(entry.shape), "dtype": DTYPES[entry.dtype][0], "bytes": entry.bytes}
-            for name, entry in index.tensors.items()
+            for name, entry in index.items()
         }
         for folder, index in indexes.items()
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 from collections.abc import Callable
 from typing import Any
 
@@ -20,5 +20,4 @@ def function_path(function: Callable[..., object]) -> str:
 
 def function_at(path: str) -> Any:
     """The function of a `function_path`."""
-    module, _, name = path.partition(":")
-    return getattr(importlib.import_module(module), name)
+    return pkgutil.resolve_name(path)

@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -35,7 +36,7 @@ from kenotron.launch.functions import function_path
 if TYPE_CHECKING:
     from kenotron.launch import RankConfig
 
-FORWARDED = ("SIGTERM", "SIGUSR1", "SIGINT")
+FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 CUT_SHORT = "a memory-mapped file was cut short while it was read"
 USUAL_CAUSES: dict[int, str] = {signal.SIGKILL: "out of memory?", signal.SIGBUS: CUT_SHORT}
 
@@ -128,19 +129,13 @@ def _output(count: int, folder: Path, logs: Path) -> Any:
 
 def rank_variables(count: int, folder: Path) -> dict[str, str]:
     """Variables of a rank's environment besides torch's own and the user's, which are kept."""
-    loopback = next((name for _, name in _interfaces() if name in ("lo", "lo0")), None)
+    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     wanted = {
         "OMP_NUM_THREADS": str(threads_each(count)),
         "GLOO_SOCKET_IFNAME": loopback,  # all are on this machine, whatever its name resolves to
     }
     variables = {name: value for name, value in wanted.items() if value is not None and name not in os.environ}
     return variables | {"KENOTRON_LAUNCH": str(folder), "PYTHONPATH": search_path(), "PYTHONUNBUFFERED": "1"}
-
-
-def _interfaces() -> list[tuple[int, str]]:
-    import socket
-
-    return socket.if_nameindex() if hasattr(socket, "if_nameindex") else []
 
 
 def fresh_log(logs: Path, rank: int) -> Path:
@@ -192,16 +187,12 @@ def signals_forwarded(folder: Path, count: int) -> Iterator[list[int]]:
 
     previous = {}
     if threading.current_thread() is threading.main_thread():  # Python delivers signals to no other
-        previous = {number: signal.signal(number, forward) for number in _numbers()}
+        previous = {number: signal.signal(number, forward) for number in FORWARDED}
     try:
         yield forwarded
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-
-
-def _numbers() -> list[signal.Signals]:
-    return [getattr(signal, name) for name in FORWARDED if hasattr(signal, name)]
 
 
 def show_cursor() -> None:

@@ -27,7 +27,6 @@ from kenotron.checkpoint.engine import Engine, Keep, Saved, Unsaved
 from kenotron.checkpoint.engines.client import COMMITTED, FAILED, WRITING, WRITTEN, GivenUp, SaveStream, WriterProcess
 from kenotron.checkpoint.engines.staging import Copier
 from kenotron.checkpoint.engines.writer import leave_problem
-from kenotron.checkpoint.folders import quiet
 from kenotron.checkpoint.manifest import plain
 from kenotron.checkpoint.plan import Parts, Plan, Planner
 from kenotron.checkpoint.saving import OF_TENSORS, begin_folder, small_files, tokenizer_files
@@ -183,7 +182,7 @@ class BackgroundEngine(Engine):
         """On a folder's first rank: refuse what JSON cannot hold, and make the temporary folder."""
         plain(content["state"], "state")
         with ExitStack() as cleanup:
-            temporary = begin_folder(self.folder, folders, cleanup, quiet)
+            temporary = begin_folder(self.folder, folders, cleanup)
             self.held = cleanup.pop_all()
         return temporary
 

@@ -120,7 +120,7 @@ class Server:
         shares = [self._share(temporary, rank) for rank in job["ranks"]]
         for rank in job["ranks"]:
             _share_path(temporary, rank).unlink()
-        size = commit(temporary, final, job["state"], in_order(shares), lambda line: None)
+        size = commit(temporary, final, job["state"], in_order(shares))
         return size, time.monotonic(), prune_if_possible(final.parent, job["keep"])
 
     def _share(self, temporary: Path, rank: int) -> dict[str, FileRecord]:
