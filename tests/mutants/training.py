@@ -197,7 +197,7 @@ MUTANTS = [
     Mutant(
         name="a-new-checkpoint-is-not-read-back",
         file="checkpoint/engines/synchronous.py",
-        find="(problems := verify_together(saved.path))",
+        find="problems := check_together(saved.path, files)",
         replace="(problems := [])",
         why="a checkpoint that the disk garbled replaces the last good one",
         tests=("training/test_failed_saves.py",),

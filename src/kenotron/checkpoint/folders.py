@@ -24,7 +24,7 @@ from typing import Generic, TypeAlias, TypeVar
 
 from kenotron.checkpoint.durable import FileRecord, hash_file, replace_text
 from kenotron.checkpoint.manifest import MANIFEST, Manifest, read_manifest
-from kenotron.config.errors import CheckpointError, PeerFailed, nearest
+from kenotron.config.errors import CheckpointError, nearest
 from kenotron.parallel.ranks import gather, raise_on_any_rank, rank_and_size, ranks_with, run_on_rank0
 from kenotron.storage.files import sync_folder
 
@@ -126,16 +126,6 @@ def verify(path: Path | str, progress: Progress | None = None) -> list[str]:
     except CheckpointError as error:
         return [str(error)]
     return check_files(path, manifest.files, progress)
-
-
-def verify_together(path: Path | str) -> list[str]:
-    """As `verify`, called by all ranks of a run; those with the same `path` share it, and all get all the problems."""
-    path = Path(path)
-    try:
-        manifest = raise_on_any_rank(lambda: read_manifest(path))
-    except (CheckpointError, PeerFailed) as error:
-        return [str(error)]
-    return check_together(path, manifest.files)
 
 
 def check_files(path: Path, files: dict[str, FileRecord], progress: Progress | None = None) -> list[str]:

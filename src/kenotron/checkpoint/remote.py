@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
-from kenotron.checkpoint import folders
-from kenotron.checkpoint.durable import RUN, HashedFile, in_use, locked, make_folder, replace_text, run_id, write_file
+from kenotron.checkpoint import durable, folders
+from kenotron.checkpoint.durable import RUN, FileRecord, HashedFile, make_folder, run_id
 from kenotron.checkpoint.folders import LATEST, Progress, RemoteCheckpoint, Report, list_checkpoints, quiet
 from kenotron.checkpoint.leftovers import tidy
 from kenotron.checkpoint.manifest import MANIFEST, Manifest, parse
@@ -99,22 +99,26 @@ class RemoteCheckpoints:
             return [str(error)]
         problems, done = [], 0
         for name, record in manifest.files.items():
-            digest = xxhash.xxh3_64()
-            try:
-                for piece in self.store.stream(f"{step}/{name}"):
-                    digest.update(piece)
-            except FileNotFoundError:
-                problems.append(f"{self.store.at(f'{step}/{name}')} is missing")
-            else:
-                if digest.hexdigest() != record.xxh3:
-                    problems.append(self._damaged(step, name, digest.hexdigest(), record.xxh3))
+            problem = self._receive(step, name, record, lambda piece: None)
+            if problem is not None:
+                problems.append(problem)
             done += record.bytes
             if progress:
                 progress(done, manifest.bytes)
         return problems
 
-    def _damaged(self, step: int, name: str, found: str, written: str) -> str:
-        return f"{self.store.at(f'{step}/{name}')} is damaged: its checksum is {found}, and was {written} when written"
+    def _receive(self, step: int, name: str, record: FileRecord, write: Callable[[bytes], None]) -> str | None:
+        """Read a file of a checkpoint from end to end, for `write` as well; what is wrong with it, None if nothing."""
+        place, digest = self.store.at(f"{step}/{name}"), xxhash.xxh3_64()
+        try:
+            for piece in self.store.stream(f"{step}/{name}"):
+                digest.update(piece)
+                write(piece)
+        except FileNotFoundError:
+            return f"{place} is missing"
+        if digest.hexdigest() != record.xxh3:
+            return f"{place} is damaged: its checksum is {digest.hexdigest()}, and was {record.xxh3} when written"
+        return None
 
     def fetch(
         self, step: int, root: Path, wanted: Callable[[str], bool] = lambda name: True, keep: bool = False
@@ -129,7 +133,7 @@ class RemoteCheckpoints:
         """
         final = root / str(step)
         make_folder(root)
-        with locked(root, FETCH_WAIT_S):
+        with durable.locked(root, FETCH_WAIT_S):
             try:
                 data, manifest = self.manifest(step)
             except CheckpointError as error:
@@ -143,23 +147,16 @@ class RemoteCheckpoints:
                 for name, record in files.items():
                     make_folder((temporary / name).parent)
                     with HashedFile(temporary / name) as file:
-                        self._receive(step, name, file)
-                    if file.record != record:
-                        raise Damaged(self._damaged(step, name, file.record.xxh3, record.xxh3))
-                write_file(temporary / MANIFEST, data)
+                        problem = self._receive(step, name, record, file.write)
+                    if problem is not None:
+                        raise Damaged(problem)
+                durable.write_file(temporary / MANIFEST, data)
                 for folder in [temporary, *(path for path in temporary.rglob("*") if path.is_dir())]:
                     sync_folder(folder)
                 folders.publish(temporary, final)
             finally:
                 shutil.rmtree(temporary, ignore_errors=True)
         return final
-
-    def _receive(self, step: int, name: str, file: HashedFile) -> None:
-        try:
-            for piece in self.store.stream(f"{step}/{name}"):
-                file.write(piece)
-        except FileNotFoundError:
-            raise Damaged(f"{self.store.at(f'{step}/{name}')} is missing") from None
 
     def remove(self, step: int, manifest: bytes | None) -> None:
         """Remove all of a step, its manifest first. `manifest` is what it is known by; None: it is marked already."""
@@ -264,7 +261,7 @@ def fetch_for_run(config: Config, fresh: bool, report: Report = quiet, say: Repo
         remote.store.delete(".kenotron")
         make_folder(root)
         known = run_id(root)
-        with in_use(root):
+        with durable.in_use(root):
             if fresh:
                 remote.store.delete(RUN)
             else:
@@ -339,4 +336,4 @@ def _fetch_named(url: str, config: Config, say: Report) -> None:
     if here != checkpoints.manifest(step)[1] or folders.verify(root / str(step)):
         say(f"Fetching {checkpoints.store.at(str(step))}")
         checkpoints.fetch(step, root)
-    replace_text(root / LATEST, str(step))
+    durable.replace_text(root / LATEST, str(step))

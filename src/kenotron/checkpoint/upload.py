@@ -16,8 +16,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from kenotron.checkpoint.durable import FileRecord, discard, hash_file
@@ -135,9 +135,9 @@ class Uploader:
         for entry in reversed(pending):
             if self._closing:
                 return
+            self.protected.add(("upload", entry.step))
             try:
-                with self._protect(entry.step):
-                    self._upload(entry)
+                self._upload(entry)
             except FileNotFoundError:
                 if entry.path.exists():
                     problems[entry.step] = f"{entry.path} is not complete"
@@ -146,6 +146,8 @@ class Uploader:
             except Exception as error:  # whatever it is, the run goes on
                 problems[entry.step] = describe(error)
                 self._report_problem(entry, describe(error))
+            finally:
+                self.protected.discard(("upload", entry.step))
         self.problems = problems
         if self.remove:
             self._remove_local(last)
@@ -161,15 +163,6 @@ class Uploader:
         """Bytes sent of the checkpoints that are pending, and all of theirs."""
         total = sum(entry.manifest.bytes for entry in self.pending() if entry.manifest)
         return min(sum(self._sent.copy().values()), total), total
-
-    @contextmanager
-    def _protect(self, step: int) -> Iterator[None]:
-        self.protected.add(("upload", step))
-        self._sent.clear()
-        try:
-            yield
-        finally:
-            self.protected.discard(("upload", step))
 
     def _report_problem(self, entry: CheckpointFolder, error: str) -> None:
         if self.problems.get(entry.step) != error:  # the same is said once
@@ -196,6 +189,7 @@ class Uploader:
     def _upload(self, entry: CheckpointFolder) -> None:
         started, manifest = time.perf_counter(), entry.manifest
         assert manifest is not None
+        self._sent.clear()
         data = (entry.path / MANIFEST).read_bytes()
         sent = 0
         if not self._is_there(entry.step, data):

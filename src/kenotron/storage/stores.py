@@ -50,7 +50,6 @@ class Store:
         self.url = url.rstrip("/")
         self._settings = settings or RemoteData()
         self._parts_at_once = parts_at_once
-        self._protocol = self.url.partition("://")[0]
         assert self._fs is not None
 
     @property
@@ -163,7 +162,7 @@ class Store:
             self._fs.makedirs(self.at(name).rpartition("/")[0], exist_ok=True)
 
     def _options(self, size: int) -> dict[str, Any]:
-        if self._protocol not in ("s3", "s3a"):
+        if not self.url.startswith(("s3://", "s3a://")):
             return {}
         return {"chunksize": part_size(size), "max_concurrency": self._parts_at_once}
 

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from kenotron.checkpoint import saving
 from kenotron.checkpoint.engine import Engine, Keep, Saved, Unsaved
-from kenotron.checkpoint.folders import verify_together
+from kenotron.checkpoint.folders import check_together
+from kenotron.checkpoint.manifest import read_manifest
 from kenotron.checkpoint.plan import Planner
 from kenotron.checkpoint.retention import prune_if_possible
 from kenotron.config.errors import CheckpointError
-from kenotron.parallel.ranks import run_on_rank0
+from kenotron.parallel.ranks import raise_on_any_rank, run_on_rank0
 
 if TYPE_CHECKING:
     from kenotron.config import Config
@@ -28,6 +29,8 @@ class SynchronousEngine(Engine):
     def save(self, root: Path, step: int, content: dict[str, Any], keep: Keep | None) -> list[Saved | Unsaved]:
         """Save, read back while the earlier checkpoints still exist, prune."""
         saved = saving.save(root, step, **content, open_file=self.open_file, planner=self.planner)
-        if self.verifies and (problems := verify_together(saved.path)):
-            raise CheckpointError("; ".join(problems))
+        if self.verifies:
+            files = raise_on_any_rank(lambda: read_manifest(saved.path)).files
+            if problems := check_together(saved.path, files):
+                raise CheckpointError("; ".join(problems))
         return [replace(saved, notes=run_on_rank0(lambda: prune_if_possible(root, keep)))]
