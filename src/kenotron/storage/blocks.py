@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from kenotron.config.errors import InputError
 from kenotron.config.remote import RemoteData
-from kenotron.storage.files import AtomicFile, cache_root, locked, temporary_beside
+from kenotron.storage.files import cache_root, locked, replace_file, temporary_beside
 
 CHECKSUM = 8
 LEFT_OVER = 24 * 3600.0
@@ -86,9 +86,8 @@ class BlockStore:
         with self._explained(), self._room(size):
             place.parent.mkdir(exist_ok=True)
             # The lock is held: no other process writes under this name.
-            with AtomicFile(place, durable=False, temporary=place.with_name(place.name + ".tmp")) as file:
-                file.write(data)
-                file.write(xxhash.xxh3_64_digest(data))
+            unfinished = place.with_name(f"{place.name}.tmp")
+            replace_file(place, data + xxhash.xxh3_64_digest(data), durable=False, temporary=unfinished)
 
     def mapped_file(self, name: str, size: int, fill: Callable[[BinaryIO], None], url: str) -> NDArray[np.uint8]:
         """A complete file ``[size]``, mapped; if it is not in the cache, `fill` writes it, in one process at a time.

@@ -1,7 +1,5 @@
 """Files on this machine: atomic and durable writes, and locks. One implementation of each.
 
-    with AtomicFile(folder / "a.ds") as file:      # written as a.ds.tmp-3f9c0a1b, synced, renamed
-        file.write(b"...")
     replace_file(root / "latest.txt", b"10")       # readers see the old content or the new, nothing else
     publish_folder(temporary, final)               # a folder appears complete, or not at all
     with locked(root / ".lock", timeout=60): ...   # the kernel frees it when its process dies
@@ -23,7 +21,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
-from types import TracebackType
 
 NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 """Errors of a file system without locks."""
@@ -81,61 +78,28 @@ def remove_leftovers(path: Path) -> None:
 # ---- files -------------------------------------------------------------------------------------------------
 
 
-class AtomicFile:
-    """A file that is written under a temporary name in the same folder and gets its own name when it is complete.
+def replace_file(path: Path, data: bytes, durable: bool = True, temporary: Path | None = None) -> None:
+    """Put `data` in `path`, atomically: it is written under a temporary name in the same folder, and renamed.
 
-    Leaving the `with` block publishes it; leaving by an error discards it. With `durable` False it is not synced: a
-    power failure may leave it empty or cut. `temporary` names the temporary file, so that a later try overwrites
-    what a killed process left.
+    With `durable` False it is not synced: a power failure may leave it empty or cut. `temporary` is the temporary name,
+    so that a later try overwrites what a killed process left.
     """
-
-    def __init__(self, path: Path, durable: bool = True, temporary: Path | None = None) -> None:
-        self.path, self.durable = path, durable
-        self.temporary = temporary or temporary_beside(path)
-        # Unbuffered: writes are large, and a full disk is reported by the write that fills it.
-        self._file = os.open(self.temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
-        self._is_open = True
-
-    def write(self, data: bytes | memoryview) -> None:
-        """Append all of `data`, also where the system writes less at once."""
-        left = memoryview(data)
-        while left:
-            left = left[os.write(self._file, left) :]
-
-    def publish(self) -> None:
-        """Sync the file, and give it its name."""
-        if self.durable:
-            os.fsync(self._file)
-        self._close()
-        os.rename(self.temporary, self.path)
-        if self.durable:
-            sync_folder(self.path.parent)
-
-    def discard(self) -> None:
-        """Remove the temporary file; nothing is left behind."""
-        self._close()
-        self.temporary.unlink(missing_ok=True)
-
-    def _close(self) -> None:
-        if self._is_open:
-            self._is_open = False
-            os.close(self._file)
-
-    def __enter__(self) -> AtomicFile:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    temporary = temporary or temporary_beside(path)
+    try:
+        file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         try:
-            if kind is None:
-                self.publish()
+            left = memoryview(data)
+            while left:  # the system may write less at once
+                left = left[os.write(file, left) :]
+            if durable:
+                os.fsync(file)
         finally:
-            self.discard()
-
-
-def replace_file(path: Path, data: bytes, durable: bool = True) -> None:
-    """Put `data` in `path`, atomically."""
-    with AtomicFile(path, durable) as file:
-        file.write(data)
+            os.close(file)
+        os.rename(temporary, path)
+        if durable:
+            sync_folder(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 # ---- folders -----------------------------------------------------------------------------------------------
