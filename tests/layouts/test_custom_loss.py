@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ import kenotron as kn
 from kenotron.config.errors import InputError
 from kenotron.kernels.attention import attention
 from kenotron.models import Context
-from kenotron.models.token_loss import load_loss, sum_of_losses
+from kenotron.models.token_loss import OwnLoss, load_loss
 from support.layout_runs import Problem, train_alone, train_on_layout
 from support.ranks import run_ranks
 from support.tiny_run import tiny_config, train_quietly
@@ -34,6 +36,39 @@ def test_a_custom_loss_is_the_same_on_every_layout(layout: str, reference: Path,
     expect_the_same(run_ranks(2, train_on_layout, SMOOTHED, layout, tmp_path, reference), reference)
 
 
+HEADLESS = {
+    negatives: Problem(
+        f"headless_{negatives}",
+        (f"model.loss={{name: headless, {keys}}}",),
+        model={"tie_word_embeddings": True, "z_loss_enabled": False},
+    )
+    for negatives, keys in {
+        "sequence": "negatives: sequence",
+        "block": "negatives: block, block_size: 4, temperature: 0.5",
+        "batch": "negatives: batch",
+    }.items()
+}
+
+
+@pytest.fixture(scope="module")
+def headless_alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    @cache
+    def train(negatives: str) -> Path:
+        return train_alone(HEADLESS[negatives], tmp_path_factory.mktemp(negatives))
+
+    return train
+
+
+@pytest.mark.cases(4)
+@pytest.mark.parametrize("negatives", HEADLESS)
+@pytest.mark.parametrize("layout", [*(each for each in LAYOUTS if "cp" not in each), "dp=2 accum=1"])
+def test_the_headless_loss_is_the_same_on_every_layout(
+    layout: str, negatives: str, headless_alone: Callable[[str], Path], tmp_path: Path
+) -> None:
+    reference = headless_alone(negatives)
+    expect_the_same(run_ranks(2, train_on_layout, HEADLESS[negatives], layout, tmp_path, reference), reference)
+
+
 def context(scale: float, weights: torch.Tensor | None = None) -> Context:
     """Of two sequences of three tokens."""
     return Context((2, 3), torch.arange(6), attention, loss_scale=scale, sequence_weights=weights)
@@ -46,9 +81,9 @@ def test_it_is_the_sum_over_tokens_with_a_label_and_validation_stays_cross_entro
     real = labels != -100
     losses, weights = smoothed(logits[real], labels[real]), torch.tensor([0.5, 2.0])
     weighted = losses @ weights[[0, 0, 1, 1]].double()
-    plain = sum_of_losses(smoothed, logits, labels, context(0.25))[0]
+    plain = OwnLoss(smoothed).of_logits(logits, labels, context(0.25))[0]
     assert plain.item() == pytest.approx(losses.sum().item() / 4, rel=1e-6)
-    found = sum_of_losses(smoothed, logits, labels, context(0.25, weights))[0]
+    found = OwnLoss(smoothed).of_logits(logits, labels, context(0.25, weights))[0]
     assert found.item() == pytest.approx(weighted.item() / 4, rel=1e-6)
 
     validate = ("tokens.val_check_interval=1", "tokens.limit_val_batches=1", "tokens.train_steps=1")
@@ -66,7 +101,7 @@ def test_what_is_no_loss_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"model.loss: expected a function at 'support.user_parts.__name__'"):
         load_loss("support.user_parts.__name__")
     with pytest.raises(InputError, match=r"a loss for every token, of shape \[3\], found \[\].*reduction='none'"):
-        sum_of_losses(mean_loss, torch.zeros(3, 4), torch.zeros(3, dtype=torch.int64), context(1.0))
+        OwnLoss(mean_loss).of_logits(torch.zeros(3, 4), torch.zeros(3, dtype=torch.int64), context(1.0))
     with pytest.raises(InputError, match=r"z_loss_enabled.* is part of cross entropy; expected false with model.loss"):
         tiny_config(tmp_path, PATH, "model.model_config.z_loss_enabled=true")
     with pytest.raises(InputError, match=r"model\.loss"):

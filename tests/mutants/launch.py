@@ -120,8 +120,8 @@ MUTANTS = [
     Mutant(
         name="states-of-adam-take-one-moment",
         file="launch/memory.py",
-        find='moments = 2.0 if factory.name != "sgd"',
-        replace='moments = 1.0 if factory.name != "sgd"',
+        find='"normuon") else 2.0',
+        replace='"normuon") else 1.0',
         why="a run is advised a size that does not fit",
         tests=("launch/test_memory.py::test_states_are_the_bytes_of_each_parameter",),
     ),

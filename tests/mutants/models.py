@@ -11,6 +11,30 @@ LOSS = ("kernels/test_linear_cross_entropy.py",)
 
 MUTANTS = [
     Mutant(
+        name="headless-negatives-of-the-micro-batch",
+        file="config/model.py",
+        find='        sizes = {"sequence": length, "block"',
+        replace='        sizes = {"sequence": sequences * length, "block"',
+        why="the headless loss depends on micro_batch_size and dp, as the original's does",
+        tests=("models/test_headless.py", "layouts/test_custom_loss.py"),
+    ),
+    Mutant(
+        name="headless-counts-what-has-no-label",
+        file="models/headless.py",
+        find="scores.masked_fill(here == IGNORED, ABSENT).logsumexp(1)",
+        replace="scores.logsumexp(1)",
+        why="masked tokens and padding are negatives of the headless loss, all as token 0",
+        tests=("models/test_headless.py",),
+    ),
+    Mutant(
+        name="headless-counts-of-the-own-rank",
+        file="training/step.py",
+        find='    return all_reduce(upload(counts, run.device, torch.float32), run.mesh.group("batch"))\n',
+        replace="    return upload(counts, run.device, torch.float32)\n",
+        why="negatives of the global batch are those of each data-parallel rank",
+        tests=("layouts/test_custom_loss.py",),
+    ),
+    Mutant(
         name="scores-of-mup-divided-by-the-root",
         file="models/parametrization.py",
         find='        if leaf == "q_proj":',

@@ -75,8 +75,8 @@ MUTANTS = [
     Mutant(
         name="the-rate-of-the-step-before",
         file="training/step.py",
-        find="rate = learning_rate(schedule, run.step + 1 - ",
-        replace="rate = learning_rate(schedule, run.step - ",
+        find="learning_rate_scheduler, run.step + 1 - ",
+        replace="learning_rate_scheduler, run.step - ",
         why="step t trains at the rate of step t - 1",
         tests=(f"{STEP}::test_the_learning_rate_is_applied_printed_and_written_alike",),
     ),
@@ -157,8 +157,8 @@ MUTANTS = [
     Mutant(
         name="a-fresh-schedule-at-the-old-step",
         file="training/step.py",
-        find="run.step + 1 - run.start.schedule_start, ",
-        replace="run.step + 1, ",
+        find="run.step + 1 - run.start.schedule_start\n",
+        replace="run.step + 1\n",
         why="a cooldown begins at the end of its own decay",
         tests=("training/test_restart_modes.py::test_a_mode_takes_what_it_says_and_nothing_else",),
     ),

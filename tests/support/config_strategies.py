@@ -169,13 +169,18 @@ def _agree(config: dict[str, Any]) -> dict[str, Any]:
         config["checkpoints"].update(resume_checkpoint_path="a/b", load_optimizer=True, load_lr_scheduler=True)
     if config["checkpoints"].get("resume_checkpoint_path") == config["checkpoints"]["checkpoints_path"]:
         config["checkpoints"]["resume_checkpoint_path"] = None  # it is left out when a YAML is loaded
-    _schedule(config["optimizer"]["learning_rate_scheduler"])
+    groups = config["optimizer"].get("param_groups") or []
+    for one in (config["optimizer"], *groups):
+        if one.get("learning_rate_scheduler"):
+            _schedule(one["learning_rate_scheduler"])
     if config.get("profiler"):
         config["tokens"]["train_steps"] = 10**10
     config["model"]["dtype"] = "float32"
     if config["optimizer"].get("stochastic_rounding"):
         config["model"]["dtype"] = "bfloat16"
         config["optimizer"].update(accumulate_grad_in_fp32=False, optimizer_factory={"name": "adamW"})
+        for group in groups:
+            group.pop("optimizer_factory", None)
     return config
 
 

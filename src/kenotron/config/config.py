@@ -17,7 +17,7 @@ from kenotron.config.errors import nearest
 from kenotron.config.evaluation import Evaluation
 from kenotron.config.general import General
 from kenotron.config.logging import Logging
-from kenotron.config.model import Model
+from kenotron.config.model import Headless, Model
 from kenotron.config.optimizer import Optimizer
 from kenotron.config.parallelism import CONTIGUOUS_METHODS, STRATEGIES, V_ENGINES, ZERO_BUBBLE_ENGINES, Parallelism
 from kenotron.config.profiler import Profiler
@@ -138,6 +138,7 @@ def problems_of(config: Config) -> list[Problem]:
     """(key, what is wrong) of keys that do not fit each other."""
     checks = (
         _check_decoder,
+        _check_headless,
         _check_loss,
         _check_rounding,
         _check_documents,
@@ -162,6 +163,25 @@ def _check_decoder(config: Config) -> Iterator[Problem]:
         yield from ((f"model.model_config.{name}", problem) for name, problem in model.shape_problems())
         yield from (("parallelism.tp", problem) for problem in model.tp_problems(tp))
         yield from (("parallelism.expert_parallel_size", problem) for problem in model.ep_problems(ep))
+
+
+def _check_headless(config: Config) -> Iterator[Problem]:
+    loss, length = config.model.loss, config.tokens.sequence_length
+    if not isinstance(loss, Headless):
+        return
+    architecture = config.model.architecture
+    if not isinstance(architecture, DecoderArchitecture) or architecture.family in ("hf", "module"):
+        yield "model.loss", "headless is for the families that are built in"
+    elif not architecture.tie_word_embeddings:
+        yield "model.model_config.tie_word_embeddings", "expected true: the headless loss has embeddings, and no head"
+    if getattr(architecture, "final_logit_softcapping", None) is not None:
+        yield "model.model_config.final_logit_softcapping", "expected null: the headless loss has no logits to bound"
+    if config.parallelism.context_parallel_size > 1:
+        yield "parallelism.context_parallel_size", "expected 1: the headless loss needs whole sequences"
+    if (loss.negatives == "block") != (loss.block_size is not None):
+        yield "model.loss.block_size", f"expected with negatives: block, and only then; found {loss.block_size}"
+    elif loss.block_size is not None and length % loss.block_size:
+        yield "model.loss.block_size", f"expected a divisor of sequence_length {length}, found {loss.block_size}"
 
 
 def _check_loss(config: Config) -> Iterator[Problem]:

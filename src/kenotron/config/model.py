@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import Tag
+from pydantic import Field, Tag
 
 from kenotron.config.architecture import Architecture
 from kenotron.config.decoder import DecoderArchitecture
@@ -67,6 +67,37 @@ class Parametrization(Section):
     base_depth: int = key("num_hidden_layers of that model.", ge=1, mark=OURS)
 
 
+class Headless(Section):
+    """The next token among a batch's own tokens, by their embeddings (Godey et al., 2023); no product with all."""
+
+    name: Literal["headless"] = key("Selects the headless loss.", mark=OURS)
+    negatives: Literal["sequence", "block", "batch", "micro_batch"] = key(
+        "Tokens that the next one is told from: those of the sequence, of block_size neighbours in it, or of the "
+        "global batch; micro_batch makes the loss depend on micro_batch_size and dp.",
+        "sequence",
+        mark=OURS,
+    )
+    block_size: int | None = key("Tokens of a block; divides sequence_length.", None, ge=2, mark=OURS)
+    temperature: float = key("Scores are divided by it.", 1.0, gt=0, mark=OURS)
+
+    def tokens_of_a_set(self, sequences: int, length: int) -> int | None:
+        """How many tokens of a micro-batch a token is told from; None: all of the vocabulary."""
+        sizes = {"sequence": length, "block": self.block_size, "micro_batch": sequences * length}
+        return sizes.get(self.negatives)
+
+
+def _choose_loss(value: Any) -> str | None:
+    if isinstance(value, dict | Headless):
+        return "(headless)"
+    return "(dotted)" if isinstance(value, str) and "." in value else None
+
+
+Loss = Annotated[
+    Annotated[Annotated[str, Field(pattern=r"\.")], Tag("(dotted)")] | Annotated[Headless, Tag("(headless)")],
+    by_rule(_choose_loss, "{name: headless}, or a dotted path such as my_module.name", ("headless",)),
+]
+
+
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]  # a run trains in the first two
 DTYPE_NAMES = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16", "half": "float16", "fp64": "float64"}
 _dtype_rule = also_called(DTYPE_NAMES, "bfloat16", get_args(Dtype), "bfloat16 or float32")
@@ -91,11 +122,10 @@ class Model(Section):
     make_vocab_size_divisible_by: int = key(
         "Pad the vocabulary in memory to a multiple of this times tp. Padding is never saved or predicted.", 1, ge=1
     )
-    loss: str | None = key(
-        "Dotted path of the training loss: f(logits, labels) → a loss for every token. null: cross entropy, without "
-        "holding all logits in memory. Validation always uses cross entropy.",
+    loss: Loss | None = key(
+        "The training loss: {name: headless}, or the dotted path of f(logits, labels) → a loss for every token. null: "
+        "cross entropy, without holding all logits in memory. Validation always uses cross entropy.",
         None,
-        pattern=r"\.",
         mark=OURS,
     )
     ddp_bucket_cap_mb: int = key("Gradient bucket size of the all-reduce at zero_stage 0, in MiB.", 25, ge=1)

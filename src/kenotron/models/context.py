@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kenotron.models.token_loss import TokenLoss
+    from kenotron.models.token_loss import TrainingLoss
 
 
 class RecurrentStates(Protocol):
@@ -73,7 +73,7 @@ class Context:
     sequence_scale: float = 0.0  # 1 / sequences of the global batch: for losses that are means over sequences
     sum_over_sequence: Callable[[Tensor], Tensor] | None = None  # in place, over the ranks that share sequences (cp)
     counted: Tensor | None = None  # 0 in recomputation, whose tokens were counted before, 1 in the pass before it
-    loss: TokenLoss | None = None  # the config's training loss; None: cross entropy
+    loss: TrainingLoss | None = None  # the config's training loss; None: cross entropy
     states: RecurrentStates | None = None  # generation's memory of recurrent layers; None: they begin at zero
     passing: StatePassing | None = None  # context parallelism of recurrent layers; None: whole sequences
     tokens: Tensor | None = None  # [tokens], for layers that look them up; `Decoder` and the pipeline's stages set it

@@ -39,7 +39,7 @@ from kenotron.models.module_state import Recomputed, put_back, recomputed
 from kenotron.models.part import ModelPart
 from kenotron.models.plan import modules
 from kenotron.models.recomputation import Recompute, checkpoint_options
-from kenotron.models.token_loss import sum_of_losses
+from kenotron.models.token_loss import OwnLoss
 
 if TYPE_CHECKING:
     from kenotron.models.foreign import Foreign, ForeignArchitecture
@@ -95,7 +95,7 @@ class ForeignModel(Decoder):
         logits = self.logits(tokens.view(ctx.shape), ctx, self.compute_dtype).flatten(0, 1)
         if labels is None:
             return logits if ctx.logits_to_keep is None else logits[ctx.logits_to_keep]
-        return sum_of_losses(ctx.loss or _cross_entropy, logits, labels, ctx)
+        return (ctx.loss or OwnLoss(_cross_entropy)).of_logits(logits, labels, ctx)
 
     def logits(self, tokens: Tensor, ctx: Context, dtype: torch.dtype) -> Tensor:
         """``[sequences, length]`` → ``[sequences, length, vocab]``, computed in `dtype`."""

@@ -1,4 +1,4 @@
-"""A training loss of your own: `model.loss` names a function of logits and labels.
+"""A training loss of your own: `model.loss` names a function of logits and labels. (`headless` has its own module.)
 
     def label_smoothing(logits, labels):                # logits [tokens, vocab] fp32, labels [tokens], -100: no loss
         return F.cross_entropy(logits, labels, reduction="none", label_smoothing=0.1)             # [tokens]
@@ -12,7 +12,7 @@ over gathered logits. All logits of a micro-batch are then in memory in fp32, wh
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -23,32 +23,65 @@ from kenotron.kernels.linear_cross_entropy import IGNORED
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from kenotron.config.model import Headless
     from kenotron.models.context import Context
 
 TokenLoss = Callable[["Tensor", "Tensor"], "Tensor"]
+HEADLESS = "kenotron.models.headless.HeadlessLoss"  # imported where a config asks for it
 
 
-def load_loss(path: str | None) -> TokenLoss | None:
-    """The function behind `model.loss`; None for cross entropy. Raises `InputError` where there is none at `path`."""
-    if path is None:
+class TrainingLoss(Protocol):
+    """What a head computes in training in the place of cross entropy: (the weighted sum of losses, its z part)."""
+
+    needs_logits: bool
+
+    def of_hidden(self, hidden: Tensor, weight: Tensor, labels: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
+        """From hidden states ``[tokens, hidden]`` and the head's `weight`; never called with `needs_logits`."""
+        ...
+
+    def of_logits(self, logits: Tensor, labels: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
+        """From all logits ``[tokens, vocab]``."""
+        ...
+
+
+class OwnLoss:
+    """A loss that is a function of logits and labels."""
+
+    needs_logits = True
+
+    def __init__(self, function: TokenLoss) -> None:
+        self.function = function
+
+    def of_hidden(self, hidden: Tensor, weight: Tensor, labels: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
+        """There is none."""
+        raise NotImplementedError
+
+    def of_logits(self, logits: Tensor, labels: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
+        """Raises `InputError` unless the function returns one number for every token."""
+        losses = self.function(logits.float(), labels)
+        if losses.shape != labels.shape:
+            raise InputError(
+                f"model.loss: expected a loss for every token, of shape {list(labels.shape)}, found "
+                f"{list(losses.shape)}; torch's functions return that with reduction='none'"
+            )
+        return sum_of_losses(losses.float(), labels, ctx)
+
+
+def load_loss(setting: str | Headless | None) -> TrainingLoss | None:
+    """What `model.loss` names; None for cross entropy. Raises `InputError` where there is no function at a path."""
+    if setting is None:
         return None
-    found = import_dotted(path, "model.loss")
+    if not isinstance(setting, str):
+        loss: TrainingLoss = import_dotted(HEADLESS, "model.loss")(setting)
+        return loss
+    found = import_dotted(setting, "model.loss")
     if not callable(found):
-        raise InputError(f"model.loss: expected a function at '{path}', found {found!r}")
-    return found
+        raise InputError(f"model.loss: expected a function at '{setting}', found {found!r}")
+    return OwnLoss(found)
 
 
-def sum_of_losses(loss: TokenLoss, logits: Tensor, labels: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
-    """(the sum of `loss` over tokens that have a label, weighted as `ctx` says; its z part, 0), as a head returns them.
-
-    Raises `InputError` unless `loss` returns one number for every token.
-    """
-    losses = loss(logits.float(), labels)
-    if losses.shape != labels.shape:
-        raise InputError(
-            f"model.loss: expected a loss for every token, of shape {list(labels.shape)}, found {list(losses.shape)}; "
-            "torch's functions return that with reduction='none'"
-        )
-    losses = torch.where(labels == IGNORED, 0.0, losses.float())
+def sum_of_losses(losses: Tensor, labels: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
+    """(the sum of `losses` over tokens that have a label, weighted as `ctx` says; its z part, 0)."""
+    losses = torch.where(labels == IGNORED, 0.0, losses)
     total = (losses if ctx.token_weights is None else losses * ctx.token_weights).sum() * ctx.loss_scale
     return total, torch.zeros_like(total)

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from kenotron.config.errors import InputError
 from kenotron.interop.sources import initial_tensors, open_source
+from kenotron.models.token_loss import OwnLoss
 from kenotron.observers.validation import evaluate, evaluating
 from kenotron.parallel.collectives import all_reduce
 from kenotron.parallel.ranks import run_on_rank0
@@ -164,5 +165,5 @@ def _token_losses(run: Run, micro_batch: MicroBatch) -> Tensor | None:
         found.append(F.cross_entropy(logits, labels, reduction="none"))
         return found[0]
 
-    evaluate(run, replace(micro_batch, ctx=replace(micro_batch.ctx, loss=keep)))
+    evaluate(run, replace(micro_batch, ctx=replace(micro_batch.ctx, loss=OwnLoss(keep))))
     return found[0] if found else None

@@ -50,7 +50,6 @@ from kenotron.models.blocks.linear import Embedding
 from kenotron.models.blocks.norm import GroupRMSNorm, RMSNorm
 from kenotron.models.decoder import Decoder
 from kenotron.models.plan import modules
-from kenotron.models.token_loss import sum_of_losses
 from kenotron.parallel import fused
 from kenotron.parallel.collectives import (
     Started,
@@ -453,7 +452,7 @@ class VocabParallelHead(_VocabParallel):
             return bounded(unshard_columns(linear(hidden, weight), group)[:, : self.vocab_size], self.softcap)
         if ctx.loss is not None:
             logits = bounded(unshard_columns(linear(hidden, weight), group)[:, : self.vocab_size], self.softcap)
-            return sum_of_losses(ctx.loss, logits, labels, ctx)
+            return ctx.loss.of_logits(logits, labels, ctx)
         ranks = VocabularyRanks(
             self.first, lambda x: all_reduce(x, group, dist.ReduceOp.MAX), lambda x: all_reduce(x, group)
         )

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from kenotron.config.errors import RunFailed
+from kenotron.config.model import Headless
 from kenotron.models import flops_per_token
 from kenotron.models.plan import modules
 from kenotron.models.recomputation import Recompute, flops_again
@@ -53,12 +54,18 @@ class FlopsPerToken:
     hardware_factor: float
 
     @classmethod
-    def of(cls, model: Decoder, length: int, recompute: Recompute) -> FlopsPerToken:
-        """FLOPs of `model` per token on sequences of `length` tokens; `recompute`: its blocks run forward twice."""
-        forward = flops_per_token(model, length, causal=False)
+    def of(cls, model: Decoder, length: int, recompute: Recompute, scored: int | None = None) -> FlopsPerToken:
+        """FLOPs of `model` per token on sequences of `length` tokens; `recompute`: its blocks run forward twice.
+
+        `scored`: the tokens that the next one is told from; None: the vocabulary.
+        """
+        unscored = 0 if scored is None else model.config.vocab_size - scored
+        spared = 2.0 * unscored * model.config.hidden_size
+        forward = flops_per_token(model, length, causal=False) - spared
         blocks = modules(model, model.plan.blocks)  # embedding and head are computed only once
         again = sum(flops_again(block, model.config, recompute, length, causal=False) for _, block in blocks)
-        return cls(3 * forward, flops_per_token(model, length, causal=True) / forward, 1 + again / (3 * forward))
+        causal = flops_per_token(model, length, causal=True) - spared
+        return cls(3 * forward, causal / forward, 1 + again / (3 * forward))
 
 
 @dataclass(frozen=True)
@@ -124,7 +131,16 @@ class Metrics(Hook):
             self.file = path.open("a", buffering=1)
         recompute = run.config.parallelism.recompute_layer
         lengths = {length for stage in run.data.stages for _, length in stage.lengths}
-        self.work = {length: FlopsPerToken.of(run.skeleton, length, recompute) for length in lengths}
+        sequences, loss = run.config.tokens.micro_batch_size, run.config.model.loss
+        self.work = {
+            length: FlopsPerToken.of(
+                run.skeleton,
+                length,
+                recompute,
+                loss.tokens_of_a_set(sequences, length) if isinstance(loss, Headless) else None,
+            )
+            for length in lengths
+        }
         self.world = run.config.parallelism.world_size
 
     def after_validation(self, run: Run, result: ValidationResult) -> None:

@@ -17,16 +17,17 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from kenotron.kernels.attentions.documents import bound_of_documents
 from kenotron.models import Context, MicroBatch, named_parameters
 from kenotron.models.decoder import Decoder
-from kenotron.models.token_loss import TokenLoss, load_loss
+from kenotron.models.token_loss import TrainingLoss, load_loss
 from kenotron.optim.clip import clip_gradients, decides_alone, step_where_finite
 from kenotron.optim.groups import set_learning_rates
 from kenotron.parallel import data as data_parallel
@@ -101,6 +102,8 @@ def train_step(run: Run, batches: Sequence[TokenBatch]) -> StepResult:
 def forward_backward(run: Run, batches: Sequence[TokenBatch], loss_scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of the global mean loss into ``.grad``; returns (loss, its z part), summed over ranks."""
     loss = load_loss(run.config.model.loss)
+    if getattr(run.config.model.loss, "negatives", None) == "batch":
+        loss = replace(loss, counts=_counts_of_labels(run, batches))  # type: ignore[type-var]  # a dataclass
     sequences = sum(len(batch.tokens) for batch in batches) * run.mesh.degree("batch")
     micro_batches = (to_device(batch, run, loss_scale, 1.0 / sequences, loss) for batch in batches)
     if run.pipeline is not None:
@@ -113,6 +116,13 @@ def forward_backward(run: Run, batches: Sequence[TokenBatch], loss_scale: float)
         run.pipeline.sum_tied_gradients()
     all_reduce(total, run.mesh.group("loss"))
     return total[0], total[1]
+
+
+def _counts_of_labels(run: Run, batches: Sequence[TokenBatch]) -> torch.Tensor:
+    """How often each token is a label of the global batch ``[vocab]``."""
+    labels = np.concatenate([batch.labels.ravel() for batch in batches])
+    counts = np.bincount(labels[labels >= 0], minlength=run.config.model.decoder.vocab_size)
+    return all_reduce(upload(counts, run.device, torch.float32), run.mesh.group("batch"))
 
 
 class Numbers:
@@ -162,7 +172,7 @@ def count_real_tokens(run: Run, batches: Sequence[TokenBatch]) -> int:
 
 
 def to_device(
-    batch: TokenBatch, run: Run, loss_scale: float = 1.0, sequence_scale: float = 0.0, loss: TokenLoss | None = None
+    batch: TokenBatch, run: Run, loss_scale: float = 1.0, sequence_scale: float = 0.0, loss: TrainingLoss | None = None
 ) -> MicroBatch:
     """The torch side of a numpy batch: token-flat, on the run's device, with everything that blocks may read.
 

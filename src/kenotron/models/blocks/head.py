@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from kenotron.kernels.linear_cross_entropy import linear_cross_entropy
 from kenotron.kernels.products import linear
 from kenotron.models.context import Context
-from kenotron.models.token_loss import sum_of_losses
 
 
 def bounded(logits: Tensor, softcap: float | None) -> Tensor:
@@ -43,9 +42,10 @@ class LMHead(nn.Module):
         if labels is None:
             logits = linear(hidden if ctx.logits_to_keep is None else hidden[ctx.logits_to_keep], weight)
             return bounded(logits if logits.shape[1] == self.vocab_size else logits[:, : self.vocab_size], self.softcap)
+        if ctx.loss is not None and ctx.loss.needs_logits:
+            return ctx.loss.of_logits(bounded(linear(hidden, weight)[:, : self.vocab_size], self.softcap), labels, ctx)
         if ctx.loss is not None:
-            logits = bounded(linear(hidden, weight)[:, : self.vocab_size], self.softcap)
-            return sum_of_losses(ctx.loss, logits, labels, ctx)
+            return ctx.loss.of_hidden(hidden, weight, labels, ctx)
         return linear_cross_entropy(
             hidden,
             weight,

@@ -1,0 +1,147 @@
+"""The headless loss against its formula in float64, and what a run with it needs."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kenotron.config.errors import InputError
+from kenotron.config.model import Headless
+from kenotron.kernels.attention import attention
+from kenotron.models import Context
+from kenotron.models.headless import HeadlessLoss
+from kenotron.training.metrics import FlopsPerToken
+from support.tiny_run import tiny_config, train_quietly
+
+VOCAB, WIDTH, SHAPE = 11, 6, (2, 8)
+TIED = "model.model_config.tie_word_embeddings=true"
+
+
+def context(shape: tuple[int, int] = SHAPE, weights: Tensor | None = None, scale: float = 0.5) -> Context:
+    return Context(shape, torch.arange(shape[0] * shape[1]), attention, loss_scale=scale, sequence_weights=weights)
+
+
+def loss_of(counts: Tensor | None = None, **keys: Any) -> HeadlessLoss:
+    return HeadlessLoss(Headless(name="headless", **keys), counts)
+
+
+def inputs(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(16, WIDTH, generator=generator)
+    weight = torch.randn(VOCAB, WIDTH, generator=generator)
+    labels = torch.randint(VOCAB, (16,), generator=generator)
+    labels[[2, 3, 9]] = -100
+    return hidden.requires_grad_(), weight.requires_grad_(), labels
+
+
+def by_hand(hidden: Tensor, weight: Tensor, labels: Tensor, size: int, temperature: float = 1.0) -> Tensor:
+    """Losses in float64, each over the set of `size` neighbours that it is in; 0 without a label."""
+    h, e = hidden.double(), weight.double()
+    losses = []
+    for i, label in enumerate(labels.tolist()):
+        start = i // size * size
+        others = [j for j in labels[start : start + size].tolist() if j >= 0]
+        scores = torch.stack([h[i] @ e[j] for j in others]) / temperature if others else h[:0, 0]
+        losses.append(scores.logsumexp(0) - h[i] @ e[label] / temperature if label >= 0 else h[i].sum() * 0)
+    return torch.stack(losses)
+
+
+def test_the_vector_of_two_tokens() -> None:
+    """h = (1, 2), e = (1, -1), one dimension: 2.072539 in one set, 0 in two."""
+    hidden, weight, labels = torch.tensor([[1.0], [2.0]]), torch.tensor([[1.0], [-1.0]]), torch.tensor([0, 1])
+    one = loss_of().of_hidden(hidden, weight, labels, context((1, 2)))[0]
+    assert one.item() == pytest.approx(2.072539, abs=1e-6)
+    assert loss_of().of_hidden(hidden, weight, labels, context((2, 1)))[0].item() == 0.0
+
+
+@pytest.mark.parametrize(
+    ("keys", "size"),
+    [({}, 8), ({"negatives": "block", "block_size": 4}, 4), ({"negatives": "micro_batch", "temperature": 0.7}, 16)],
+    ids=str,
+)
+def test_losses_and_gradients_follow_the_formula(keys: dict[str, Any], size: int) -> None:
+    hidden, weight, labels = inputs()
+    weights = torch.tensor([0.5, 2.0])
+    expected = by_hand(hidden, weight, labels, size, keys.get("temperature", 1.0))
+    expected = 0.5 * (expected * weights.double().repeat_interleave(8)).sum()
+    wanted = torch.autograd.grad(expected, (hidden, weight))
+    for found in (
+        loss_of(**keys).of_hidden(hidden, weight, labels, context(weights=weights)),
+        loss_of(**keys).of_logits(F.linear(hidden, weight), labels, context(weights=weights)),
+    ):
+        assert found[0].item() == pytest.approx(expected.item(), rel=1e-5)
+        assert found[1].item() == 0.0
+        for gradient, reference in zip(torch.autograd.grad(found[0], (hidden, weight)), wanted, strict=True):
+            torch.testing.assert_close(gradient, reference, rtol=1e-4, atol=1e-5)
+
+
+def test_negatives_of_the_batch_are_those_of_one_set_of_all() -> None:
+    """Counts of a global batch of one micro-batch: the loss of `micro_batch`."""
+    hidden, weight, labels = inputs()
+    counts = torch.bincount(labels[labels >= 0], minlength=VOCAB).float()
+    expected = loss_of(negatives="micro_batch").of_hidden(hidden, weight, labels, context())[0]
+    of_batch = loss_of(counts, negatives="batch")
+    padded = F.pad(weight, (0, 0, 0, 3), value=9.0)  # rows that pad the vocabulary
+    for found in (
+        of_batch.of_hidden(hidden, padded, labels, context())[0],
+        of_batch.of_logits(F.linear(hidden, weight), labels, context())[0],
+    ):
+        assert found.item() == pytest.approx(expected.item(), rel=1e-5)
+        for a, b in zip(
+            *(torch.autograd.grad(each, (hidden, weight), retain_graph=True) for each in (found, expected)), strict=True
+        ):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_flops_count_the_tokens_of_a_set(tmp_path: Path) -> None:
+    """Three times 2 x hidden FLOPs for each row of the head that is not multiplied by."""
+    run = train_quietly(tiny_config(tmp_path, TIED, "tokens.train_steps=1"))
+    plain, headless = (FlopsPerToken.of(run.skeleton, 16, False, scored) for scored in (None, 16))
+    config = run.skeleton.config
+    assert plain.flops - headless.flops == 3 * 2 * config.hidden_size * (config.vocab_size - 16)
+    assert plain.flops * plain.causal_share - headless.flops * headless.causal_share == pytest.approx(
+        plain.flops - headless.flops
+    )
+
+
+def test_a_set_without_labels_costs_nothing() -> None:
+    hidden, weight, labels = inputs()
+    labels[:8] = -100
+    loss = loss_of().of_hidden(hidden, weight, labels, context())[0]
+    loss.backward()
+    assert loss.item() == pytest.approx(0.5 * by_hand(hidden, weight, labels, 8).sum().item(), rel=1e-5)
+    assert hidden.grad is not None
+    assert hidden.grad[:8].abs().sum() == 0
+
+
+def test_headless_then_a_head_of_the_embeddings(tmp_path: Path) -> None:
+    """A run with a head of its own begins with the embeddings as its head (Gapetron's --init_head)."""
+    run = train_quietly(tiny_config(tmp_path / "a", TIED, "model.loss={name: headless}", "tokens.train_steps=8"))
+    assert run.last_metrics["lm_loss"] == pytest.approx(math.log(16), abs=0.3)  # random tokens, one of 16
+    path = f"model.init_method={{path: {tmp_path}/a/checkpoints/8}}"
+    still = "optimizer.learning_rate_scheduler={learning_rate: 1.0e-12}"
+    follow = train_quietly(tiny_config(tmp_path / "b", path, still, "tokens.train_steps=1"))
+    weights = dict(follow.parts[0].named_parameters())
+    torch.testing.assert_close(weights["lm_head.weight"], weights["model.embed_tokens.weight"], rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["model.loss=headless"], r"model.loss: expected \{name: headless\}, or a dotted path .*found 'headless'"),
+        (["model.loss={name: headles}"], r"model.loss.name: .*'headless'"),
+        (["model.loss={name: headless}"], "tie_word_embeddings: expected true: the headless loss has embeddings"),
+        ([TIED, "model.loss={name: headless, negatives: block}"], "block_size: expected with negatives: block"),
+        ([TIED, "model.loss={name: headless, negatives: block, block_size: 5}"], "a divisor of sequence_length"),
+        ([TIED, "model.loss={name: headless}", "parallelism.context_parallel_size=2"], "needs whole sequences"),
+    ],
+)
+def test_what_does_not_fit_is_one_line(tmp_path: Path, overrides: list[str], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        tiny_config(tmp_path, *overrides)
