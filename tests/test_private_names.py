@@ -32,7 +32,6 @@ NAMES = {
     "torch.distributed.distributed_c10d._set_pg_timeout": "parallel/torch_internals.py",
     "torch.distributed.distributed_c10d._world.pg_map": "parallel/torch_internals.py",
     "torch.distributed.distributed_c10d._world.pg_names.items": "parallel/torch_internals.py",
-    "torch.distributed._symmetric_memory": "parallel/fused.py",
     "torch.ops._c10d_functional": "parallel/collectives.py",
     "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu": "kernels/attention.py launch/memory.py",
     "torch.ops.aten._softmax_backward_data.out": "kernels/attention.py",

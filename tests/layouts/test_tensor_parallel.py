@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed._symmetric_memory as symmetric
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,7 +20,7 @@ from kenotron.models.decoder import Decoder
 from kenotron.models.families.llama import LlamaArchitecture
 from kenotron.models.part import ModelPart
 from kenotron.optim.clip import clip_gradients
-from kenotron.parallel import data, fused, tensor
+from kenotron.parallel import data, tensor
 from kenotron.parallel.collectives import unshard_tokens
 from kenotron.parallel.mesh import build_mesh
 from kenotron.parallel.shards import shard_of
@@ -51,7 +49,6 @@ class Case:
     zero_stage: int = 0
     layout: tuple[tuple[str, int], ...] = (("tp", 2),)
     dtype: torch.dtype = torch.float32
-    fused: bool = False
 
     def model(self) -> Decoder:
         config = LlamaArchitecture(
@@ -167,17 +164,9 @@ def split_model(case: Case) -> tuple[Decoder, Any]:
     degrees = dict(case.layout)
     mesh = build_mesh(degrees, torch.distributed.get_world_size(), "cpu")
     model = case.model()
-    if case.fused:
-        give_fused_operators_to_cpu()
-    with patch.object(fused, "available", return_value=case.fused):
-        tensor.apply(
-            model,
-            model.plan,
-            mesh,
-            mode=case.mode,
-            asynchronous=case.asynchronous,
-            recompute_allgather=case.regather,
-        )
+    tensor.apply(
+        model, model.plan, mesh, mode=case.mode, asynchronous=case.asynchronous, recompute_allgather=case.regather
+    )
     if case.compiled:
         torch._dynamo.reset()
         for block in model.model.layers.values():
@@ -185,17 +174,6 @@ def split_model(case: Case) -> tuple[Decoder, Any]:
     blocks = list(model.model.layers.values())
     data.apply(model, blocks, mesh, zero_stage=case.zero_stage, compute_dtype=case.dtype)
     return fill(model), mesh
-
-
-def give_fused_operators_to_cpu() -> None:
-    """Torch's own plain formulas of the operators (its fall-backs) as their CPU kernels, in this rank from now on."""
-    formulas = {
-        "fused_all_gather_matmul": symmetric._fused_all_gather_matmul_fallback,
-        "fused_matmul_reduce_scatter": symmetric._fused_matmul_reduce_scatter_fallback,
-    }
-    for operator, formula in formulas.items():
-        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"symm_mem::{operator}", "CPU"):
-            torch.library.impl(f"symm_mem::{operator}", "CPU")(formula)
 
 
 def split_rank(rank: int, case: Case) -> Outcome:
@@ -274,17 +252,6 @@ def test_in_bf16_it_is_one_process_up_to_bf16(mode: str) -> None:
     check(Case(mode=mode, asynchronous=True, dtype=torch.bfloat16), gradient_limit=2e-2, loss_limit=1e-3)
 
 
-@pytest.mark.parametrize("regather", [False, True])
-@pytest.mark.parametrize("options", [MODELS[2], MODELS[3]], ids=name)
-def test_fused_products_have_one_process_gradients(regather: bool, options: dict[str, Any]) -> None:
-    check(Case(mode="REDUCE_SCATTER", asynchronous=True, fused=True, regather=regather, **options))
-
-
-@pytest.mark.slow
-def test_compiled_blocks_with_fused_products() -> None:
-    check(Case(mode="REDUCE_SCATTER", asynchronous=True, fused=True, bias=True, compiled="aot_eager"))
-
-
 # What travels --------------------------------------------------------------------------------------
 
 
@@ -296,7 +263,7 @@ class Collectives(TorchDispatchMode):
         self.seen: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        if func.namespace in ("_c10d_functional", "c10d", "symm_mem") and "wait" not in str(func):
+        if func.namespace in ("_c10d_functional", "c10d") and "wait" not in str(func):
             self.seen[func._schema.name.split("::")[1].rstrip("_")] += 1
         return func(*args, **(kwargs or {}))
 
@@ -331,23 +298,6 @@ def test_a_layer_on_token_shards_gathers_and_scatters_twice(asynchronous: bool, 
         # on CPU a reduce-scatter is an exchange of summands, which each rank adds up
         assert forward == {"all_gather_into_tensor": 4, "all_to_all_single": 4}
         assert backward == {"all_gather_into_tensor": 8 if regather else 4, "all_to_all_single": 4}
-
-
-@pytest.mark.parametrize("regather", [False, True])
-def test_fused_products_take_the_place_of_every_collective_that_a_product_can_hide(regather: bool) -> None:
-    case = Case(mode="REDUCE_SCATTER", asynchronous=True, fused=True, regather=regather)
-    for forward, backward in run_ranks(2, counting_rank, case):
-        assert forward == {"fused_all_gather_matmul": 4, "fused_matmul_reduce_scatter": 4}
-        gathers = {"all_gather_into_tensor": 4} if regather else {}  # behind the gradient's own product
-        assert backward == {"fused_all_gather_matmul": 4, "all_to_all_single": 4} | gathers
-
-
-def test_without_gpus_that_reach_each_other_nothing_is_fused() -> None:
-    assert run_ranks(2, availability) == [False, False]
-
-
-def availability(rank: int) -> bool:
-    return fused.available(torch.distributed.group.WORLD)  # type: ignore[arg-type]
 
 
 def saved_rank(rank: int, case: Case) -> int:

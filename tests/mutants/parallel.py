@@ -377,10 +377,4 @@ NOT_COUNTED = [
         file="parallel/collectives.py",
         why="gloo sums by an all-to-all and an addition; torch's own reduce-scatter runs on accelerators only",
     ),
-    NotCounted(
-        name="async-tp-products-on-gpus",
-        file="parallel/fused.py",
-        why="torch's symmetric-memory operators need GPUs that reach each other's memory; shapes and gradients are "
-        "tested with stand-ins",
-    ),
 ]

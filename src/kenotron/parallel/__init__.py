@@ -6,7 +6,6 @@ data.py               data parallelism and ZeRO: gradient buckets, or FSDP2
 tensor.py             tensor and sequence parallelism: column, row and vocabulary layers
 collectives.py        collectives as autograd functions; sums of numbers that the host has
 shared_memory.py      the same and gradient sums between ranks of one machine, on CPUs
-fused.py              products that overlap with their collective, on GPUs
 tensor_labels.py      what its modules share: their ranks, and the part of a weight that a rank holds
 partial_gradients.py  weights that a plan leaves out, whose gradient would be one rank's part
 experts.py            expert parallelism: tokens sent to the ranks of their experts

@@ -50,7 +50,6 @@ from kenotron.models.blocks.linear import Embedding
 from kenotron.models.blocks.norm import GroupRMSNorm, RMSNorm
 from kenotron.models.decoder import Decoder
 from kenotron.models.plan import modules
-from kenotron.parallel import fused
 from kenotron.parallel.collectives import (
     Started,
     all_reduce,
@@ -93,9 +92,8 @@ def apply(
     activations: `parallel.partial_gradients` refuses a model in which it would not, before anything is built.
 
     `mode`: ALL_REDUCE or REDUCE_SCATTER, as pictured above. `asynchronous`: backward computes weight gradients while
-    the gradient of their input is being summed; and with REDUCE_SCATTER, on GPUs that reach each other's memory, the
-    products before and after a collective hide it (`parallel.fused`). `recompute_allgather`: REDUCE_SCATTER keeps the
-    input of column layers as the rank's own tokens and gathers it again in backward, instead of keeping all of it.
+    the gradient of their input is being summed. `recompute_allgather`: REDUCE_SCATTER keeps the input of column layers
+    as the rank's own tokens and gathers it again in backward, instead of keeping all of it.
 
     Raises InputError: a weight, or the heads in it, that tp does not divide; a module that has no parallel version.
     """
@@ -209,7 +207,7 @@ class ColumnParallelLinear(nn.Module):
         weights = [rows_here(linear.weight, linear.rows).to(x.dtype) for linear in linears]
         biases = [None if each.bias is None else rows_here(each.bias, each.rows).to(x.dtype) for each in linears]
         keep_whole = not (sequence and settings.recompute_allgather)
-        how = (sequence, settings.asynchronous, keep_whole, sequence and settings.fused)
+        how = (sequence, settings.asynchronous, keep_whole)
         return _ColumnProducts.apply(x, settings.group, *how, *weights, *biases)
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
@@ -276,16 +274,11 @@ class _ColumnProducts(torch.autograd.Function):
         sequence: bool,
         asynchronous: bool,
         keep: bool,
-        hides: bool,
         *parameters: Any,
     ) -> Any:
         weights, biases = parameters[: len(parameters) // 2], parameters[len(parameters) // 2 :]
-        if hides:
-            whole, products = fused.gather_and_multiply(x, [weight.t() for weight in weights], group, keep)
-            outputs = [y if bias is None else y.add_(bias) for y, bias in zip(products, biases)]
-        else:
-            whole = finish(start_gather(x, group)) if sequence else x
-            outputs = [linear(whole, weight, bias) for weight, bias in zip(weights, biases)]
+        whole = finish(start_gather(x, group)) if sequence else x
+        outputs = [linear(whole, weight, bias) for weight, bias in zip(weights, biases)]
         ctx.save_for_backward(whole if keep else x, *weights)
         ctx.group, ctx.sequence, ctx.asynchronous, ctx.keep = group, sequence, asynchronous, keep
         return tuple(outputs)
@@ -293,7 +286,7 @@ class _ColumnProducts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         x, *weights = ctx.saved_tensors
-        needs_x, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[6:]
+        needs_x, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[5:]
         gather, reduce = start_gather, start_reduce_scatter if ctx.sequence else start_sum
         if not ctx.asynchronous:
             gather, reduce = _at_once(gather), _at_once(reduce)
@@ -302,7 +295,7 @@ class _ColumnProducts(torch.autograd.Function):
         flat_x, flat = finish(whole).flatten(0, -2), [grad.flatten(0, -2) for grad in grads]
         d_weights = [rows_by_rows(dy, flat_x) if need else None for dy, need in zip(flat, needs)]
         d_biases = [dy.sum(0) if need else None for dy, need in zip(flat, needs[len(weights) :])]
-        return None if dx is None else finish(dx), None, None, None, None, None, *d_weights, *d_biases
+        return None if dx is None else finish(dx), None, None, None, None, *d_weights, *d_biases
 
 
 def _under_autocast(x: Tensor) -> Tensor:
@@ -346,8 +339,7 @@ class RowParallelLinear(nn.Module):
         """x → the product summed over ranks, all of it or this rank's tokens."""
         x = _under_autocast(x)
         sequence = self.settings.sequence and self.training
-        hides = sequence and self.settings.fused
-        y = _RowProduct.apply(x, local_part(self.weight).to(x.dtype), self.settings.group, sequence, hides)
+        y = _RowProduct.apply(x, local_part(self.weight).to(x.dtype), self.settings.group, sequence)
         if self.bias is None:
             return y
         return y + local_part(self.bias, partial=sequence).to(x.dtype)  # once, after the sum
@@ -373,26 +365,19 @@ class InnerRowParallelLinear(RowParallelLinear):
 
 class _RowProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, group: dist.ProcessGroup, sequence: bool, hides: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, group: dist.ProcessGroup, sequence: bool) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.group, ctx.sequence, ctx.hides = group, sequence, hides
-        if hides:
-            return fused.multiply_and_scatter(x, weight.t(), group)
+        ctx.group, ctx.sequence = group, sequence
         start_reduce = start_reduce_scatter if sequence else start_sum
         return finish(start_reduce(linear(x, weight), group))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        dx: Tensor | None
-        if ctx.hides:
-            grad, (dx,) = fused.gather_and_multiply(grads[0], [weight], ctx.group)
-            assert grad is not None
-        else:
-            grad = finish(start_gather(grads[0], ctx.group)) if ctx.sequence else grads[0]
-            dx = linear(grad, weight.t()) if ctx.needs_input_grad[0] else None
+        grad = finish(start_gather(grads[0], ctx.group)) if ctx.sequence else grads[0]
+        dx = linear(grad, weight.t()) if ctx.needs_input_grad[0] else None
         d_weight = rows_by_rows(grad.flatten(0, -2), x.flatten(0, -2)) if ctx.needs_input_grad[1] else None
-        return dx, d_weight, None, None, None
+        return dx, d_weight, None, None
 
 
 # Vocabulary ---------------------------------------------------------------------------------------

@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.func import functional_call
 
 from kenotron.config.errors import InputError
-from kenotron.parallel import fused
 from kenotron.parallel.mesh import Mesh
 
 
@@ -31,7 +30,6 @@ class TensorParallelSettings:
     sequence: bool
     asynchronous: bool
     recompute_allgather: bool
-    fused: bool
 
     @staticmethod
     def over(
@@ -44,8 +42,7 @@ class TensorParallelSettings:
         assert mesh.device_mesh is not None, "a mesh whose tp axis is larger than 1"
         assert group is not None
         sequence = mode == "REDUCE_SCATTER"
-        hides = sequence and asynchronous and fused.available(group)
-        return TensorParallelSettings(mesh.device_mesh["tp"], group, sequence, asynchronous, recompute_allgather, hides)
+        return TensorParallelSettings(mesh.device_mesh["tp"], group, sequence, asynchronous, recompute_allgather)
 
     @property
     def degree(self) -> int:
