@@ -51,8 +51,6 @@ ATTRIBUTES = {
     "_fingerprint": "text/hub_datasets.py",
     "_flatten": "parallel/torch_internals.py",
     "_info": "storage/drivers.py",
-    "_scaled_dot_product_efficient_attention": "kernels/blockwise_attention.py",
-    "_scaled_dot_product_efficient_attention_backward": "kernels/blockwise_attention.py",
     "_scaled_dot_product_flash_attention": "kernels/blockwise_attention.py",
     "_scaled_dot_product_flash_attention_backward": "kernels/blockwise_attention.py",
     "_scaled_dot_product_flash_attention_for_cpu": "kernels/blockwise_attention.py",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mutants.mutant import Mutant, NotCounted
+from mutants.mutant import Mutant
 
 LLAMA = "models/test_llama_gradients.py"
 FAMILIES = "models/test_families_equal_transformers.py"
@@ -543,13 +543,5 @@ MUTANTS = [
         "box = tuple(slice(0, size) for size in shard.tensor.shape)",
         "every rank takes the first block of a fresh weight",
         ("layouts/test_foreign_on_layouts.py::test_a_layout_means_what_one_process_means",),
-    ),
-]
-
-NOT_COUNTED = [
-    NotCounted(
-        name="memory-efficient-kernels-log-sum-exp",
-        file="kernels/blockwise_attention.py",
-        why="the fp32 kernel of CUDA pads its log-sum-exp and wants a key-value head for every query head",
     ),
 ]

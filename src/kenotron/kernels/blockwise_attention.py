@@ -16,11 +16,9 @@ independent sums. Torch's kernels for one block are used where they exist, else 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 aten = torch.ops.aten
-LSE_MULTIPLE = 32  # torch's memory-efficient kernels keep the log-sum-exp of whole groups of queries
 
 
 def block_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
@@ -35,10 +33,6 @@ def block_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float)
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
     elif kernel == "flash":
         out, lse = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)[:2]
-    elif kernel == "efficient":
-        k, v = _whole_heads(k, q.shape[1]), _whole_heads(v, q.shape[1])
-        out, lse = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal, scale=scale)[:2]
-        lse = lse.narrow(2, 0, q.shape[2])
     else:
         out, lse = plain_block_attention(q, k, v, causal, scale)
     return out, lse
@@ -62,8 +56,6 @@ def block_backward(
         state, offset = (torch.zeros(shape, dtype=torch.uint64, device=q.device) for shape in (2, ()))  # of no dropout
         backward = aten._scaled_dot_product_flash_attention_backward
         return backward(grad, q, k, v, out, lse.contiguous(), *lengths, 0.0, causal, state, offset, scale=scale)
-    if kernel == "efficient":
-        return _efficient_backward(grad, q, k, v, out, lse, causal, scale)
     return plain_block_backward(grad, q, k, v, out, lse, causal, scale)
 
 
@@ -80,27 +72,7 @@ def _kernel(q: Tensor) -> str:
         return "cpu" if q.dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16) else "plain"
     if q.device.type == "cuda" and q.dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0 and head_dim <= 256:
         return "flash"
-    if q.device.type == "cuda" and q.dtype == torch.float32 and head_dim % 4 == 0:
-        return "efficient"
     return "plain"
-
-
-def _efficient_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    heads, kv_heads = q.shape[1], k.shape[1]
-    lse = F.pad(lse, (0, -lse.shape[2] % LSE_MULTIPLE))
-    none = torch.zeros((), dtype=torch.int64, device=q.device)
-    backward = aten._scaled_dot_product_efficient_attention_backward
-    wanted = [True, True, True, False]
-    whole_k, whole_v = _whole_heads(k, heads), _whole_heads(v, heads)
-    dq, dk, dv, _ = backward(grad, q, whole_k, whole_v, None, out, lse, none, none, 0.0, wanted, causal, scale=scale)
-    return dq, *(x.unflatten(1, (kv_heads, -1)).sum(2) for x in (dk, dv))
-
-
-def _whole_heads(x: Tensor, heads: int) -> Tensor:
-    """A key-value head for every query head."""
-    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
 # The formulas -------------------------------------------------------------------------------------
