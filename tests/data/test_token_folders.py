@@ -19,9 +19,10 @@ from hypothesis import strategies as st
 from kenotron.config import InputError
 from kenotron.data import NO_LOSS, RunData
 from kenotron.data.batch import make_batch
-from kenotron.data.formats import TokenFile, open_writer
+from kenotron.data.formats import TokenFile
 from kenotron.data.sources.token_files import read_mix
 from kenotron.data.sources.token_folder import TokenFolder
+from support.megatron_files import write_megatron
 from support.written_tokens import LENGTHS, L, counting, epoch, opened, windows, write_ds
 
 
@@ -71,8 +72,7 @@ def test_windows_of_other_formats_share_a_token_so_that_none_is_lost(tmp_path: P
         ids.tofile(tmp_path / "a.bin")
         more = {"token_dtype": "uint16"}
     else:
-        with open_writer(tmp_path / "a", kind, ids.dtype) as writer:
-            writer.write(ids, np.array(LENGTHS))
+        write_megatron(tmp_path / "a", np.split(ids, np.cumsum(LENGTHS)[:-1]), "uint16")
     with opened({"tokens": str(tmp_path), **more}, model__document_masking=kind == "megatron") as data:
         source = data.stage_of(1).sources[0]
         rows = [*source.read(np.arange(len(source))).tokens, *source.held_out.read(np.arange(2)).tokens]

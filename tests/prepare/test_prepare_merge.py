@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from kenotron.cli import main
 from kenotron.config.errors import InputError
-from kenotron.data.formats import open_token_files, open_writer
+from kenotron.data.formats import open_token_files
+from kenotron.data.formats.datatrove import TokenWriter
 from kenotron.prepare import shuffle as shuffle_module
 from kenotron.prepare.merge import merge
 from kenotron.prepare.shuffle import DocumentShuffle
@@ -22,7 +23,7 @@ from support.data_runs import quiet
 def write(path, documents, losses=None, dtype="uint16", tokenizer="t"):
     ids = np.concatenate([np.asarray(document) for document in documents])
     loss = None if losses is None else np.concatenate(losses)
-    with open_writer(path, "datatrove", np.dtype(dtype), tokenizer) as writer:
+    with TokenWriter(path, np.dtype(dtype), tokenizer) as writer:
         writer.write(ids, np.array([len(document) for document in documents]), loss)
 
 
@@ -61,14 +62,15 @@ def test_end_to_end_is_the_order_of_the_sources(sources, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("output", "kind"), [("all", ".ds"), ("all", ".index"), ("all", ".metadata"), ("all.bin", ".bin")]
+    ("output", "kind"), [("all", ".ds"), ("all", ".index"), ("all", ".metadata"), ("all.ds", ".ds")]
 )
 def test_inspect_holds_files_to_their_manifest(sources, tmp_path, capsys, output, kind):
     merge(sources, tmp_path / output, max_tokens=25 if output == "all" else None, report=quiet)
     with pytest.raises(SystemExit) as ended:
         main(["data", "inspect", str(tmp_path / output), "--json"])
     sums = json.loads(capsys.readouterr().out)["checksums"]
-    made = sorted((tmp_path / "all").glob("*.ds*")) if output == "all" else [tmp_path / "all.bin", tmp_path / "all.idx"]
+    folder = tmp_path / "all" if output == "all" else tmp_path
+    made = [file for file in sorted(folder.glob("*.ds*" if output == "all" else "all.ds*")) if file.suffix != ".json"]
     assert (ended.value.code, sums) == (0, {"files": len(made), "different": []})
     file = next(file for file in made if file.suffix == kind)
     before = file.read_bytes()
@@ -226,7 +228,7 @@ def test_what_is_in_memory_at_a_time_decides_nothing(tmp_path, monkeypatch, shuf
     lengths = [3, 0, 40, 1, 0, 0, 7, 25, 2, 90, 1, 1]
     documents = [[100 * number + n for n in range(length)] for number, length in enumerate(lengths, start=1)]
     write(tmp_path / "a.ds", documents, [np.array(ids, int) % 3 > 0 for ids in documents])
-    for module in ("data.formats.token_file", "prepare.shuffle"):
+    for module in ("data.formats.datatrove", "prepare.shuffle"):
         monkeypatch.setattr(f"kenotron.{module}.TOKENS_AT_ONCE", 8)
     monkeypatch.setattr("kenotron.prepare.merge.DOCUMENTS_AT_ONCE", 5)
     monkeypatch.setattr("kenotron.prepare.shuffle.BUCKET_TOKENS", 50)

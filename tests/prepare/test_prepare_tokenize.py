@@ -191,20 +191,6 @@ def test_a_killed_run_goes_on_without_doing_its_finished_shards_again(corpus, to
     assert bytes_of(output) == bytes_of(tmp_path / "whole")
 
 
-def test_megatrons_format_holds_the_same_documents(corpus, tokenizer, tmp_path):
-    folder, texts = corpus
-    tokenize([str(folder)], tokenizer, tmp_path / "out", replace(SMALL, format="megatron"), 1, quiet)
-    documents = []
-    for file in sorted((tmp_path / "out").glob("*.idx")):
-        index = file.read_bytes()
-        assert index[:9] == b"MMIDIDX\x00\x00"
-        assert index[17] == 8  # uint16
-        lengths = np.frombuffer(index, "<i4", int.from_bytes(index[18:26], "little"), 34)
-        ids = np.fromfile(file.with_suffix(".bin"), "<u2")
-        documents += [part.tolist() for part in np.split(ids, np.cumsum(lengths)[:-1])]
-    assert documents == plain_loop(tokenizer, texts)
-
-
 def test_bos_and_eos_are_what_the_options_say(tokenizer, tmp_path):
     file = tmp_path / "a.jsonl"
     write_jsonl(file, ["one two", "", "three"])
@@ -352,9 +338,6 @@ def test_from_text_to_a_merged_file_on_the_command_line(tmp_path, monkeypatch, c
     assert sorted(written(tmp_path)) == sorted(plain_loop(load_tokenizer("tok"), texts))
     shutil.copytree("tok", "10/tokenizer")  # as in a checkpoint
     before = {file.name for file in tmp_path.iterdir()}
-    code, said = call("tokenize", "a.jsonl", "--tokenizer", "tok", "--output", "x", "--format", "megatrom")
-    assert (code, said.err.count("\n")) == (2, 1)
-    assert "did you mean 'megatron'?" in said.err
     for arguments, line in (
         (["tokenize", "a.jsonl", "--tokenizer", "tok", "--output", "s3://b/x"], "--output: expected a local path"),
         (["merge", "out", "--output", "s3://b/x"], "--output: expected a local path, found s3://b/x"),
@@ -362,7 +345,7 @@ def test_from_text_to_a_merged_file_on_the_command_line(tmp_path, monkeypatch, c
         (["tokenize", "a.jsonl", "--tokenizer", "tok", "--output", "x", "--seed", "1"], "only with --shuffle-doc"),
         (["merge", "out", "--output", "x", "--seed", "1"], "--seed: expected only with --shuffle"),
         (["merge", "out", "--output", "x.npy"], "--output: expected a folder, or a file that ends in .ds"),
-        (["merge", "out", "--output", "x.ds", "--format", "megatron"], "a folder, or a file that ends in .bin"),
+        (["merge", "out", "--output", "x.bin"], "a folder, or a file that ends in .ds, found x.bin"),
         (["tokenize", "a.jsonl", "--tokenizer", "10", "--output", "x"], "in it; did you mean 10/tokenizer?"),
         (["tokenize", "nowhere/", "--tokenizer", "tok", "--output", "x"], "INPUT: no such file or folder: nowhere/"),
         (["tokenize", "a.jsonl", "--tokenizer", "tok", "--output", "a.jsonl/x"], "--output: cannot create a.jsonl/x"),

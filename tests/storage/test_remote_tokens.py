@@ -14,11 +14,12 @@ import pytest
 from kenotron.config import InputError
 from kenotron.config.remote import RemoteData
 from kenotron.data import open_run
-from kenotron.data.formats import open_token_files, open_writer
+from kenotron.data.formats import open_token_files
 from kenotron.data.sources.token_files import TokenPath, open_folder
 from kenotron.storage import drivers, fetching
 from kenotron.storage.paths import as_path
 from support.data_runs import run_config
+from support.megatron_files import write_megatron
 from support.written_tokens import write_ds
 
 Upload = Callable[[Path, str], str]
@@ -67,8 +68,7 @@ def test_other_formats(tmp_path: Path, upload: Upload, format: str) -> None:
         if format == "numpy":
             np.save(tmp_path / "f" / f"{number}.npy", ids)
             continue
-        with open_writer(tmp_path / "f" / str(number), format, np.dtype("uint16")) as writer:
-            writer.write(ids, lengths)
+        write_megatron(tmp_path / "f" / str(number), np.split(ids, np.cumsum(lengths)[:-1]), "uint16")
     there = upload(tmp_path / "f", "f")
     pairs = list(zip(open_token_files(tmp_path / "f", "PATH"), open_token_files(there, "PATH"), strict=True))
     assert len(pairs) == 2

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from kenotron.cli.data import app, on_this_machine, options_named
-from kenotron.config.errors import InputError, counted, nearest
+from kenotron.config.errors import InputError, counted
 from kenotron.launch.environment import cores
 
 Inputs = Annotated[
@@ -40,7 +40,6 @@ def tokenize(
     inputs: Inputs,
     tokenizer: Annotated[str, typer.Option(help="A folder, a tokenizer.json or a Hugging Face name.")],
     output: Annotated[Path, typer.Option(help="Output folder; if it has part of the output, the rest is added.")],
-    format: Annotated[str, typer.Option(help="datatrove (.ds) or megatron (.bin, .idx).")] = "datatrove",
     column: Column = "text",
     split: Split = "train",
     config_name: ConfigName = None,
@@ -71,11 +70,9 @@ def tokenize(
     from kenotron.prepare.tokenize import tokenize as work
     from kenotron.text.tokenizer import load_tokenizer
 
-    _check_format(format)
     on_this_machine(output, "--output")
     _check_seed(seed, shuffle_documents, "--shuffle-documents")
     options = TokenizeOptions(
-        format=format,
         column=column,
         split=split,
         config_name=config_name,
@@ -106,10 +103,7 @@ def tokenize(
 @app.command()
 def merge(
     sources: Annotated[list[str], typer.Argument(metavar="SRC...", help="Token files, or folders of them.")],
-    output: Annotated[Path, typer.Option(help="A new file (.ds, .bin) or folder.")],
-    format: Annotated[
-        str | None, typer.Option(help="datatrove or megatron; default: by the suffix of the output, or as the sources.")
-    ] = None,
+    output: Annotated[Path, typer.Option(help="A new file (.ds) or folder.")],
     shuffle: Annotated[bool, typer.Option(help="Shuffle documents across all sources.")] = False,
     seed: Annotated[int | None, typer.Option(help="Seed of the shuffle; default: 0.", min=0)] = None,
     max_tokens_per_file: Annotated[
@@ -119,11 +113,9 @@ def merge(
     """Merge token files into one or a few, end to end or shuffled."""
     from kenotron.prepare.merge import merge as work
 
-    if format is not None:
-        _check_format(format)
     on_this_machine(output, "--output")
     _check_seed(seed, shuffle, "--shuffle")
-    made = work(sources, output, format, shuffle, seed or 0, max_tokens_per_file, _say)
+    made = work(sources, output, shuffle, seed or 0, max_tokens_per_file, _say)
     documents, files = counted(made["documents"], "document"), counted(len(made["files"]), "file")
     print(f"{output}: {documents}, {made['tokens']:,} tokens in {files}")
 
@@ -169,13 +161,6 @@ def _share(text: str) -> tuple[int, int]:
 def _check_seed(seed: int | None, shuffled: bool, option: str) -> None:
     if seed is not None and not shuffled:
         raise InputError(f"--seed: expected only with {option}")
-
-
-def _check_format(format: str) -> None:
-    from kenotron.data.formats import WRITERS
-
-    if format not in WRITERS:
-        raise InputError(f"--format: expected {' or '.join(WRITERS)}, found '{format}'{nearest(format, WRITERS)}")
 
 
 def _say(line: str) -> None:

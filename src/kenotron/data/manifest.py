@@ -15,7 +15,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import numpy as np
 import xxhash
 
 from kenotron.config.errors import InputError
@@ -123,10 +122,3 @@ def refuse_other_work(folder: Path, known: Json, wanted: Json, where: str = "") 
 def _short(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) <= 120 else f"{text[:117]}..."
-
-
-def token_dtype(vocab_size: int, format: str) -> np.dtype:
-    """The narrowest type that the format's other writers take for so many ids."""
-    if format == "megatron":
-        return np.dtype("<u2" if vocab_size < 65500 else "<i4")
-    return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")

@@ -17,15 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kenotron.config.errors import InputError
-from kenotron.data.formats import (
-    SUFFIXES,
-    WRITERS,
-    TokenFile,
-    TokenWriter,
-    check_holds_loss,
-    open_token_files,
-    open_writer,
-)
+from kenotron.data.formats import SUFFIX, TokenFile, open_token_files
+from kenotron.data.formats.datatrove import WIDTHS, TokenWriter
 from kenotron.data.formats.token_file import checked_loss, document_blocks
 from kenotron.data.manifest import (
     MANIFEST,
@@ -33,7 +26,6 @@ from kenotron.data.manifest import (
     checksums,
     manifests_beside,
     sums_of_files,
-    token_dtype,
     write_json,
 )
 from kenotron.prepare.scratch import new_token_files
@@ -51,13 +43,12 @@ MANIFEST_KEYS = ("tokenizer", "tokenizer_hash", "vocab_size", "eos", "bos")
 def merge(
     sources: Sequence[str],
     output: Path,
-    format: str | None = None,
     shuffle: bool = False,
     seed: int = 0,
     max_tokens: int | None = None,
     report: Report = print,
 ) -> Json:
-    """Write the documents of `sources` (files or folders) to `output`: a file where it has a format's suffix, else a
+    """Write the documents of `sources` (files or folders) to `output`: a file where it ends in .ds, else a
     folder of files of at most `max_tokens` tokens each (a longer document has a file of its own); the manifest.
 
     Raises InputError: `output` exists; sources of different tokenizers; document ends not known.
@@ -67,20 +58,19 @@ def merge(
         if file.ends is None:
             raise InputError(f"{file.path}: where its documents end is not known, so documents cannot be packed whole")
     known = _common_keys(sources, files)
-    format = format or _format_of(output, files)
-    check_holds_loss(files, format)
-    with new_token_files(output, format) as (scratch, as_file):
+    with new_token_files(output) as (scratch, as_file):
         if as_file and max_tokens is not None:
             raise InputError(f"--max-tokens-per-file: expected a folder as --output, found the file {output}")
-        dtype = _dtype(files, format)
+        widest = max(file.tokens.dtype.itemsize for file in files)
+        dtype = WIDTHS[2 if widest <= 2 else 4]
         stem = output.stem if as_file else None
-        target = _Files(scratch, format, dtype, known.get("tokenizer"), stem, max_tokens)
+        target = _Files(scratch, dtype, known.get("tokenizer"), stem, max_tokens)
         _copy(files, target, scratch / "shuffle", dtype, [seed] if shuffle else None, report)
         target.close()
         options = {"shuffle": shuffle, "seed": seed, "max_tokens": max_tokens}
         manifest = {
             "made_by": {"inputs": list(sources), "options": options},
-            "format": format,
+            "format": "datatrove",
             "dtype": dtype.name,
             **known,
             "documents": sum(file["documents"] for file in target.written),
@@ -89,19 +79,6 @@ def merge(
         }
         write_json(scratch / (f"{output.name}.{MANIFEST}" if as_file else MANIFEST), manifest)
     return manifest
-
-
-def _format_of(output: Path, files: Sequence[TokenFile]) -> str:
-    by_suffix = {suffix: format for format, suffix in SUFFIXES.items()}
-    return by_suffix.get(output.suffix) or (files[0].format if files[0].format in WRITERS else "datatrove")
-
-
-def _dtype(files: Sequence[TokenFile], format: str) -> np.dtype:
-    """The narrowest type that holds every id that the sources' types hold."""
-    widest = max(file.tokens.dtype.itemsize for file in files)
-    if widest <= 2:
-        return np.dtype("<u2")
-    return token_dtype(1 << 31, format)
 
 
 def _common_keys(sources: Sequence[str], files: Sequence[TokenFile]) -> Json:
@@ -177,13 +154,12 @@ class _Files:
     def __init__(
         self,
         folder: Path,
-        format: str,
         dtype: np.dtype,
         tokenizer: str | None,
         stem: str | None,
         max_tokens: int | None,
     ) -> None:
-        self.folder, self.format, self.dtype, self.tokenizer = folder, format, dtype, tokenizer
+        self.folder, self.dtype, self.tokenizer = folder, dtype, tokenizer
         self.stem, self.max_tokens = stem, max_tokens
         self.written: list[Json] = []
         self._writer: TokenWriter | None = None
@@ -211,13 +187,13 @@ class _Files:
 
     def _write(self, ids: NDArray[np.integer], lengths: NDArray[np.int64], loss: Loss) -> None:
         if self._writer is None:
-            self._writer = open_writer(self._path(), self.format, self.dtype, self.tokenizer)
+            self._writer = TokenWriter(self._path(), self.dtype, self.tokenizer)
         self._writer.write(ids, lengths, loss)
         self._documents += len(lengths)
         self._tokens += len(ids)
 
     def _path(self) -> Path:
-        return self.folder / f"{self.stem or f'{len(self.written):05d}'}{SUFFIXES[self.format]}"
+        return self.folder / f"{self.stem or f'{len(self.written):05d}'}{SUFFIX}"
 
     def close(self) -> None:
         """End the file that is open, if any; the next document begins another one."""

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from kenotron.config.errors import InputError
-from kenotron.data.formats import is_file_of
+from kenotron.data.formats import is_one_file
 from kenotron.storage.files import publish_folder, sync_folder
 
 
@@ -42,12 +42,12 @@ def scratch_beside(output: Path, key: str = "--output") -> Iterator[Path]:
 
 
 @contextmanager
-def new_token_files(output: Path, format: str) -> Iterator[tuple[Path, bool]]:
-    """A folder for the files of `output`, and whether that is one file of `format`; they are published at the end.
+def new_token_files(output: Path) -> Iterator[tuple[Path, bool]]:
+    """A folder for the files of `output`, and whether that is one file; they are published at the end.
 
     Raises InputError: as `scratch_beside`; a file of another format; what an earlier file of that name has left.
     """
-    as_file = is_file_of(output, format)
+    as_file = is_one_file(output)
     with scratch_beside(output) as scratch:
         if as_file:
             _refuse_companions(output)

@@ -19,7 +19,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from kenotron.data.formats.token_file import TOKENS_AT_ONCE
+from kenotron.data.formats.datatrove import TOKENS_AT_ONCE
 from kenotron.storage.arrays import map_local_array, release
 
 BUCKET_TOKENS = 1 << 24

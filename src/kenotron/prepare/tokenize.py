@@ -24,8 +24,9 @@ from typing import NamedTuple
 import numpy as np
 
 from kenotron.config.errors import InputError, counted
-from kenotron.data.formats import PLAN, SUFFIXES, UNFINISHED, TokenWriter, open_writer
-from kenotron.data.manifest import MANIFEST, Json, checksums, read_json, refuse_other_work, token_dtype, write_json
+from kenotron.data.formats import PLAN, SUFFIX, UNFINISHED
+from kenotron.data.formats.datatrove import TokenWriter, narrowest_dtype
+from kenotron.data.manifest import MANIFEST, Json, checksums, read_json, refuse_other_work, write_json
 from kenotron.prepare.inputs import InputShard, describe_hook, describe_inputs, open_input, plan_shards, row_hook
 from kenotron.prepare.shuffle import DocumentShuffle
 from kenotron.storage.files import locked, sync_folder
@@ -43,7 +44,6 @@ WORK = "work-"
 class TokenizeOptions:
     """What decides the bytes, beside the inputs and the tokenizer."""
 
-    format: str = "datatrove"
     column: str = "text"
     split: str = "train"
     config_name: str | None = None
@@ -207,7 +207,7 @@ class Tokenization:
             "options": asdict(options) | hooks | {"bos": rules.bos is not None},
         }
         shards = plan_shards(texts, max(int(options.shard_megabytes * 1e6), 1))
-        dtype = token_dtype(vocab_size, options.format)
+        dtype = narrowest_dtype(vocab_size)
         return cls(texts, shards, tokenizer, options, rules, dtype, vocab_size, made_by)
 
 
@@ -243,7 +243,7 @@ def _manifest(work: Tokenization, notes: Path) -> Json:
         "tokenizer": work.tokenizer.name,
         "tokenizer_hash": work.tokenizer.hash,
         "vocab_size": work.vocab_size,
-        "format": work.options.format,
+        "format": "datatrove",
         "dtype": work.dtype.name,
         "eos": work.rules.eos,
         "bos": work.rules.bos,
@@ -363,5 +363,5 @@ class _ShardWriter:
         return DocumentShuffle(self.scratch / "shuffle", self.work.dtype, self.shard.size, seed)
 
     def _open_writer(self) -> TokenWriter:
-        path = self.scratch / f"{self.shard.number:05d}{SUFFIXES[self.work.options.format]}"
-        return open_writer(path, self.work.options.format, self.work.dtype, self.work.tokenizer.name)
+        path = self.scratch / f"{self.shard.number:05d}{SUFFIX}"
+        return TokenWriter(path, self.work.dtype, self.work.tokenizer.name)

@@ -1,6 +1,6 @@
 """Damaged files: one clear line that names file and place, and never another exception, whatever the damage.
 
-The litdata and Megatron files are written here byte by byte from the published layouts.
+The litdata files are written here byte by byte, and Megatron's in `support.megatron_files`, from the published layouts.
 """
 
 from __future__ import annotations
@@ -17,33 +17,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kenotron.config.errors import InputError, nearest_sibling
-from kenotron.data.formats import TokenFile, documents_between, open_token_files, open_writer
+from kenotron.data.formats import TokenFile, documents_between, open_token_files
+from kenotron.data.formats.datatrove import TokenWriter
 from kenotron.data.formats.token_file import token_chunks
 from kenotron.prepare.merge import merge
+from support.megatron_files import CODES, write_megatron
 
 DOCS = [[1, 2, 3], [], [4, 5], [6, 7, 8, 9]]
 IDS = [token for doc in DOCS for token in doc]
 ENDS = [3, 3, 5, 9]
-CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}
 
 
 def write_datatrove(folder: Path) -> None:
-    with open_writer(folder / "a.ds", "datatrove", np.dtype("uint16"), "gpt2") as writer:
+    with TokenWriter(folder / "a.ds", np.dtype("uint16"), "gpt2") as writer:
         writer.write(np.array(IDS), np.array([len(d) for d in DOCS]), np.arange(9) % 2 == 0)
-
-
-def write_megatron(folder: Path, dtype: str = "int32", split: bool = False) -> None:
-    """With `split`, every document of two tokens or more is two sequences."""
-    sequences = [part for doc in DOCS for part in ([doc[:1], doc[1:]] if split and len(doc) > 1 else [doc])]
-    per_document = [2 if split and len(doc) > 1 else 1 for doc in DOCS]
-    starts = [sum(per_document[:i]) for i in range(len(DOCS) + 1)]
-    lengths = [len(sequence) for sequence in sequences]
-    width = np.dtype(dtype).itemsize
-    offsets = [width * sum(lengths[:i]) for i in range(len(lengths))]
-    index = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, CODES[dtype], len(sequences), len(starts))
-    index += struct.pack(f"<{len(lengths)}i{len(offsets)}q{len(starts)}q", *lengths, *offsets, *starts)
-    (folder / "a.idx").write_bytes(index)
-    (folder / "a.bin").write_bytes(np.array(IDS, dtype).tobytes())
 
 
 def write_litdata(folder: Path, **config: object) -> None:
@@ -64,7 +51,12 @@ def write_numpy(folder: Path) -> None:
     np.save(folder / "a.npy", np.array(IDS, "<u2"))
 
 
-WRITERS = {"datatrove": write_datatrove, "megatron": write_megatron, "litdata": write_litdata, "numpy": write_numpy}
+WRITERS = {
+    "datatrove": write_datatrove,
+    "megatron": lambda folder: write_megatron(folder / "a", DOCS),
+    "litdata": write_litdata,
+    "numpy": write_numpy,
+}
 
 
 def content(files: list[TokenFile]) -> tuple[list[int], list[int]]:
@@ -82,7 +74,7 @@ def content(files: list[TokenFile]) -> tuple[list[int], list[int]]:
 @pytest.mark.parametrize("dtype", CODES)
 @pytest.mark.parametrize("split", [False, True])
 def test_megatron_by_its_layout_with_every_code(tmp_path: Path, dtype: str, split: bool) -> None:
-    write_megatron(tmp_path, dtype, split)
+    write_megatron(tmp_path / "a", DOCS, dtype, split)
     files = open_token_files(tmp_path, "PATH")
     assert files[0].tokens.dtype == np.dtype(dtype)
     assert content(files) == (IDS, ENDS)
@@ -136,7 +128,7 @@ def test_halves_of_ids_are_not_taken_for_ids(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("metadata", [True, False])
 @pytest.mark.parametrize("dtype", ["uint16", "uint32"])
 def test_a_ds_knows_its_width_by_metadata_or_index(tmp_path: Path, metadata: bool, dtype: str) -> None:
-    with open_writer(tmp_path / "a.ds", "datatrove", np.dtype(dtype)) as writer:
+    with TokenWriter(tmp_path / "a.ds", np.dtype(dtype)) as writer:
         writer.write(np.array(IDS), np.array([len(d) for d in DOCS]))
     if not metadata:
         (tmp_path / "a.ds.metadata").unlink()

@@ -8,8 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kenotron.data.formats import open_token_files, open_writer
+from kenotron.data.formats import open_token_files
+from kenotron.data.formats.datatrove import TokenWriter
 from kenotron.prepare.inspect import Duplicates
+from support.megatron_files import write_megatron
 from support.tiny_run import Shell
 
 DOCS = [[1, 2, 3], [4, 5], [1, 2, 3], [9, 9, 9, 9, 9]]
@@ -18,7 +20,7 @@ IDS = [1, 2, 3, 4, 5, 1, 2, 3, 9, 9, 9, 9, 9]
 
 @pytest.fixture
 def corpus(tmp_path: Path) -> Path:
-    with open_writer(tmp_path / "in" / "a.ds", "datatrove", np.dtype("uint16"), "gpt2") as writer:
+    with TokenWriter(tmp_path / "in" / "a.ds", np.dtype("uint16"), "gpt2") as writer:
         writer.write(np.array(IDS), np.array([len(doc) for doc in DOCS]))
     return tmp_path / "in"
 
@@ -28,8 +30,8 @@ def test_show_disjoint_windows_of_ds_and_overlapping_ones_elsewhere(corpus: Path
     assert code == 0
     assert json.loads(out)["tokens"] == IDS[4:8]
     assert json.loads(out)["document_ends"] == [1, 4]
-    assert shell("data", "merge", corpus, "--output", tmp_path / "out", "--format", "megatron")[0] == 0
-    code, out, _ = shell("data", "show", tmp_path / "out", "--sequence-length", 3, "--sample", 1, "--json")
+    write_megatron(tmp_path / "other", DOCS)
+    code, out, _ = shell("data", "show", tmp_path / "other.bin", "--sequence-length", 3, "--sample", 1, "--json")
     assert json.loads(out)["tokens"] == IDS[3:7]
     code, _, err = shell("data", "show", corpus, "--sequence-length", 3, "--sample", 3)
     assert code == 2
@@ -62,11 +64,11 @@ def test_inspect_reports_an_id_beyond_the_vocabulary(corpus: Path, shell: Shell)
     assert shell("data", "inspect", corpus, "--vocab-size", 10)[0] == 0
 
 
-@pytest.mark.parametrize("format", ["litdata", "numpy"])
-def test_a_format_that_is_only_read_is_refused(corpus: Path, tmp_path: Path, shell: Shell, format: str) -> None:
-    code, _, err = shell("data", "merge", corpus, "--output", tmp_path / "out", "--format", format)
+@pytest.mark.parametrize("suffix", [".bin", ".npy"])
+def test_a_format_that_is_only_read_is_refused(corpus: Path, tmp_path: Path, shell: Shell, suffix: str) -> None:
+    code, _, err = shell("data", "merge", corpus, "--output", tmp_path / f"out{suffix}")
     assert code == 2
-    assert f"--format: expected datatrove or megatron, found '{format}'" in err
+    assert f"--output: expected a folder, or a file that ends in .ds, found {tmp_path}/out{suffix}" in err
 
 
 def test_duplicates_are_estimated_where_there_are_many() -> None:
@@ -89,7 +91,7 @@ def test_copies_of_documents_longer_than_a_piece_are_found(monkeypatch: pytest.M
 
 def test_a_folder_is_read_in_order_of_path_without_hidden_folders_and_links_once(tmp_path: Path) -> None:
     for name in ("b/1.ds", "a/deep/0.ds", ".unfinished/2.ds", "0.ds"):
-        with open_writer(tmp_path / "all" / name, "datatrove", np.dtype("uint16")) as writer:
+        with TokenWriter(tmp_path / "all" / name, np.dtype("uint16")) as writer:
             writer.write(np.arange(3), np.array([3]))
     (tmp_path / "all" / "z").symlink_to(tmp_path / "all" / "b")
     found = [str(file.path.relative_to(tmp_path / "all")) for file in open_token_files(tmp_path / "all", "PATH")]

@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kenotron.data.formats import open_token_files, open_writer
+from kenotron.data.formats import open_token_files
+from kenotron.data.formats.datatrove import TokenWriter
 from kenotron.prepare.inspect import sample_at
 
 tokenizer_module = pytest.importorskip("datatrove.pipeline.tokens.tokenizer")
@@ -45,7 +46,7 @@ def test_what_datatrove_writes_is_read_and_written_so(tmp_path: Path, documents:
     assert file.loss.tolist() == (flat % 3 != 0).tolist()
     assert file.tokenizer == "gpt2"
 
-    with open_writer(tmp_path / "ours" / "x.ds", "datatrove", file.tokens.dtype, "gpt2") as writer:
+    with TokenWriter(tmp_path / "ours" / "x.ds", file.tokens.dtype, "gpt2") as writer:
         writer.write(flat, np.array([len(doc) for doc in docs]), flat % 3 != 0)
     for suffix in ("", ".index", ".loss", ".metadata"):
         theirs = (tmp_path / "theirs" / f"x.ds{suffix}").read_bytes()
@@ -58,7 +59,7 @@ def test_the_metadata_is_datatroves(tmp_path: Path, count: int) -> None:
     for folder in ("theirs", "ours"):
         (tmp_path / folder).mkdir()
     datatrove_file(tmp_path / "theirs", 2, [[1] * count], tokenizer=None)
-    with open_writer(tmp_path / "ours" / "x.ds", "datatrove", np.dtype("uint16")) as writer:
+    with TokenWriter(tmp_path / "ours" / "x.ds", np.dtype("uint16")) as writer:
         writer.write(np.ones(count, int), np.array([count]))
     theirs = (tmp_path / "theirs" / "x.ds.metadata").read_text()
     assert (tmp_path / "ours" / "x.ds.metadata").read_text() == theirs

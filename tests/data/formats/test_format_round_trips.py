@@ -1,4 +1,4 @@
-"""Random documents through every writer and reader, and through every pair of formats."""
+"""Random documents through the writer and its reader, and from other formats into it."""
 
 from __future__ import annotations
 
@@ -12,37 +12,35 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kenotron.config.errors import InputError
-from kenotron.data.formats import documents_between, megatron, open_token_files, open_writer
+from kenotron.data.formats import documents_between, open_token_files
+from kenotron.data.formats.datatrove import TokenWriter
 from kenotron.data.formats.token_file import token_chunks
 from kenotron.prepare.merge import merge
+from support.megatron_files import write_megatron
 
 documents = st.lists(st.lists(st.integers(0, 65535), max_size=9), max_size=8)
-WRITABLE = {
-    "datatrove": ["uint16", "uint32"],
-    "megatron": ["uint16", "int32", "int64"],
-}
 
 
 def flat(docs: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
     return np.array(list(chain(*docs)), dtype=np.int64), np.array([len(d) for d in docs], dtype=np.int64)
 
 
-@pytest.mark.parametrize(("format", "dtype"), [(f, d) for f, dtypes in WRITABLE.items() for d in dtypes])
+@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
 @given(batches=st.lists(documents, max_size=3))
-def test_what_is_written_is_read(format: str, dtype: str, batches: list[list[list[int]]]) -> None:
+def test_what_is_written_is_read(dtype: str, batches: list[list[list[int]]]) -> None:
     with TemporaryDirectory() as folder:
-        path = Path(folder) / "below" / "corpus"
-        with open_writer(path, format, np.dtype(dtype), "a|b") as writer:
+        path = Path(folder) / "below" / "corpus.ds"
+        with TokenWriter(path, np.dtype(dtype), "a|b") as writer:
             for batch in batches:
                 writer.write(*flat(batch))
         ids, lengths = flat(list(chain(*batches)))
         (file,) = open_token_files(folder, "PATH")
-        assert file.format == format
+        assert file.format == "datatrove"
         assert file.tokens.dtype == np.dtype(dtype)
         assert file.tokens.tolist() == ids.tolist()
         assert file.ends is not None
         assert file.ends.tolist() == np.cumsum(lengths).tolist()
-        assert file.tokenizer == ("a|b" if format == "datatrove" else None)
+        assert file.tokenizer == "a|b"
 
 
 @given(batches=st.lists(st.tuples(documents, st.booleans()), max_size=4), seed=st.integers(0, 99))
@@ -50,7 +48,7 @@ def test_a_loss_mask_may_begin_late_and_pause(batches: list[tuple[list[list[int]
     random = np.random.default_rng(seed)
     expected: list[np.ndarray] = []
     with TemporaryDirectory() as folder:
-        with open_writer(Path(folder) / "a.ds", "datatrove", np.dtype("uint16")) as writer:
+        with TokenWriter(Path(folder) / "a.ds", np.dtype("uint16")) as writer:
             for batch, masked in batches:
                 ids, lengths = flat(batch)
                 loss = random.random(len(ids)) < 0.5 if masked else None
@@ -64,66 +62,45 @@ def test_a_loss_mask_may_begin_late_and_pause(batches: list[tuple[list[list[int]
             assert file.loss is None
 
 
-@pytest.mark.parametrize("to", WRITABLE)
-@pytest.mark.parametrize("source", WRITABLE)
+@pytest.mark.parametrize("dtype", ["uint16", "int64"])
 @given(docs=documents.filter(len))
-def test_another_format_keeps_ids_and_documents(source: str, to: str, docs: list) -> None:
+def test_another_format_keeps_ids_and_documents(dtype: str, docs: list) -> None:
     with TemporaryDirectory() as folder:
         root = Path(folder)
         for name in ("a", "b/c"):
-            with open_writer(root / "src" / name, source, np.dtype("uint16")) as writer:
-                writer.write(*flat(docs))
-        merge([str(root / "src")], root / "dst", to)
+            (root / "src" / name).parent.mkdir(parents=True, exist_ok=True)
+            write_megatron(root / "src" / name, docs, dtype)
+        merge([str(root / "src")], root / "dst")
         (file,) = open_token_files(root / "dst", "B")
-        assert (file.format, file.tokens.dtype) == (to, np.dtype("uint16"))
+        expected = "uint16" if dtype == "uint16" else "uint32"
+        assert (file.format, file.tokens.dtype) == ("datatrove", np.dtype(expected))
         ids, lengths = flat([*docs, *docs])
         assert file.tokens.tolist() == ids.tolist()
         assert file.ends is not None
         assert file.ends.tolist() == np.cumsum(lengths).tolist()
 
 
-def test_there_and_back_gives_the_same_bytes(tmp_path: Path) -> None:
-    with open_writer(tmp_path / "a.ds", "datatrove", np.dtype("uint32")) as writer:
-        writer.write(*flat([[1, 70000], [], [3, 4, 5], []]))
-    merge([str(tmp_path / "a.ds")], tmp_path / "b.bin")
-    assert open_token_files(tmp_path / "b.bin", "")[0].tokens.dtype == np.dtype("int32")
+def test_a_merged_file_is_that_of_one_writer_byte_for_byte(tmp_path: Path) -> None:
+    documents = [[1, 70000], [], [3, 4, 5], []]
+    with TokenWriter(tmp_path / "a.ds", np.dtype("uint32")) as writer:
+        writer.write(*flat(documents))
+    write_megatron(tmp_path / "b", documents)
     merge([str(tmp_path / "b.bin")], tmp_path / "c.ds")
     for suffix in ("", ".index", ".metadata"):
         assert Path(f"{tmp_path}/c.ds{suffix}").read_bytes() == Path(f"{tmp_path}/a.ds{suffix}").read_bytes()
 
 
 def test_a_loss_mask_is_never_dropped(tmp_path: Path) -> None:
-    with open_writer(tmp_path / "a.ds", "datatrove", np.dtype("uint16")) as writer:
+    with TokenWriter(tmp_path / "a.ds", np.dtype("uint16")) as writer:
         writer.write(*flat([[1, 2, 3]]), np.array([True, False, True]))
-    for target in ("b.bin", "deep/b"):
-        with pytest.raises(InputError, match=r"a\.ds\.loss: megatron files cannot hold a loss mask"):
-            merge([str(tmp_path / "a.ds")], tmp_path / target, "megatron")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.ds", "a.ds.index", "a.ds.loss", "a.ds.metadata"]
     merge([str(tmp_path / "a.ds")], tmp_path / "c.ds")
     assert (tmp_path / "c.ds.loss").read_bytes() == b"\1\0\1"
-
-
-@given(docs=documents, longest=st.integers(1, 5))
-def test_a_document_longer_than_a_megatron_sequence_is_several(docs: list, longest: int) -> None:
-    before = megatron.LONGEST_SEQUENCE
-    megatron.LONGEST_SEQUENCE = longest
-    try:
-        with TemporaryDirectory() as folder:
-            with open_writer(Path(folder) / "a", "megatron", np.dtype("uint16")) as writer:
-                writer.write(*flat(docs))
-            (file,) = open_token_files(folder, "PATH")
-            sequences = int.from_bytes((Path(folder) / "a.idx").read_bytes()[18:26], "little")
-    finally:
-        megatron.LONGEST_SEQUENCE = before
-    assert sequences == sum(max(1, -(-len(d) // longest)) for d in docs)
-    assert file.ends is not None
-    assert file.ends.tolist() == np.cumsum([len(d) for d in docs]).tolist()
 
 
 @given(docs=documents, start=st.integers(0, 70), length=st.integers(0, 70), size=st.integers(1, 9))
 def test_documents_between_and_pieces_by_a_plain_loop(docs: list, start: int, length: int, size: int) -> None:
     with TemporaryDirectory() as folder:
-        with open_writer(Path(folder) / "a", "datatrove", np.dtype("uint16")) as writer:
+        with TokenWriter(Path(folder) / "a.ds", np.dtype("uint16")) as writer:
             writer.write(*flat(docs))
         (file,) = open_token_files(folder, "PATH")
         ends = np.cumsum([len(d) for d in docs]).tolist()
@@ -133,11 +110,10 @@ def test_documents_between_and_pieces_by_a_plain_loop(docs: list, start: int, le
         assert list(chain(*seen)) == ends
 
 
-@pytest.mark.parametrize("format", WRITABLE)
 @pytest.mark.parametrize(("last", "message"), [(65536, "token 2 is 65536, beyond uint16"), (-1, "token 2 is negative")])
-def test_an_error_in_the_block_leaves_nothing_behind(tmp_path: Path, format: str, last: int, message: str) -> None:
+def test_an_error_in_the_block_leaves_nothing_behind(tmp_path: Path, last: int, message: str) -> None:
     def work() -> None:
-        with open_writer(tmp_path / "a", format, np.dtype("uint16")) as writer:
+        with TokenWriter(tmp_path / "a.ds", np.dtype("uint16")) as writer:
             writer.write(*flat([[1, 2]]))
             writer.write(*flat([[last, 2]]))
 

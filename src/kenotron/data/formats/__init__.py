@@ -8,21 +8,16 @@ A folder may be nested; its files come in order of path. A file's suffix says wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
-import numpy as np
-
 from kenotron.config.errors import InputError, no_such_path
-from kenotron.data.formats.token_file import TokenFile, TokenWriter, documents_between, integer_dtype, token_chunks
+from kenotron.data.formats.token_file import TokenFile, documents_between, integer_dtype, token_chunks
 from kenotron.storage.paths import AnyPath, as_path, walk
 
-WRITERS = {"datatrove": "DatatroveWriter", "megatron": "MegatronWriter"}
-"""Every format is a module of this folder. Two are written, by these classes; both keep the ends of documents."""
-
-SUFFIXES = {"datatrove": ".ds", "megatron": ".bin"}
+SUFFIX = ".ds"
+"""Of the files that are written: datatrove's, which hold the ends of documents and a loss mask."""
 
 UNFINISHED, PLAN, MANIFEST = ".unfinished", "plan.json", "manifest.json"
 """A folder in that of a tokenization, with a file that says what is being done; and what says that it is done."""
@@ -32,17 +27,13 @@ EXPECTED = ".ds, .bin with .idx, litdata's index.json, .npy, raw .bin"
 __all__ = [
     "MANIFEST",
     "PLAN",
-    "SUFFIXES",
+    "SUFFIX",
     "UNFINISHED",
-    "WRITERS",
     "TokenFile",
-    "TokenWriter",
-    "check_holds_loss",
     "documents_between",
     "find_token_files",
-    "is_file_of",
+    "is_one_file",
     "open_token_files",
-    "open_writer",
     "token_chunks",
 ]
 
@@ -85,33 +76,11 @@ def find_token_files(path: str | AnyPath, where: str) -> list[tuple[AnyPath, str
     return found
 
 
-def open_writer(path: Path, format: str, dtype: np.dtype, tokenizer: str | None = None) -> TokenWriter:
-    """A writer of one file of `format`, whose suffix is added to `path` where it is missing.
-
-    Raises InputError: the format cannot hold `dtype`; the folder cannot be written.
-    """
-    suffix = SUFFIXES[format]
-    return _writer(format)(path if path.suffix == suffix else path.with_name(path.name + suffix), dtype, tokenizer)
-
-
-def check_holds_loss(files: Sequence[TokenFile], format: str) -> None:
-    """Error (InputError): one of `files` has a loss mask, and `format` has no place for it."""
-    masked = [file for file in files if file.loss is not None]
-    if masked and not _writer(format).holds_loss:
-        name = masked[0].loss_path or masked[0].path
-        raise InputError(f"{name}: {format} files cannot hold a loss mask; write datatrove's .ds instead")
-
-
-def is_file_of(path: Path, format: str) -> bool:
-    """Whether `path` names one file of `format`, not a folder. Raises InputError: a file of another format."""
-    suffix = SUFFIXES[format]
-    if path.suffix in (*SUFFIXES.values(), ".npy") and path.suffix != suffix:
-        raise InputError(f"--output: expected a folder, or a file that ends in {suffix} ({format}), found {path}")
-    return path.suffix == suffix
-
-
-def _writer(format: str) -> type[TokenWriter]:
-    return vars(_module(format))[WRITERS[format]]
+def is_one_file(output: Path) -> bool:
+    """Whether `output` names one file of tokens, not a folder. Raises InputError: a file that is only read."""
+    if output.suffix in (".bin", ".npy"):
+        raise InputError(f"--output: expected a folder, or a file that ends in {SUFFIX}, found {output}")
+    return output.suffix == SUFFIX
 
 
 def _module(format: str) -> ModuleType:

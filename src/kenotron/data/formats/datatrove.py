@@ -11,7 +11,11 @@ the end of the file, else two bytes. Sizes that contradict each other are an err
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import TracebackType
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
@@ -20,12 +24,12 @@ from numpy.typing import NDArray
 from kenotron.config.errors import InputError
 from kenotron.data.formats.token_file import (
     TokenFile,
-    TokenWriter,
     check_ends,
     check_width,
     map_array,
     readable,
 )
+from kenotron.storage.arrays import release
 from kenotron.storage.paths import AnyPath
 
 WIDTHS: dict[int, np.dtype] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
@@ -118,35 +122,127 @@ def _width(
     )
 
 
-class DatatroveWriter(TokenWriter):
-    """A `.ds` with its index, its metadata, and its loss mask, if there is one."""
+# ---- writing -----------------------------------------------------------------------------------------------
 
-    holds_loss = True
 
-    def __init__(self, path: Path, dtype: np.dtype, tokenizer: str | None) -> None:
-        super().__init__(path, dtype, tokenizer)
+TOKENS_AT_ONCE = 1 << 20
+"""Tokens that are read, moved and written at a time, where there are many."""
+
+
+class TokenWriter:
+    """Writes a `.ds` with its index, its metadata, and its loss mask, if there is one: by chunks, in bounded memory.
+
+        with TokenWriter(path, np.dtype("uint16")) as writer:
+            writer.write(ids, lengths)
+
+    If an error ends the block, nothing is left behind. Raises InputError: a type that a `.ds` cannot hold; the system
+    refuses to create or write a file.
+    """
+
+    def __init__(self, path: Path, dtype: np.dtype, tokenizer: str | None = None) -> None:
+        self.path = path
+        self.dtype = dtype.newbyteorder("<")
+        self.tokenizer = tokenizer
+        self.tokens = 0
+        self.documents = 0
         if self.dtype not in WIDTHS.values():
             raise InputError(f"{path}: datatrove's .ds holds uint16 or uint32, not {dtype.name}")
+        self._files: list[BinaryIO] = []
         self._ids, self._index = self._open(path), self._open(_beside(path, "index"))
         self._loss: BinaryIO | None = None
         _beside(path, "loss").unlink(missing_ok=True)  # an older file's
 
-    def _append(self, ids: NDArray[np.integer], ends: NDArray[np.uint64], loss: NDArray[np.bool_] | None) -> None:
-        if loss is not None and self._loss is None:
-            self._loss = self._open(_beside(self.path, "loss"))
-            for start in range(0, self.tokens, 1 << 20):  # all before it carried a loss
-                self._loss.write(b"\1" * min(1 << 20, self.tokens - start))
-        if self._loss is not None:
-            self._loss.write((np.ones(len(ids), np.bool_) if loss is None else loss.astype(np.bool_)).tobytes())
-        self._ids.write(ids.tobytes())
-        self._index.write(ends.astype("<u8").tobytes())
+    def write(
+        self, ids: NDArray[np.integer], lengths: NDArray[np.int64], loss: NDArray[np.bool_] | None = None
+    ) -> None:
+        """Append whole documents: `ids` ``[tokens]`` end to end, `lengths` ``[documents]``, `loss` ``[tokens]``.
 
-    def _finish(self) -> None:
+        Raises InputError: an id that the dtype cannot hold; the disk is full.
+        """
+        ends, done = np.cumsum(lengths), 0
+        for start in range(0, max(len(ids), 1), TOKENS_AT_ONCE):  # `ids` may be mapped, and larger than memory
+            part = slice(start, start + TOKENS_AT_ONCE)
+            last = int(np.searchsorted(ends, part.stop, side="right"))
+            self.append(ids[part], ends[done:last] - start, None if loss is None else loss[part])
+            done = last
+            release(ids)
+
+    def append(
+        self, ids: NDArray[np.integer], ends: NDArray[np.integer], loss: NDArray[np.bool_] | None = None
+    ) -> None:
+        """Append a chunk that may begin and end within a document; `ends` counts from the chunk's first token."""
+        if len(ids):
+            _check_range(self.path, ids, self.dtype, self.tokens)
+        with self._explained():
+            if loss is not None and self._loss is None:
+                self._loss = self._open(_beside(self.path, "loss"))
+                for start in range(0, self.tokens, TOKENS_AT_ONCE):  # all before it carried a loss
+                    self._loss.write(b"\1" * min(TOKENS_AT_ONCE, self.tokens - start))
+            if self._loss is not None:
+                self._loss.write((np.ones(len(ids), np.bool_) if loss is None else loss.astype(np.bool_)).tobytes())
+            self._ids.write(ids.astype(self.dtype).tobytes())
+            self._index.write((np.asarray(ends, "<u8") + np.uint64(self.tokens)).tobytes())
+        self.tokens += len(ids)
+        self.documents += len(ends)
+
+    def close(self) -> None:
+        """Finish the files and sync them."""
         name = self.tokenizer or f"Unknown Tokenizer|{self.dtype.itemsize}"
         metadata = f"{name}|{self.dtype.itemsize}\n{self.tokens}\n{_human(self.tokens)}"
-        self._open(_beside(self.path, "metadata")).write(metadata.encode())
-        if self.tokens and not self.documents:  # whose ends are not known
-            _beside(self.path, "index").unlink()
+        with self._explained():
+            self._open(_beside(self.path, "metadata")).write(metadata.encode())
+            if self.tokens and not self.documents:  # whose ends are not known
+                _beside(self.path, "index").unlink()
+            for file in self._files:
+                file.flush()
+                os.fsync(file.fileno())
+                file.close()
+
+    def discard(self) -> None:
+        """Give up; nothing is left behind."""
+        for file in self._files:
+            file.close()
+            Path(file.name).unlink(missing_ok=True)
+
+    def _open(self, path: Path) -> BinaryIO:
+        """A new file, one of this writer's."""
+        with self._explained():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._files.append(open(path, "wb"))  # noqa: SIM115 (see close, discard)
+        return self._files[-1]
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise InputError(f"cannot write {self.path}: {error.strerror or error}") from None
+
+    def __enter__(self) -> TokenWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.discard()
+
+
+def _check_range(path: Path, ids: NDArray[np.integer], dtype: np.dtype, start: int) -> None:
+    """Raises InputError: an id of `ids` ``[tokens]``, not empty, from token `start` on, does not fit `dtype`."""
+    if ids.min() < 0:
+        at = int(ids.argmin())
+        raise InputError(f"{path}: token {start + at} is negative ({ids[at]})")
+    if ids.max() > np.iinfo(dtype).max:
+        at = int(ids.argmax())
+        raise InputError(
+            f"{path}: token {start + at} is {ids[at]}, beyond {dtype.name} (largest {np.iinfo(dtype).max})"
+        )
+
+
+def narrowest_dtype(vocab_size: int) -> np.dtype:
+    """The type of so many ids."""
+    return WIDTHS[2 if vocab_size <= 1 << 16 else 4]
 
 
 def _human(tokens: int) -> str:

@@ -10,26 +10,17 @@ A document is one sequence or several; the last of the D = documents + 1 starts 
 from __future__ import annotations
 
 import struct
-import tempfile
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kenotron.config.errors import InputError
-from kenotron.data.formats.token_file import TokenFile, TokenWriter, map_array, readable
+from kenotron.data.formats.token_file import TokenFile, map_array, readable
 from kenotron.storage.paths import AnyPath
 
 MAGIC = b"MMIDIDX\0\0"
 HEADER = struct.Struct("<9sQBQQ")
 CODES: dict[int, str] = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 FLOATS = {6: "float64", 7: "float32"}
-LONGEST_SEQUENCE = (1 << 31) - 1
-"""A length is an int32; a longer document is written as several sequences."""
-
-BLOCK = 1 << 20
 
 
 def open_file(path: AnyPath, where: str, dtype: np.dtype | None = None) -> list[TokenFile]:
@@ -94,57 +85,3 @@ def _header(index: AnyPath) -> tuple[np.dtype, int, int]:
             f"33), found {size}"
         )
     return np.dtype(CODES[code]), sequences, starts
-
-
-class MegatronWriter(TokenWriter):
-    """A `.bin` and, when it is closed, its `.idx`. Ends of documents wait in a nameless file, not in memory."""
-
-    def __init__(self, path: Path, dtype: np.dtype, tokenizer: str | None) -> None:
-        super().__init__(path, dtype, tokenizer)
-        codes = {np.dtype(name): code for code, name in CODES.items()}
-        if self.dtype not in codes:
-            raise InputError(f"{path}: Megatron's .bin cannot hold {dtype.name}; take int32 or uint16")
-        self._code = codes[self.dtype]
-        self._ids = self._open(path)
-        self._ends = tempfile.TemporaryFile(dir=path.parent)  # noqa: SIM115 (it goes with its last use)
-
-    def _append(self, ids: NDArray[np.integer], ends: NDArray[np.uint64], loss: NDArray[np.bool_] | None) -> None:
-        self._ids.write(ids.tobytes())
-        self._ends.write(ends.astype("<i8").tobytes())
-
-    def _finish(self) -> None:
-        """Write the `.idx`: sequence lengths, byte offsets, ends of documents."""
-        index = self._open(self.path.with_suffix(".idx"))
-        sequences = sum(int(counts.sum()) for counts, _ in self._documents())
-        starts = 1 + sum(len(counts) for counts, _ in self._documents())
-        index.write(HEADER.pack(MAGIC, 1, self._code, sequences, starts))
-        for _, lengths in self._documents():
-            index.write(lengths.astype("<i4").tobytes())
-        done = 0
-        for _, lengths in self._documents():
-            offsets = (done + np.cumsum(lengths) - lengths) * self.dtype.itemsize
-            index.write(offsets.astype("<i8").tobytes())
-            done += int(lengths.sum())
-        index.write(np.zeros(1, "<i8").tobytes())
-        done = 0
-        for counts, _ in self._documents():
-            index.write((done + np.cumsum(counts)).astype("<i8").tobytes())
-            done += int(counts.sum())
-        self._ends.close()
-
-    def _documents(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-        """Block by block: each document's sequences, each sequence's length. Tokens after the last end are another."""
-        self._ends.seek(0)
-        last = 0
-        while True:
-            ends: NDArray[Any] = np.frombuffer(self._ends.read(8 * BLOCK), "<i8")
-            if not len(ends):
-                if last == self.tokens:
-                    return
-                ends = np.array([self.tokens])
-            lengths = np.diff(ends, prepend=last)
-            counts = np.maximum(-(-lengths // LONGEST_SEQUENCE), 1)
-            pieces = np.full(int(counts.sum()), LONGEST_SEQUENCE, np.int64)
-            pieces[np.cumsum(counts) - 1] = lengths - (counts - 1) * LONGEST_SEQUENCE
-            yield counts, pieces
-            last = int(ends[-1])

@@ -6,21 +6,16 @@
 Whatever the format, that is all there is to it; each format's file in this folder knows how the two are laid out on
 disk. Opening does not read the tokens, so that a folder of terabytes opens at once: sizes are compared with each other,
 and an index is read, and checked, where documents are asked for (`documents_between`).
-
-What the commands write is made in a folder of its own, and renamed: it is complete or does not exist.
 """
 
 from __future__ import annotations
 
 import errno
-import os
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -236,120 +231,3 @@ def integer_dtype(name: str, where: str) -> np.dtype:
             f"{where}: unknown dtype '{name}'; expected one of {', '.join(INTEGERS)}{nearest(name, INTEGERS)}"
         )
     return np.dtype(name).newbyteorder("<")
-
-
-# ---- writing -----------------------------------------------------------------------------------------------
-
-
-TOKENS_AT_ONCE = 1 << 20
-"""Tokens that are read, moved and written at a time, where there are many."""
-
-
-class TokenWriter(ABC):
-    """Writes one token file, chunk by chunk, in bounded memory.
-
-        with open_writer(path, "datatrove", np.dtype("uint16")) as writer:
-            writer.write(ids, lengths)
-
-    A format's subclass says how chunks lie on disk. If an error ends the block, nothing is left behind. Raises
-    InputError: the system refuses to create or write a file.
-    """
-
-    holds_loss = False
-
-    def __init__(self, path: Path, dtype: np.dtype, tokenizer: str | None) -> None:
-        self.path = path
-        self.dtype = dtype.newbyteorder("<")
-        self.tokenizer = tokenizer
-        self.tokens = 0
-        self.documents = 0
-        self._files: list[BinaryIO] = []
-
-    def write(
-        self, ids: NDArray[np.integer], lengths: NDArray[np.int64], loss: NDArray[np.bool_] | None = None
-    ) -> None:
-        """Append whole documents: `ids` ``[tokens]`` end to end, `lengths` ``[documents]``, `loss` ``[tokens]``.
-
-        Raises InputError: an id that the dtype cannot hold; a loss in a format that has none; the disk is full.
-        """
-        ends, done = np.cumsum(lengths), 0
-        for start in range(0, max(len(ids), 1), TOKENS_AT_ONCE):  # `ids` may be mapped, and larger than memory
-            part = slice(start, start + TOKENS_AT_ONCE)
-            last = int(np.searchsorted(ends, part.stop, side="right"))
-            self.append(ids[part], ends[done:last] - start, None if loss is None else loss[part])
-            done = last
-            release(ids)
-
-    def append(
-        self, ids: NDArray[np.integer], ends: NDArray[np.integer], loss: NDArray[np.bool_] | None = None
-    ) -> None:
-        """Append a chunk that may begin and end within a document; `ends` counts from the chunk's first token."""
-        if len(ids):
-            check_range(self.path, ids, self.dtype, self.tokens)
-        if loss is not None and not self.holds_loss:
-            raise InputError(f"{self.path}: this format cannot hold a loss mask; write datatrove's .ds instead")
-        ids, ends = (
-            np.ascontiguousarray(ids, dtype=self.dtype),
-            np.asarray(ends, dtype=np.uint64) + np.uint64(self.tokens),
-        )
-        with self._explained():
-            self._append(ids, ends, loss)
-        self.tokens += len(ids)
-        self.documents += len(ends)
-
-    def close(self) -> None:
-        """Finish the files and sync them."""
-        with self._explained():
-            self._finish()
-            for file in self._files:
-                file.flush()
-                os.fsync(file.fileno())
-                file.close()
-
-    def discard(self) -> None:
-        """Give up; nothing is left behind."""
-        for file in self._files:
-            file.close()
-            Path(file.name).unlink(missing_ok=True)
-
-    @abstractmethod
-    def _append(self, ids: NDArray[np.integer], ends: NDArray[np.uint64], loss: NDArray[np.bool_] | None) -> None: ...
-
-    @abstractmethod
-    def _finish(self) -> None:
-        """Write what is known only at the end."""
-
-    def _open(self, path: Path) -> BinaryIO:
-        """A new file, one of this writer's."""
-        with self._explained():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._files.append(open(path, "wb"))  # noqa: SIM115 (see close, discard)
-        return self._files[-1]
-
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise InputError(f"cannot write {self.path}: {error.strerror or error}") from None
-
-    def __enter__(self) -> TokenWriter:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self.discard()
-
-
-def check_range(path: AnyPath, ids: NDArray[np.integer], dtype: np.dtype, start: int) -> None:
-    """Raises InputError: an id of `ids` ``[tokens]``, not empty, from token `start` on, does not fit `dtype`."""
-    if ids.min() < 0:
-        at = int(ids.argmin())
-        raise InputError(f"{path}: token {start + at} is negative ({ids[at]})")
-    if ids.max() > np.iinfo(dtype).max:
-        at = int(ids.argmax())
-        raise InputError(
-            f"{path}: token {start + at} is {ids[at]}, beyond {dtype.name} (largest {np.iinfo(dtype).max})"
-        )
