@@ -9,8 +9,8 @@ from torch import Tensor
 
 from kenotron.kernels import products
 from kenotron.kernels.experts import _with_room, expert_mlp
-from kenotron.kernels.plain_experts import expert_mlp_plain
 from kenotron.kernels.swiglu import ACTIVATIONS
+from support.plain_experts import expert_mlp_plain
 
 
 def problem(tokens: int, experts: int, k: int, dtype: torch.dtype = torch.float64) -> tuple[list[Tensor], Tensor]:

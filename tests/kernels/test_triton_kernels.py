@@ -38,7 +38,7 @@ def test_in_the_interpreter_they_equal_their_formulas_and_their_plain_twins():
 @needs_triton
 @pytest.mark.slow
 def test_they_compile_for_every_gpu_that_is_supported(tmp_path):
-    lines = run("-m", "kenotron.kernels.triton.compile_all", TRITON_CACHE_DIR=str(tmp_path)).splitlines()
+    lines = run("-m", "support.triton_compile", TRITON_CACHE_DIR=str(tmp_path)).splitlines()
     compiled = {tuple(line.split()[:2]) for line in lines}
     kernels = ("rms_norm.forward_kernel", "rms_norm.backward_kernel", "rope.kernel")
     kernels += ("swiglu.forward_kernel", "swiglu.backward_kernel", "cross_entropy.kernel")

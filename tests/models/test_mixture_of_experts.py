@@ -14,7 +14,6 @@ from torch import Tensor
 
 from kenotron.config import load, refuse_unsupported
 from kenotron.config.errors import InputError
-from kenotron.kernels.plain_experts import expert_mlp_plain
 from kenotron.models import Context, build, flops_per_token
 from kenotron.models.blocks.mlp import GatedMLP
 from kenotron.models.blocks.moe import MixtureOfExperts, Router, Routing, within_capacity
@@ -22,6 +21,7 @@ from kenotron.parallel.mesh import Mesh
 from kenotron.training.step import train_step
 from support.layout_runs import SPARSE as KEYS
 from support.layout_runs import Problem, prepared
+from support.plain_experts import expert_mlp_plain
 from support.tiny_llamas import our_config, our_logits, our_model, random_tokens
 from support.tiny_run import (
     equal_bits,

@@ -4,7 +4,7 @@ attention.py                causal attention by documents: picks by measured rul
 attentions/                 what `_attn_implementation` chooses from
 blockwise_attention.py      attention over some of the keys, with the log-sum-exp that merges blocks
 products.py                 matrix products, in fp32 through oneDNN where that is faster
-experts.py, token_slots.py  the feed-forward of a mixture of experts; plain_experts.py, its reference
+experts.py, token_slots.py  the feed-forward of a mixture of experts
 linear_cross_entropy.py     the head's product and its loss in one function
 selective_scan.py, state_space_dual.py, causal_conv.py     the recurrences of Mamba and Mamba-2 by chunks
 rms_norm.py, rope.py, swiglu.py     elementwise kernels with explicit backward

@@ -9,9 +9,8 @@ Tokens are sorted by expert, so each expert is three products of consecutive row
     experts   [[2, 0], [0, 1], [2, 1]]          rows, sorted   0 0 │ 1 1 │ 2 2     expert
                                                                0 1 │ 1 2 │ 0 2     token
 
-`expert_mlp` is the fast path, `plain_experts` what it computes. The backward of the fast path keeps gate and up and
-nothing else of its rows. A routing weight is applied inside of the MLP, before `down`: its gradient then is a dot
-product of what backward has anyway, and no expert's output is kept.
+Its backward keeps gate and up and nothing else of its rows. A routing weight is applied inside of the MLP, before
+`down`: its gradient then is a dot product of what backward has anyway, and no expert's output is kept.
 
 Products of rows grouped by expert are torch's `grouped_mm` on accelerators: group sizes stay on the device. Its rows
 after the last group are uninitialized, so groups cover all rows here. On CPU, where the host knows the sizes at once, a

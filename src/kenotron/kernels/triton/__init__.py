@@ -5,5 +5,5 @@ experts.py                          SwiGLU weighed, one launch each way, and the
 cross_entropy.py                    the passes over the logits, in one launch
 
 `kernels.fused` imports them when they are asked for (``model.kernels: triton``) and there is a GPU. Without one their
-numbers are tested in Triton's interpreter, in fp32, and compile_all.py compiles them ahead of time for its targets.
+numbers are tested in Triton's interpreter, in fp32, and tests/support/triton_compile.py compiles them for its targets.
 """

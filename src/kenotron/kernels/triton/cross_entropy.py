@@ -47,6 +47,3 @@ def kernel(logits, largest, total, columns, stride, BLOCK: tl.constexpr):
         inside = begin + at < columns
         a = tl.load(here + begin + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(here + begin + at, tl.exp(a - top), mask=inside)
-
-
-VARIANTS = [(kernel, ("*bf16", "*fp32", "*fp32", "i32", "i64"), {"BLOCK": BLOCK})]

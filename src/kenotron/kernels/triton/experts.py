@@ -94,11 +94,3 @@ def sum_kernel(rows, place, out, features, SLOTS: tl.constexpr, BLOCK: tl.conste
         inside = (at < features) & (row >= 0)
         total += tl.load(rows + row * features + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + token * features + at, total, mask=at < features)
-
-
-_ROWS = ("*bf16", "*bf16", "*bf16")
-VARIANTS = [
-    (forward_kernel, (*_ROWS, "*bf16", "i32"), {"BLOCK": BLOCK}),
-    (backward_kernel, (*_ROWS, "*bf16", "*bf16", "*bf16", "*fp32", "i32"), {"BLOCK": BLOCK}),
-    (sum_kernel, ("*bf16", "*i32", "*bf16", "i32"), {"SLOTS": 8, "BLOCK": BLOCK}),
-]

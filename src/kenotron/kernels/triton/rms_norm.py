@@ -81,14 +81,3 @@ def backward_kernel(dy, x, weight, r, dx, sums, rows, hidden, BLOCK: tl.constexp
         tl.store(dx + here, scale * g - a * scale * scale * scale * mean, mask=inside)
         total += up * a * scale
     tl.store(sums + group.to(tl.int64) * hidden + at, total, mask=inside)
-
-
-# (kernel, arguments' types, constants, options): what `compile_all` compiles ahead of time.
-VARIANTS = [
-    (kernel, types, {"BLOCK": block}, {"num_warps": _warps(block)})
-    for kernel, types in (
-        (forward_kernel, ("*bf16", "*bf16", "*bf16", "*fp32", "i32", "fp32")),
-        (backward_kernel, ("*bf16", "*bf16", "*bf16", "*fp32", "*bf16", "*fp32", "i32", "i32")),
-    )
-    for block in (128, 4096, 8192)
-]

@@ -70,7 +70,3 @@ def kernel(
     there = out + (token * heads + head) * head_dim
     tl.store(there + first, a * c - b * s, mask=inside)
     tl.store(there + second, b * c + a * s, mask=inside)
-
-
-_TYPES = ("*bf16", "*fp32", "*fp32", "*bf16", "fp32", "i32", "i32", "i32", "i64", "i64")
-VARIANTS = [(kernel, _TYPES, {"INTERLEAVED": interleaved, "HEADS": 32, "HALF": 64}) for interleaved in (False, True)]

@@ -57,9 +57,3 @@ def backward_kernel(dy, gate, up, dgate, dup, count, BLOCK: tl.constexpr):
     s = tl.sigmoid(g)
     tl.store(dgate + at, d * u * s * (1.0 + g * (1.0 - s)), mask=inside)
     tl.store(dup + at, d * g * s, mask=inside)
-
-
-VARIANTS = [
-    (forward_kernel, ("*bf16", "*bf16", "*bf16", "i64"), {"BLOCK": BLOCK}),
-    (backward_kernel, ("*bf16", "*bf16", "*bf16", "*bf16", "*bf16", "i64"), {"BLOCK": BLOCK}),
-]

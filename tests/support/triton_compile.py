@@ -1,6 +1,6 @@
-"""Compile every kernel of this package for every GPU that is supported, on a machine without one.
+"""Compile every kernel in Triton for every GPU that is supported, on a machine without one.
 
-    $ python -m kenotron.kernels.triton.compile_all
+    $ PYTHONPATH=tests python -m support.triton_compile
     rms_norm.forward_kernel      sm_80     cubin    9 KiB
     …
 
@@ -32,10 +32,39 @@ SHARED_MEMORY = 64 << 10  # bytes of a block on the smallest of them, AMD's
 SPILLED = 64  # bytes of a thread's registers; more of them cost time (some compilers put a few there)
 
 
+THREE_ROWS = ("*bf16", "*bf16", "*bf16")
+ROPE = ("*bf16", "*fp32", "*fp32", "*bf16", "fp32", "i32", "i32", "i32", "i64", "i64")
+VARIANTS = {  # module → (kernel, arguments' types, constants, options)
+    cross_entropy: [(cross_entropy.kernel, ("*bf16", "*fp32", "*fp32", "i32", "i64"), {"BLOCK": cross_entropy.BLOCK})],
+    experts: [
+        (experts.forward_kernel, (*THREE_ROWS, "*bf16", "i32"), {"BLOCK": experts.BLOCK}),
+        (
+            experts.backward_kernel,
+            (*THREE_ROWS, "*bf16", "*bf16", "*bf16", "*fp32", "i32"),
+            {"BLOCK": experts.BLOCK},
+        ),
+        (experts.sum_kernel, ("*bf16", "*i32", "*bf16", "i32"), {"SLOTS": 8, "BLOCK": experts.BLOCK}),
+    ],
+    rms_norm: [
+        (kernel, types, {"BLOCK": block}, {"num_warps": rms_norm._warps(block)})
+        for kernel, types in (
+            (rms_norm.forward_kernel, (*THREE_ROWS, "*fp32", "i32", "fp32")),
+            (rms_norm.backward_kernel, (*THREE_ROWS, "*fp32", "*bf16", "*fp32", "i32", "i32")),
+        )
+        for block in (128, 4096, 8192)
+    ],
+    rope: [(rope.kernel, ROPE, {"INTERLEAVED": each, "HEADS": 32, "HALF": 64}) for each in (False, True)],
+    swiglu: [
+        (swiglu.forward_kernel, (*THREE_ROWS, "i64"), {"BLOCK": swiglu.BLOCK}),
+        (swiglu.backward_kernel, (*THREE_ROWS, "*bf16", "*bf16", "i64"), {"BLOCK": swiglu.BLOCK}),
+    ],
+}
+
+
 def compile_all() -> Iterator[tuple[str, str, str, bytes]]:
     """(kernel, target, kind of binary, binary) of all variants. Raises what Triton raises where one fails."""
-    for module in (cross_entropy, experts, rms_norm, rope, swiglu):
-        for kernel, types, constants, *options in module.VARIANTS:
+    for module, variants in VARIANTS.items():
+        for kernel, types, constants, *options in variants:
             names = kernel.arg_names
             signature = {**dict(zip(names, types)), **dict.fromkeys(constants, "constexpr")}
             assert list(signature) == names, f"{kernel}: a type for each of {names}"
