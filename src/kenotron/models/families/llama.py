@@ -9,7 +9,7 @@ Names are Hugging Face's, so a checkpoint of either loads into the other tensor 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from kenotron.config.decoder import RopeArchitecture
 from kenotron.config.section import EXPORT, OURS, key
@@ -55,7 +55,7 @@ C = TypeVar("C", bound=LlamaStyleArchitecture)
 
 
 class LlamaStyle(Family[C]):
-    """What Llama and its relatives share; they differ in what their attention adds."""
+    """What Llama and its relatives share; they differ in what their attention adds (`attention`)."""
 
     plan = Plan(
         blocks="model.layers.*",
@@ -76,15 +76,21 @@ class LlamaStyle(Family[C]):
         ),
     )
 
-    def pre_norm_block(self, layer: int, **attention: Any) -> nn.Module:
-        """``x + attention(norm(x))``, then ``x + mlp(norm(x))``. `attention`: options of `Attention.of`."""
+    def attention(self, layer: int) -> nn.Module:
+        """The attention of layer `layer`; biases, where the family has them, are on all four projections."""
         from kenotron.models.blocks.attention import Attention
+
+        bias = getattr(self.config, "attention_bias", False)
+        return Attention.of(self.config, layer, qkv_bias=bias, output_bias=bias)
+
+    def block(self, layer: int) -> nn.Module:
+        """``x + attention(norm(x))``, then ``x + mlp(norm(x))``."""
         from kenotron.models.blocks.mlp import GatedMLP
         from kenotron.models.blocks.pre_norm import PreNormBlock
 
         return PreNormBlock(
             self.final_norm(),
-            Attention.of(self.config, layer, **attention),
+            self.attention(layer),
             self.final_norm(),
             GatedMLP(self.config.hidden_size, self.config.intermediate_size, self.config.hidden_act),
         )
@@ -103,14 +109,9 @@ class LlamaStyle(Family[C]):
 
 
 class Llama(LlamaStyle[LlamaArchitecture]):
-    """Biases, where there are any, are on all four attention projections."""
+    """The blocks above, as they are."""
 
     section = LlamaArchitecture
     hf_model_type = "llama"
     hf_class = "LlamaForCausalLM"
     hf_fixed = {"mlp_bias": False}  # noqa: RUF012
-
-    def block(self, layer: int) -> nn.Module:
-        """Layer number `layer`."""
-        bias = self.config.attention_bias
-        return self.pre_norm_block(layer, qkv_bias=bias, output_bias=bias)

@@ -6,13 +6,10 @@ Later models of the family have no window: `sliding_window: null`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from kenotron.config.section import OURS, key
 from kenotron.models.families.llama import LlamaStyle, LlamaStyleArchitecture
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 class MistralArchitecture(LlamaStyleArchitecture):
@@ -36,10 +33,6 @@ class Mistral(LlamaStyle[MistralArchitecture]):
     section = MistralArchitecture
     hf_model_type = "mistral"
     hf_class = "MistralForCausalLM"
-
-    def block(self, layer: int) -> nn.Module:
-        """Layer number `layer`."""
-        return self.pre_norm_block(layer)
 
     @classmethod
     def from_hf(cls, values: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:

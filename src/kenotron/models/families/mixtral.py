@@ -106,12 +106,6 @@ class SparseStyle(LlamaStyle[S]):
                 row=tuple(name for name in plan.row if ".mlp." not in name),
             )
 
-    def attention(self, layer: int) -> nn.Module:
-        """The attention of layer `layer`."""
-        from kenotron.models.blocks.attention import Attention
-
-        return Attention.of(self.config, layer)
-
     def routing(self) -> Routing:
         """How tokens choose experts."""
         assert isinstance(self.config, SparseArchitecture)
@@ -123,16 +117,11 @@ class SparseStyle(LlamaStyle[S]):
 
     def block(self, layer: int) -> nn.Module:
         """Layer number `layer`."""
-        from kenotron.models.blocks.mlp import GatedMLP
         from kenotron.models.blocks.moe import MoEBlock
-        from kenotron.models.blocks.pre_norm import PreNormBlock
 
-        config = self.config
-        norms, attention = (self.final_norm(), self.final_norm()), self.attention(layer)
-        if layer not in config.sparse_layers:
-            mlp = GatedMLP(config.hidden_size, config.intermediate_size, config.hidden_act)
-            return PreNormBlock(norms[0], attention, norms[1], mlp)
-        return MoEBlock(norms[0], attention, norms[1], self.mixture())
+        if layer not in self.config.sparse_layers:
+            return super().block(layer)
+        return MoEBlock(self.final_norm(), self.attention(layer), self.final_norm(), self.mixture())
 
     def mixture(self) -> nn.Module:
         """The experts of a layer, and their router."""

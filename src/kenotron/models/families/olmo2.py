@@ -26,6 +26,17 @@ class Olmo2Architecture(LlamaStyleArchitecture):
     attention_bias: bool = key("Biases on the attention projections.", False)
 
 
+def attention_with_norms(config: LlamaStyleArchitecture, layer: int) -> nn.Module:
+    """Attention with a norm over all queries and one over all keys, and the biases of `attention_bias`."""
+    from kenotron.models.blocks.attention import Attention
+    from kenotron.models.blocks.norm import RMSNorm
+
+    bias = config.attention_bias  # type: ignore[attr-defined]
+    q_norm = RMSNorm(config.num_attention_heads * config.head_dim, config.rms_norm_eps)
+    k_norm = RMSNorm(config.kv_heads * config.head_dim, config.rms_norm_eps)
+    return Attention.of(config, layer, qkv_bias=bias, output_bias=bias, q_norm=q_norm, k_norm=k_norm)
+
+
 class Olmo2(LlamaStyle[Olmo2Architecture]):
     """No norm before a branch, one after each."""
 
@@ -45,16 +56,12 @@ class Olmo2(LlamaStyle[Olmo2Architecture]):
 
     def block(self, layer: int) -> nn.Module:
         """Layer number `layer`."""
-        from kenotron.models.blocks.attention import Attention
         from kenotron.models.blocks.mlp import GatedMLP
-        from kenotron.models.blocks.norm import RMSNorm
         from kenotron.models.blocks.post_norm import PostNormBlock
 
-        config, bias = self.config, self.config.attention_bias
-        q_norm = RMSNorm(config.num_attention_heads * config.head_dim, config.rms_norm_eps)
-        k_norm = RMSNorm(config.kv_heads * config.head_dim, config.rms_norm_eps)
+        config = self.config
         return PostNormBlock(
-            Attention.of(config, layer, qkv_bias=bias, output_bias=bias, q_norm=q_norm, k_norm=k_norm),
+            attention_with_norms(config, layer),
             self.final_norm(),
             GatedMLP(config.hidden_size, config.intermediate_size, config.hidden_act),
             self.final_norm(),

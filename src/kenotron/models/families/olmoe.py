@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from kenotron.config.section import OURS, key
 from kenotron.models.families.mixtral import SparseArchitecture, SparseStyle
-from kenotron.models.families.olmo2 import K_NORM, Q_NORM
+from kenotron.models.families.olmo2 import K_NORM, Q_NORM, attention_with_norms
 
 if TYPE_CHECKING:
     from torch import nn
@@ -45,14 +45,8 @@ class Olmoe(SparseStyle[OlmoeArchitecture]):
     hf_fixed = {"clip_qkv": None}  # noqa: RUF012
 
     def attention(self, layer: int) -> nn.Module:
-        """The attention of layer `layer`."""
-        from kenotron.models.blocks.attention import Attention
-        from kenotron.models.blocks.norm import RMSNorm
-
-        config, bias = self.config, self.config.attention_bias
-        q_norm = RMSNorm(config.num_attention_heads * config.head_dim, config.rms_norm_eps)
-        k_norm = RMSNorm(config.kv_heads * config.head_dim, config.rms_norm_eps)
-        return Attention.of(config, layer, qkv_bias=bias, output_bias=bias, q_norm=q_norm, k_norm=k_norm)
+        """OLMo 2's."""
+        return attention_with_norms(self.config, layer)
 
     @classmethod
     def from_hf(cls, values: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,6 +24,16 @@ class Qwen3Architecture(LlamaStyleArchitecture):
     attention_bias: bool = key("Biases on the attention projections.", False)
 
 
+def attention_with_head_norms(config: LlamaStyleArchitecture, layer: int) -> nn.Module:
+    """Attention whose queries and keys are normalized head by head, with the biases of `attention_bias`."""
+    from kenotron.models.blocks.attention import Attention
+    from kenotron.models.blocks.norm import HeadRMSNorm
+
+    bias, width, eps = config.attention_bias, config.head_dim, config.rms_norm_eps  # type: ignore[attr-defined]
+    q_norm, k_norm = HeadRMSNorm(width, eps), HeadRMSNorm(width, eps)
+    return Attention.of(config, layer, qkv_bias=bias, output_bias=bias, q_norm=q_norm, k_norm=k_norm)
+
+
 class Qwen3(LlamaStyle[Qwen3Architecture]):
     """Two more norms a layer; a rank of tp normalizes its own heads."""
 
@@ -33,13 +43,9 @@ class Qwen3(LlamaStyle[Qwen3Architecture]):
     hf_class = "Qwen3ForCausalLM"
     hf_fixed = {"use_sliding_window": False}  # noqa: RUF012
 
-    def block(self, layer: int) -> nn.Module:
-        """Layer number `layer`."""
-        from kenotron.models.blocks.norm import HeadRMSNorm
-
-        bias, width, eps = self.config.attention_bias, self.config.head_dim, self.config.rms_norm_eps
-        q_norm, k_norm = HeadRMSNorm(width, eps), HeadRMSNorm(width, eps)
-        return self.pre_norm_block(layer, qkv_bias=bias, output_bias=bias, q_norm=q_norm, k_norm=k_norm)
+    def attention(self, layer: int) -> nn.Module:
+        """With a norm for each head of queries and of keys."""
+        return attention_with_head_norms(self.config, layer)
 
     @classmethod
     def from_hf(cls, values: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:

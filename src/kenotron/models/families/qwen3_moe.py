@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from kenotron.config.section import OURS, key
 from kenotron.models.families.mixtral import SparseStyle
 from kenotron.models.families.qwen2_moe import QwenSparseArchitecture
-from kenotron.models.families.qwen3 import Qwen3
+from kenotron.models.families.qwen3 import Qwen3, attention_with_head_norms
 
 if TYPE_CHECKING:
     from torch import nn
@@ -35,13 +35,8 @@ class Qwen3Moe(SparseStyle[Qwen3MoeArchitecture]):
     hf_fixed = {"use_sliding_window": False}  # noqa: RUF012
 
     def attention(self, layer: int) -> nn.Module:
-        """The attention of layer `layer`."""
-        from kenotron.models.blocks.attention import Attention
-        from kenotron.models.blocks.norm import HeadRMSNorm
-
-        bias, width, eps = self.config.attention_bias, self.config.head_dim, self.config.rms_norm_eps
-        q_norm, k_norm = HeadRMSNorm(width, eps), HeadRMSNorm(width, eps)
-        return Attention.of(self.config, layer, qkv_bias=bias, output_bias=bias, q_norm=q_norm, k_norm=k_norm)
+        """Qwen3's."""
+        return attention_with_head_norms(self.config, layer)
 
     @classmethod
     def from_hf(cls, values: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,14 +9,11 @@ A layer without rotary positions tells tokens apart by their content and by the 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from kenotron.config.decoder import Problem
 from kenotron.config.section import OURS, key
 from kenotron.models.families.llama import LlamaStyle, LlamaStyleArchitecture
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 class SmolLM3Architecture(LlamaStyleArchitecture):
@@ -54,11 +51,6 @@ class SmolLM3(LlamaStyle[SmolLM3Architecture]):
     hf_model_type = "smollm3"
     hf_class = "SmolLM3ForCausalLM"
     hf_fixed = {"use_sliding_window": False, "mlp_bias": False}  # noqa: RUF012
-
-    def block(self, layer: int) -> nn.Module:
-        """Layer number `layer`."""
-        bias = self.config.attention_bias
-        return self.pre_norm_block(layer, qkv_bias=bias, output_bias=bias)
 
     @classmethod
     def from_hf(cls, values: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
