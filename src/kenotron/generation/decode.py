@@ -14,12 +14,12 @@ One loop for all layouts: with tp and pp every rank of a replica runs it on the 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from numbers import Integral
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 
@@ -31,26 +31,11 @@ from kenotron.generation.ranks import ModelOnRanks
 from kenotron.generation.sampling import NOT_FINITE, log_probabilities, next_tokens
 from kenotron.generation.text import StopStrings, TextStream
 from kenotron.models.decoder import Decoder
-from kenotron.text.tokenizer import end_of_text
+from kenotron.text.tokenizer import TextTokenizer, end_of_text
 
 StoppedBy = Literal["eos", "stop", "max_new_tokens", "max_position_embeddings", "non_finite_logits"]
 Prompt = str | Sequence[int]
 DEFAULTS = SamplingOptions()
-
-
-class TokenizerLike(Protocol):
-    """What generation asks of a tokenizer; `kenotron.data.TextTokenizer` is one."""
-
-    eos_token_id: int | None
-    bos_token_id: int | None
-
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a text."""
-        ...
-
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """The text of token ids."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -90,7 +75,7 @@ class DecodingRow:
 
 def generate(
     model: Decoder | ModelOnRanks,
-    tokenizer: TokenizerLike | None,
+    tokenizer: TextTokenizer | None,
     prompts: Sequence[Prompt],
     sampling: SamplingOptions = DEFAULTS,
     *,
@@ -121,7 +106,7 @@ def generate(
     mine = ranks.share(rows)
     # Dynamic RoPE turns by angles that depend on the longest text of a batch: only alone is a row itself.
     together = 1 if ranks.config.depends_on_longest else batch_size
-    with ranks.evaluating(), _without_gradients(ranks.parts), _without_cudnn():
+    with ranks.evaluating(), _without_gradients(ranks.parts):
         for first in range(0, len(mine), together):
             _complete(ranks, mine[first : first + together], sampling, ends, stream)
     done = ranks.gather([_completion(row, sampling.logprobs) for row in mine])
@@ -139,20 +124,6 @@ def _without_gradients(parts: Sequence[Decoder]) -> AbstractContextManager[objec
     """
     trained = any(parameter.requires_grad for part in parts for parameter in part.parameters())
     return torch.no_grad() if trained else torch.inference_mode()
-
-
-@contextmanager
-def _without_cudnn() -> Iterator[None]:
-    """Within, torch's attention is not cuDNN's, its first choice in half precision on Hopper and Blackwell (CUDA 13).
-
-    That compiles for each length of keys, and here every token has another.
-    """
-    before = torch.backends.cuda.cudnn_sdp_enabled()
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    try:
-        yield
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 def _complete(
@@ -227,7 +198,7 @@ def _completion(row: DecodingRow, logprobs: bool) -> Completion:
 def _row(
     index: int,
     prompt: Prompt,
-    tokenizer: TokenizerLike | None,
+    tokenizer: TextTokenizer | None,
     config: DecoderArchitecture,
     sampling: SamplingOptions,
 ) -> DecodingRow:
@@ -257,7 +228,7 @@ def _row(
     return DecodingRow(index, text, tokens, most_new, stops_early, stream, StopStrings(sampling.stop))
 
 
-def ends_of_text(tokenizer: TokenizerLike | None, config: DecoderArchitecture) -> frozenset[int]:
+def ends_of_text(tokenizer: TextTokenizer | None, config: DecoderArchitecture) -> frozenset[int]:
     """The tokens that end a text: `end_of_text`, and those of the files of a Hugging Face model beside the tokenizer.
 
     Llama 3.2 and Qwen name several there, of which the tokenizer knows one.
@@ -273,6 +244,6 @@ def ends_of_text(tokenizer: TokenizerLike | None, config: DecoderArchitecture) -
     return frozenset(ends)
 
 
-def _start_of_text(tokenizer: TokenizerLike | None, config: DecoderArchitecture) -> int:
+def _start_of_text(tokenizer: TextTokenizer | None, config: DecoderArchitecture) -> int:
     bos = tokenizer.bos_token_id if tokenizer else config.bos_token_id
     return end_of_text(tokenizer, config) if bos is None else bos

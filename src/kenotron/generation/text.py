@@ -19,23 +19,18 @@ A text may also end at a stop string. Its beginning is held back until it is kno
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kenotron.text.tokenizer import TextTokenizer
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-
-
-class Detokenizer(Protocol):
-    """What the stream asks of a tokenizer."""
-
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """The text of token ids."""
-        ...
 
 
 class TextStream:
     """The text that follows `prompt`, piece by piece."""
 
-    def __init__(self, tokenizer: Detokenizer, prompt: Sequence[int]) -> None:
+    def __init__(self, tokenizer: TextTokenizer, prompt: Sequence[int]) -> None:
         self.tokenizer = tokenizer
         # tokens[before:shown] gave text that is out; they are the context in which the rest is decoded.
         self.tokens, self.before, self.shown = list(prompt), 0, len(prompt)
