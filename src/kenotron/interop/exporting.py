@@ -77,20 +77,26 @@ def to_hf(
     if name not in WEIGHT_DTYPES:
         known = ", ".join(WEIGHT_DTYPES)
         raise InputError(f"dtype: expected one of {known}, found {name!r}{nearest(name, WEIGHT_DTYPES)}")
-    if isinstance(source.architecture, HuggingFaceArchitecture):
-        return _whole(source, final, name, max_shard_size, report)
-    plan = _plan(source, name, max_shard_size)
+    size_limit, architecture = _size(max_shard_size), source.architecture
+    plan = None if isinstance(architecture, HuggingFaceArchitecture) else _plan(source, name, size_limit)
     temporary = run_on_rank0(lambda: temporary_beside(final))
     try:
-        run_on_rank0(lambda: _begin(source, plan, temporary))
-        raise_on_any_rank(lambda: _write_shards(plan, temporary, rank, ranks, progress))
+        run_on_rank0(lambda: temporary.mkdir(parents=True))
+        if isinstance(architecture, HuggingFaceArchitecture):  # without a family: transformers writes it
+            run_on_rank0(lambda: write_whole(source.weights, architecture, temporary, name, size_limit))
+        run_on_rank0(lambda: write_configs(source, temporary, name))
+        if plan is not None:
+            raise_on_any_rank(lambda: _write_shards(plan, temporary, rank, ranks, progress))
         run_on_rank0(lambda: _finish(source, temporary, final, report))
     except (OSError, SafetensorError) as error:  # safetensors wraps those of the operating system
         raise InputError(f"cannot write {final}: {getattr(error, 'strerror', None) or error}") from error
     finally:
         if rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
-    return Exported(final, list(plan.files), sum(plan.sizes.values()), name)
+    if plan is not None:
+        return Exported(final, list(plan.files), sum(plan.sizes.values()), name)
+    sizes = run_on_rank0(lambda: {file.name: file.stat().st_size for file in sorted(final.glob("*.safetensors"))})
+    return Exported(final, list(sizes), sum(sizes.values()), name)
 
 
 @dataclass(frozen=True)
@@ -105,7 +111,7 @@ class _Plan:
     files: dict[str, list[str]]
 
 
-def _plan(source: Source, dtype: str, max_shard_size: str | int) -> _Plan:
+def _plan(source: Source, dtype: str, size_limit: int) -> _Plan:
     weights = fitted(source, _in_halves(source.architecture))
     shapes = {parameter: tuple(value.shape) for parameter, value in skeleton(source.model).named_parameters()}
     family = family_of(source.architecture)
@@ -113,19 +119,13 @@ def _plan(source: Source, dtype: str, max_shard_size: str | int) -> _Plan:
     itemsize = {theirs: 4 if _dtype(theirs, family, dtype) == "float32" else 2 for theirs in groups}
     of_ours = {each: math.prod(shape) // len(their_names(family, each, shape)) for each, shape in shapes.items()}
     sizes = {theirs: sum(of_ours[each] for each in ours) * itemsize[theirs] for theirs, ours in groups.items()}
-    return _Plan(weights, family, dtype, groups, sizes, _shards(sizes, _size(max_shard_size)))
-
-
-def _begin(source: Source, plan: _Plan, temporary: Path) -> None:
-    """The folder, with all files but the tensors and the tokenizer."""
-    temporary.mkdir(parents=True)
-    write_configs(source, temporary, plan.dtype)
-    if len(plan.files) > 1:
-        _write_index(temporary, plan.files, plan.sizes)
+    return _Plan(weights, family, dtype, groups, sizes, _shards(sizes, size_limit))
 
 
 def _write_shards(plan: _Plan, folder: Path, rank: int, ranks: int, progress: Progress | None) -> None:
-    """The files of this rank."""
+    """The files of this rank; the first writes the index as well."""
+    if rank == 0 and len(plan.files) > 1:
+        _write_index(folder, plan.files, plan.sizes)
     done, total = 0, sum(plan.sizes.values())
     for file in list(plan.files)[rank::ranks]:
         _write_shard(folder / file, plan, plan.files[file])
@@ -142,30 +142,6 @@ def _finish(source: Source, temporary: Path, final: Path, report: Report) -> Non
     else:
         report(f"{source.path} has no tokenizer, so {final} has none")
     publish_folder(temporary, final)
-
-
-def _whole(source: Source, final: Path, dtype: str, max_shard_size: str | int, report: Report) -> Exported:
-    """A model without a family: transformers writes it, on the first rank."""
-    from safetensors import SafetensorError
-
-    assert isinstance(source.architecture, HuggingFaceArchitecture)
-    architecture, size_limit = source.architecture, _size(max_shard_size)
-
-    def write() -> list[Path]:
-        temporary = temporary_beside(final)
-        temporary.mkdir(parents=True)
-        try:
-            write_whole(source.weights, architecture, temporary, dtype, size_limit)
-            write_configs(source, temporary, dtype)
-            _finish(source, temporary, final, report)
-        except (OSError, SafetensorError) as error:
-            raise InputError(f"cannot write {final}: {getattr(error, 'strerror', None) or error}") from error
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-        return sorted(final.glob("*.safetensors"))
-
-    files = run_on_rank0(write)
-    return Exported(final, [file.name for file in files], sum(file.stat().st_size for file in files), dtype)
 
 
 def _in_halves(architecture: DecoderArchitecture) -> DecoderArchitecture:
