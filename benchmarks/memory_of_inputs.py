@@ -26,7 +26,7 @@ import numpy as np
 import yaml
 
 import kenotron as kn
-from kenotron.data.formats import SUFFIXES, open_writer
+from kenotron.data.formats.datatrove import TokenWriter
 from kenotron.text.byte_level_bpe import train_byte_level_bpe
 from kenotron.text.file_documents import python_stdlib
 from kenotron.text.json_lines import LONGEST_LINE
@@ -112,13 +112,13 @@ class Inputs:
         step = {"cell": len(text), "books": 500_000, "rows": 4000}[stem]
         return [text[start : start + step] for start in range(0, len(text), step)]
 
-    def tokens(self, format: str) -> str:
+    def tokens(self) -> str:
         """One document of size / 2 ids of two bytes."""
-        path = self.folder / f"document-{format}{SUFFIXES[format]}"
+        path = self.folder / "document.ds"
         if not path.exists():
             block = np.random.default_rng(0).integers(0, 32000, 1 << 22).astype(np.uint16)
             left = self.size // 2
-            with open_writer(path, format, np.dtype("<u2")) as writer:
+            with TokenWriter(path, np.dtype("<u2")) as writer:
                 while left:
                     ids = block[:left]
                     left -= len(ids)
@@ -195,35 +195,23 @@ def cases(folder: Path, inputs: Inputs, tokenizer: str) -> Iterator[Case]:
                     run_of(folder, {"text_files": inputs(text), **extra}, tokenizer),
                 ],
             )
-    for source in SUFFIXES:
-        yield f"inspect {source}", lambda s=source: [*CLI, "data", "inspect", inputs.tokens(s)]
-        yield f"show {source}", lambda s=source: [*CLI, "data", "show", inputs.tokens(s), *SHOWN]
-        for to in SUFFIXES:
-            yield (
-                f"merge {source} as {to}",
-                lambda s=source, to=to: [*CLI, "data", "merge", inputs.tokens(s), "--output", out, "--format", to],
-            )
-        for how in ((), ("--shuffle",)):
-            yield (
-                " ".join(("merge", source, *how)),
-                lambda s=source, how=how: [*CLI, "data", "merge", inputs.tokens(s), "--output", out, *how],
-            )
-        for packing in ("windows", "best_fit"):
-            for asked in (("--step", "1000"), ("--document", "0")):
+    yield "inspect", lambda: [*CLI, "data", "inspect", inputs.tokens()]
+    yield "show", lambda: [*CLI, "data", "show", inputs.tokens(), *SHOWN]
+    for how in ((), ("--shuffle",)):
+        yield (
+            " ".join(("merge", *how)),
+            lambda how=how: [*CLI, "data", "merge", inputs.tokens(), "--output", out, *how],
+        )
+    for packing in ("windows", "best_fit"):
+        for asked in (("--step", "1000"), ("--document", "0")):
 
-                def which(s: str = source, packing: str = packing, asked: tuple[str, str] = asked) -> list[str]:
-                    path = inputs.tokens(s)
-                    if asked[0] == "--document":
-                        asked = ("--document", f"{path}:0")
-                    return [
-                        *CLI,
-                        "data",
-                        "which",
-                        run_of(folder, {"tokens": path, "packing": packing}, tokenizer),
-                        *asked,
-                    ]
+            def which(packing: str = packing, asked: tuple[str, str] = asked) -> list[str]:
+                path = inputs.tokens()
+                if asked[0] == "--document":
+                    asked = ("--document", f"{path}:0")
+                return [*CLI, "data", "which", run_of(folder, {"tokens": path, "packing": packing}, tokenizer), *asked]
 
-                yield f"which {source} {packing} {asked[0]}", which
+            yield f"which {packing} {asked[0]}", which
 
 
 def measure(command: list[str], environment: dict[str, str]) -> tuple[float, float, int, str]:

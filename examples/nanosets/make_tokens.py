@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kenotron.data.formats import open_writer
+from kenotron.data.formats.datatrove import TokenWriter
 from kenotron.text.byte_level_bpe import train_byte_level_bpe
 from kenotron.text.tokenizer import TextTokenizer
 
@@ -33,7 +33,7 @@ def write_files(folder: Path, texts: list[str], tokenizer: TextTokenizer, files:
     """`texts` in so many `.ds` files."""
     for number in range(files):
         path = folder / f"{number:05}.ds"
-        with open_writer(path, "datatrove", np.dtype("uint16"), str(FOLDER / "tokenizer")) as writer:
+        with TokenWriter(path, np.dtype("uint16"), str(FOLDER / "tokenizer")) as writer:
             for ids in tokenizer.encode_batch(texts[number::files]):
                 document = np.array([*ids, tokenizer.eos_token_id])
                 writer.write(document, np.array([len(document)]))

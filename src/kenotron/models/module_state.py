@@ -39,7 +39,7 @@ class ModuleState:
             self.attributes.append((prefix, own, own.copy()))
             for name, buffer in module._buffers.items():
                 if prefix + name in values:
-                    self.buffers.append((prefix, name, module._buffers, buffer, _version(buffer)))
+                    self.buffers.append((prefix, name, module._buffers, buffer, _writes(buffer)))
 
     def put_back(self) -> list[str]:
         """The names of what had changed."""
@@ -52,7 +52,7 @@ class ModuleState:
             own.clear()
             own.update(before)
         for prefix, name, buffers, buffer, version in self.buffers:
-            written = _version(buffer) != version
+            written = _writes(buffer) != version
             if written or buffers.get(name) is not buffer:
                 changed.append(prefix + name)
                 buffers[name] = _copy(self.values[prefix + name], buffer) if written else buffer
@@ -105,7 +105,7 @@ class Recomputed:
         return recomputed(first_or_again, self.how)(*args, **kwargs)
 
 
-def _version(buffer: Tensor | None) -> int:
+def _writes(buffer: Tensor | None) -> int:
     """How often it was written in place."""
     return -1 if buffer is None or buffer.is_inference() else buffer._version
 
