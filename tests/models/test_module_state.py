@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,7 +31,7 @@ SHAPES = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, 
 
 
 class Block(nn.Module):
-    """Counts its calls in buffers and attributes, and computes with all of them; a running mean."""
+    """Counts its calls in every place that a module has, and computes with all of them; a running mean."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -38,7 +40,8 @@ class Block(nn.Module):
         self.register_buffer("mean", torch.zeros(width))
         self.register_buffer("written", torch.zeros(()), persistent=False)
         self.register_buffer("replaced", torch.zeros(()), persistent=False)
-        self.calls = 0
+        self.calls, self.names, self.numbers, self.kinds = 0, ["a"], {"calls": 0}, {0}
+        self.nested, self.own, self.last = {"calls": [0]}, SimpleNamespace(calls=0), deque([0])
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -47,8 +50,15 @@ class Block(nn.Module):
             self.written += 1
             self.replaced = self.replaced + 1
         self.calls += 1
+        self.names.append("b")
+        self.numbers["calls"] += 1
+        self.kinds.add(len(self.kinds))
+        self.nested["calls"].append(1)
+        self.own.calls += 1
+        self.last.append(1)
         self.late = getattr(self, "late", 0) + 1
-        counted = [self.written, self.replaced, self.calls]
+        counted = [self.written, self.replaced, self.calls, len(self.names), self.numbers["calls"], len(self.kinds)]
+        counted += [len(self.nested["calls"]), self.own.calls, len(self.last)]
         return x + 0.01 * (sum(counted) + self.late) * torch.relu(self.f(x - self.mean))
 
 
@@ -82,23 +92,21 @@ class CountingInBuffers(Counting):
     block = OnlyBuffers
 
 
-class CountsElsewhere(Counting):
-    """Keeps a count where no checkpoint looks: in a list, or in a tensor that is neither buffer nor parameter."""
+class WritesATensor(Counting):
+    """Keeps state in a tensor that is neither buffer nor parameter."""
 
-    def __init__(self, vocab_size: int, in_a_list: bool) -> None:
+    def __init__(self, vocab_size: int) -> None:
         super().__init__(vocab_size)
-        self.calls: Any = [0] if in_a_list else torch.zeros(())
+        self.seen = [torch.zeros(())]
+        self.total = torch.zeros(())
 
     def forward(self, tokens: Tensor) -> Tensor:
-        if isinstance(self.calls, list):
-            self.calls.append(0)
-        else:
-            self.calls += 1
-        return super().forward(tokens) * (len(self.calls) if isinstance(self.calls, list) else self.calls)
+        self.total += 1
+        return super().forward(tokens)
 
 
-def of_user(folder: Path, name: str = "Counting", *overrides: str, **arguments: Any) -> Config:
-    model = {"module": f"{__name__}.{name}", "vocab_size": 61, **arguments}
+def of_user(folder: Path, name: str = "Counting", *overrides: str) -> Config:
+    model = {"module": f"{__name__}.{name}", "vocab_size": 61}
     return load(plain_config(folder, model, {"std": 0.3, "scaling_method": "NONE"}), overrides)
 
 
@@ -127,11 +135,12 @@ def test_every_call_begins_with_what_the_module_was_made_with(tmp_path: Path, ca
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
     block = model.foreign_module.layers[0]
-    assert block.calls == 0
+    assert (block.calls, block.names, block.numbers, block.kinds) == (0, ["a"], {"calls": 0}, {0})
+    assert (block.nested, block.own.calls, list(block.last)) == ({"calls": [0]}, 0, [0])
     assert not hasattr(block, "late")
     told = [record.getMessage() for record in caplog.records if "no checkpoint holds" in record.getMessage()]
     assert len(told) == 1, "once, not at every call"
-    for name in ("calls", "late", "written", "replaced"):
+    for name in ("calls", "names", "numbers", "kinds", "nested.calls", "own", "last", "late", "written", "replaced"):
         assert f"layers.1.{name}" in told[0]
     assert "count" not in told[0]
 
@@ -155,10 +164,9 @@ def test_with_torchs_inference_mode(tmp_path: Path) -> None:
     assert torch.equal(found[0], called(model, tokens))
 
 
-@pytest.mark.parametrize("in_a_list", [False, True])
-def test_a_module_that_computes_with_state_elsewhere_is_refused(in_a_list: bool, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"CountsElsewhere gives other logits .* no buffer or attribute"):
-        train_quietly(of_user(tmp_path, "CountsElsewhere", in_a_list=in_a_list))
+def test_a_tensor_that_is_no_buffer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"forward writes into total, a tensor that is no buffer"):
+        called(made(of_user(tmp_path, "WritesATensor")), torch.arange(24).view(2, 12))
 
 
 @pytest.mark.parametrize("compiled", [False, True])
