@@ -83,7 +83,7 @@ def test_what_has_to_be_read_to_understand_a_training_run_stays_small() -> None:
         found.add(module)
         packages = {package for package in MODULES if module.startswith(f"{package}.")}
         pending |= (imported_by(module) | packages) - found
-    assert sum(len(MODULES[module].read_text().splitlines()) for module in found) <= 17_190
+    assert sum(len(MODULES[module].read_text().splitlines()) for module in found) <= 17_280
 
 
 def imported_by(module: str) -> set[str]:

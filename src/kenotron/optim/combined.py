@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kenotron.optim.state import init_state
 from kenotron.parallel.shards import local_tensor
 
 
@@ -42,6 +43,13 @@ class CombinedOptimizer(torch.optim.Optimizer):
         if old:
             averages = [local_tensor(self.state[parameter]["ema"]) for parameter in old]
             torch._foreach_lerp_(averages, [local_tensor(parameter) for parameter in old], 1 - self.ema_decay)
+
+    def init_state(self) -> None:
+        """Creates the state of all, as `optim.state.init_state` does."""
+        for each in self.optimizers:
+            init_state(each)
+        if self.ema_decay is not None:
+            self.begin_average()
 
     def begin_average(self, parameters: Iterable[Tensor] | None = None) -> None:
         """Let the averages of `parameters` (None: of all) be their values."""

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, nn
 
 from kenotron.config.errors import InputError
-from kenotron.optim.combined import CombinedOptimizer
 
 
 @torch.no_grad()
@@ -33,11 +32,8 @@ def init_state(optimizer: torch.optim.Optimizer) -> None:
     AdamW, SGD and our own get exactly the state that they start from. What another optimizer gets has the right names
     and shapes, to be loaded over, but its counters may have counted a step. Does nothing when there is state already.
     """
-    if isinstance(optimizer, CombinedOptimizer):
-        for each in optimizer.optimizers:
-            init_state(each)
-        if optimizer.ema_decay is not None:
-            optimizer.begin_average()
+    if hasattr(optimizer, "init_state"):  # of several
+        optimizer.init_state()
         return
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if any(optimizer.state.get(parameter) for parameter in parameters):
