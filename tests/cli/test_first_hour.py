@@ -42,9 +42,9 @@ LR = "optimizer.learning_rate_scheduler"
 
 REFUSED = [
     # names and numbers, as people write them
-    ("model.dtype=foo", "model.dtype: expected bfloat16 or float32, found 'foo'"),
-    ("model.dtype=fp16", "not supported yet: model.dtype: fp16"),
-    ("model.dtype=16", "model.dtype: expected bfloat16 or float32, found 16"),
+    ("model.dtype=foo", "model.dtype: expected bfloat16, float16 or float32, found 'foo'"),
+    ("model.dtype=fp64", "not supported yet: model.dtype: fp64"),
+    ("model.dtype=16", "model.dtype: expected bfloat16, float16 or float32, found 16"),
     ("wandb.project=mine", "not supported yet: wandb"),
     ("tokens.train_steps=1.5e0", "tokens.train_steps: expected an integer, found 1.5"),
     (
@@ -99,7 +99,7 @@ REFUSED = [
         "general.hooks=[os.sep]",
         "general.hooks: expected a kenotron.Hook class, or a function that returns one, at 'os.sep'",
     ),
-    ("model.loss=focal", "model.loss: expected a dotted path such as my_module.name, found 'focal'"),
+    ("model.loss=focal", "expected {name: headless}, or a dotted path such as my_module.name, found 'focal'"),
     ("model.loss=./focal.py", "model.loss: expected a dotted path such as my_module.name, found './focal.py'"),
     ("model.loss=nowhere.loss", "model.loss: cannot import 'nowhere' of 'nowhere.loss': No module named 'nowhere'"),
     (f"{LR}.lr_decay_style=math.sine", "lr_decay_style: module 'math' has no 'sine'; did you mean 'sin'?"),

@@ -152,10 +152,9 @@ FAULTS = [
     # The update.
     _new(
         "muon-on-every-shard",
-        "optim/muon.py",
-        "        wholes = exchange.gather(momenta)\n",
-        "        return [orthogonalize(momentum.to(dtype)[None], steps)[0] for momentum in momenta]\n"
-        "        wholes = exchange.gather(momenta)\n",
+        "optim/matrices.py",
+        "    if mesh is None or mesh.size() == 1:\n",
+        "    if True:\n",
         "every rank orthogonalizes its shard by itself",
         "tp=2",
         r"_proj",

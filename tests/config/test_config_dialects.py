@@ -42,6 +42,40 @@ def test_a_flat_adam_key_beside_the_same_in_the_factory_is_an_error(minimal: dic
         load(minimal)
 
 
+@pytest.mark.parametrize(
+    ("name", "dtype", "kept"),
+    [
+        ("bf16-mixed", "bfloat16", True),
+        ("bf16-true", "bfloat16", False),
+        ("16-mixed", "float16", True),
+        ("32-true", "float32", True),
+        (32, "float32", True),
+    ],
+)
+def test_a_precision_of_gapetron_sets_two_keys(minimal: dict[str, Any], name: Any, dtype: str, kept: bool) -> None:
+    del minimal["optimizer"]["accumulate_grad_in_fp32"]
+    minimal["model"].pop("dtype", None)
+    config, lines = upgraded(minimal | {"precision": name})
+    assert (config.model.dtype, config.optimizer.accumulate_grad_in_fp32) == (dtype, kept)
+    assert (
+        f"precision {name} is model.dtype: {dtype}, optimizer.accumulate_grad_in_fp32: {str(kept).lower()}" in lines[0]
+    )
+
+
+def test_a_precision_that_is_none_or_contradicts_is_one_line(minimal: dict[str, Any]) -> None:
+    with pytest.raises(
+        InputError, match=r"precision: expected one of 32, .* found bf16-mixd; did you mean 'bf16-mixed'"
+    ):
+        load(minimal | {"precision": "bf16-mixd"})
+    minimal["model"]["dtype"] = "float32"
+    with pytest.raises(InputError, match=r"precision 16-mixed sets float16, but model.dtype is float32; remove one"):
+        load(minimal | {"precision": "16-mixed"})
+    minimal["model"].pop("dtype")
+    minimal["optimizer"].pop("accumulate_grad_in_fp32")
+    with pytest.raises(InputError, match=r"expected true with model\.dtype float16"):
+        load(minimal | {"precision": "16-true"})
+
+
 @pytest.mark.parametrize("inside_a_mixture", [False, True])
 def test_a_map_of_folders_becomes_folders_and_weights(minimal: dict[str, Any], inside_a_mixture: bool) -> None:
     old = {"dataset_folder": {"a": 3, "b": 0.5}}

@@ -132,7 +132,7 @@ def test_a_key_in_the_wrong_section_is_reported_with_the_right_one(minimal: dict
         ("optimizer.weight_decay=.nan", "expected a finite number, found nan"),
         ("optimizer.zero_stage=4", "expected 0, 1, 2, 3 or 'hybrid', found 4"),
         ("optimizer.clip_grad=0", "expected a number above 0, found 0"),
-        ("model.dtype=bfloat", "expected bfloat16 or float32, found 'bfloat'"),
+        ("model.dtype=bfloat", "expected bfloat16, float16 or float32, found 'bfloat'"),
         ("general.run=2026", "expected text, found 2026 (write it in quotes)"),
         ("logging.tensorboard=1", "expected true or false, found 1"),
         ("parallelism.pp_engine=1F1B", "expected 'afab', '1f1b', 'interleaved_1f1b', "),

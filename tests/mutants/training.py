@@ -9,6 +9,38 @@ RESUME = "training/test_exact_resume.py"
 
 MUTANTS = [
     Mutant(
+        name="gradients-keep-the-loss-scale",
+        file="training/step.py",
+        find="        scale_gradients(parameters, 1 / run.loss_scale)\n",
+        replace="        pass\n",
+        why="float16's gradients are clipped and applied 65,536 times too large",
+        tests=("training/test_loss_scale.py",),
+    ),
+    Mutant(
+        name="losses-of-routers-are-not-scaled",
+        file="training/step.py",
+        find="loss_scale * of_a_token, loss_scale / sequences, loss)",
+        replace="loss_scale * of_a_token, 1 / sequences, loss)",
+        why="with a loss scale of 65,536 the balance of experts has no gradient",
+        tests=("training/test_loss_scale.py",),
+    ),
+    Mutant(
+        name="overflows-end-the-run",
+        file="training/guards.py",
+        find="        if result.finite or result.overflow:\n",
+        replace="        if result.finite:\n",
+        why="the overflows with which loss scaling begins count as steps that are not finite",
+        tests=("training/test_loss_scale.py",),
+    ),
+    Mutant(
+        name="the-loss-scale-is-not-resumed",
+        file="training/loss_scale.py",
+        find='        self.scale, self.good_steps = state["scale"], state["good_steps"]\n',
+        replace="        pass\n",
+        why="a resumed float16 run begins with the first scale and skips steps that it had not skipped",
+        tests=("training/test_loss_scale.py",),
+    ),
+    Mutant(
         name="weights-read-other-texts-with-another-tokenizer",
         file="training/build.py",
         find='start.path / "tokenizer" if start.path and "model" in start.loads and config.tokenizer.train else None',

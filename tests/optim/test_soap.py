@@ -96,7 +96,8 @@ def test_the_basis_makes_a_quadratic_easy():
 
 def test_the_config_keys_reach_soap(tiny, section):
     keys = {"soap_beta1": 0.7, "soap_beta2": 0.8, "soap_precondition_frequency": 3, "adam_eps": 1e-7, "adam_beta1": 0.6}
+    keys |= {"adam_beta2": 0.9, "torch_adam_is_fused": False}
     optimizer = build_optimizer(tiny().named_parameters(), section({"name": "soap", **keys}))
     found = {group.get("precondition_frequency"): group for group in optimizer.param_groups}
     assert (found[3]["betas"], found[3]["eps"]) == ((0.7, 0.8), 1e-7)
-    assert found[None]["betas"] == (0.6, 0.95)
+    assert (found[None]["betas"], found[None]["fused"]) == ((0.6, 0.9), False)

@@ -123,7 +123,7 @@ def rows_in_memory(o: Outcome) -> Any:
 
 
 def fused(o: Outcome) -> Any:
-    return o.run.optimizer.defaults["fused"]
+    return [group["fused"] for group in o.run.optimizer.param_groups if "fused" in group]
 
 
 def trace_steps(o: Outcome) -> Any:

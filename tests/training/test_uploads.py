@@ -370,7 +370,7 @@ def test_checkpoints_that_cannot_be_removed_do_not_end_a_run(tmp_path: Path, mon
     def cannot(*_: object) -> None:
         raise CheckpointError("cannot remove 2: Operation not permitted")
 
-    monkeypatch.setattr("kenotron.checkpoint.engines.synchronous.prune", cannot)
+    monkeypatch.setattr("kenotron.checkpoint.retention.prune", cannot)
     config = local_run(tmp_path / "a", "checkpoints.keep_last=1")
     _, said = train_and_listen(config)
     assert "cannot remove 2: Operation not permitted" in said

@@ -140,6 +140,7 @@ def problems_of(config: Config) -> list[Problem]:
         _check_decoder,
         _check_headless,
         _check_loss,
+        _check_float16,
         _check_rounding,
         _check_documents,
         _check_layout,
@@ -187,6 +188,14 @@ def _check_headless(config: Config) -> Iterator[Problem]:
 def _check_loss(config: Config) -> Iterator[Problem]:
     if config.model.loss is not None and getattr(config.model.architecture, "z_loss_enabled", False):
         yield "model.model_config.z_loss_enabled", "is part of cross entropy; expected false with model.loss"
+
+
+def _check_float16(config: Config) -> Iterator[Problem]:
+    if config.kept_dtype == "float16":
+        yield (
+            "optimizer.accumulate_grad_in_fp32",
+            "expected true with model.dtype float16: its weights and Adam's second moments would be rounded to zero",
+        )
 
 
 def _check_rounding(config: Config) -> Iterator[Problem]:

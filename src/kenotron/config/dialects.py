@@ -13,6 +13,7 @@ _use_doc_masking: true        →       document_masking: true, beside model_con
 datastates: {…}               →       checkpoints: {datastates: {…}}
 resume_checkpoint_path: a     →       (removed, where the run's own checkpoints go to a)
 lighteval: {tasks: …}         →       evaluation: {tasks: […]}
+precision: bf16-mixed         →       model: {dtype: bfloat16}, optimizer: {accumulate_grad_in_fp32: true}
 weight_decay_exclude_named_params: [.*token_embedding.*]  →  [.*embed_tokens.*]
 """
 
@@ -22,15 +23,24 @@ from collections.abc import Iterator
 
 from kenotron.config import lighteval
 from kenotron.config.document import Document, Keys
-from kenotron.config.errors import InputError
+from kenotron.config.errors import InputError, nearest
 
 _FLAT_ADAM = ("adam_eps", "adam_beta1", "adam_beta2", "torch_adam_is_fused")
 _FIRST_STAGE = "Training Stage"
+_PRECISIONS = {  # Gapetron's and Lightning's names: dtype, and whether weights stay in fp32
+    "32": ("float32", True),
+    "32-true": ("float32", True),
+    "bf16-mixed": ("bfloat16", True),
+    "bf16-true": ("bfloat16", False),
+    "16-mixed": ("float16", True),
+    "16-true": ("float16", False),
+}
 
 
 def upgrade(document: Document) -> Iterator[str]:
     """Rewrite `document` in place; yields one message per upgraded key."""
     for rewrite in (
+        _precision,
         _flat_adam,
         _data_without_stages,
         _folder_weights,
@@ -64,6 +74,27 @@ def _flat_adam(document: Document) -> Iterator[str]:
             )
         yield document.at(("optimizer", name), f"optimizer.{name} is now optimizer.optimizer_factory.{name}")
         document.move(("optimizer", name), new)
+
+
+def _precision(document: Document) -> Iterator[str]:
+    if "precision" not in document.data:
+        return
+    name = str(document.data["precision"])
+    if name not in _PRECISIONS:
+        what = f"precision: expected one of {', '.join(_PRECISIONS)}, found {name}{nearest(name, _PRECISIONS)}"
+        raise InputError(document.at(("precision",), what))
+    keys: dict[Keys, object] = dict(
+        zip((("model", "dtype"), ("optimizer", "accumulate_grad_in_fp32")), _PRECISIONS[name], strict=True)
+    )
+    place = document.place(("precision",))
+    for key, value in keys.items():
+        if document.get(*key) not in (None, value):
+            found = f"{'.'.join(map(str, key))} is {document.get(*key)}; remove one of them"
+            raise InputError(document.at(("precision",), f"precision {name} sets {value}, but {found}"))
+        document.put(key, value, place)
+    del document.data["precision"]
+    dtype, kept = (str(value).lower() for value in keys.values())
+    yield f"{place}: precision {name} is model.dtype: {dtype}, optimizer.accumulate_grad_in_fp32: {kept}"
 
 
 def _data_without_stages(document: Document) -> Iterator[str]:

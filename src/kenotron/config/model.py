@@ -98,9 +98,9 @@ Loss = Annotated[
 ]
 
 
-Dtype = Literal["float32", "bfloat16", "float16", "float64"]  # a run trains in the first two
+Dtype = Literal["float32", "bfloat16", "float16", "float64"]  # a run trains in the first three
 DTYPE_NAMES = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16", "half": "float16", "fp64": "float64"}
-_dtype_rule = also_called(DTYPE_NAMES, "bfloat16", get_args(Dtype), "bfloat16 or float32")
+_dtype_rule = also_called(DTYPE_NAMES, "bfloat16", get_args(Dtype), "bfloat16, float16 or float32")
 
 WEIGHT_DTYPES = ("float32", "bfloat16", "float16")  # of exports and of generation
 
@@ -112,7 +112,8 @@ class Model(Section):
     architecture: Architecture = key("Shapes of the model.", alias="model_config")
     init_method: InitMethod = key("Where the initial weights come from.")
     dtype: Annotated[Dtype, _dtype_rule] = key(
-        "Dtype of the forward and backward computation: bfloat16 or float32.", "bfloat16"
+        "Dtype of the forward and backward computation: bfloat16, float16 (with dynamic loss scaling) or float32.",
+        "bfloat16",
     )
     parametrization: Parametrization | None = key(
         "How weights and steps depend on width and depth; null: they do not, the standard parametrization.",

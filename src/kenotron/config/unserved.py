@@ -25,7 +25,7 @@ _OFF: dict[str, tuple[Any, ...]] = {
 # Served key → its values that are not.
 _VALUES: dict[str, tuple[str, ...]] = {
     "model.dtype": (
-        *("float16", "fp16", "half", "float64", "fp64", "complex64", "complex128"),
+        *("float64", "fp64", "complex64", "complex128"),
         *("uint8", "int8", "int16", "int32", "int64", "bool"),
     ),
     "model.init_method.scaling_method": ("model_scale",),

@@ -154,7 +154,7 @@ def _gpus(facts: Facts) -> Iterator[Finding]:
     old = [gpu.name for gpu in torch.accelerators if torch.cuda and numbers(gpu.capability)[0] < 8]
     if old:
         what = f"{old[0]} has no bfloat16 units: they are emulated, slowly"
-        yield Finding("no-bfloat16", "warning", what, "model.dtype: float32 there")
+        yield Finding("no-bfloat16", "warning", what, "model.dtype: float16 or float32 there")
 
 
 def _runs_on(architectures: list[str], capability: str) -> bool:

@@ -11,7 +11,7 @@ blocks/        the maths, plain modules
 plan.py        how a model may be split, as data
 context.py     what flows through a model besides hidden states
 part.py        one stage of a pipeline, built by itself
-token_loss.py  a training loss of your own
+token_loss.py  what a head computes in training instead of cross entropy; headless.py, one such
 foreign.py     models that others wrote, trained as they are; foreign_model.py, their form here; foreign_decoding.py
 module_state.py, document_separation.py    what they keep from call to call; whether they keep documents apart
 init_rules.py, initialization.py     fresh weights as functions of (seed, name, element)

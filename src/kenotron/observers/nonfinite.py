@@ -74,9 +74,10 @@ class NonFiniteCause(Hook):
 
     def after_step(self, run: Run, result: StepResult) -> None:
         """Look for the cause after the first non-finite step in a row."""
-        if not result.finite and not self.known:
+        broken = not result.finite and not result.overflow
+        if broken and not self.known:
             self._report(run, result)
-        self.known = not result.finite
+        self.known = broken
 
     def _report(self, run: Run, result: StepResult) -> None:
         again, finding = _computed_again(run, partial(_forward_hooks, run))

@@ -54,6 +54,13 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float | None, mesh: M
     return norm
 
 
+@torch.no_grad()
+def scale_gradients(parameters: Iterable[Tensor], factor: float) -> None:
+    """Multiplies all gradients, in place."""
+    for gradients in _local_gradients(parameters).values():
+        torch._foreach_mul_(gradients, factor)
+
+
 def decides_alone(optimizer: torch.optim.Optimizer) -> bool:
     """Whether `step_where_finite` is possible: a fused Adam(W) with all its parameters whole, on an accelerator."""
     if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from kenotron.parallel.mesh import Mesh
 
 FROM_SCRATCH = Start()
+LOSS_SCALE = "kenotron.training.loss_scale.LossScale"  # imported for float16
 
 
 def build_run(
@@ -140,6 +141,8 @@ def build_hooks(config: Config, mesh: Mesh, observers: Sequence[Hook] = ()) -> l
     What only writes is on the first rank; what computes or decides is on all.
     """
     hooks: list[Hook] = [NonFiniteGuard(), CheckpointHook(), *observers]
+    if config.model.dtype == "float16":
+        hooks.append(import_dotted(LOSS_SCALE, "model.dtype")())
     if mesh.is_first:
         hooks.append(Metrics(log_folder(config)))
     for entry in config.general.hooks or []:

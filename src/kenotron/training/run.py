@@ -65,6 +65,7 @@ class Run:
 
     # Where the run is: these change from step to step, those above do not.
     step: int = 0
+    loss_scale: float = 1.0  # of the step that is computed: float16's gradients are multiplied by it
     stop_requested: str | None = None  # this rank's reason to stop
     waiting_for_data: bool = False
     batches: Sequence[TokenBatch] = ()  # this rank's of the step that is computed, or was last

@@ -28,7 +28,7 @@ from kenotron.kernels.attentions.documents import bound_of_documents
 from kenotron.models import Context, MicroBatch, named_parameters
 from kenotron.models.decoder import Decoder
 from kenotron.models.token_loss import TrainingLoss, load_loss
-from kenotron.optim.clip import clip_gradients, decides_alone, step_where_finite
+from kenotron.optim.clip import clip_gradients, decides_alone, scale_gradients, step_where_finite
 from kenotron.optim.groups import set_learning_rates
 from kenotron.parallel import data as data_parallel
 from kenotron.parallel.collectives import all_reduce, sum_over_ranks
@@ -53,6 +53,7 @@ class StepResult:
     real_tokens: int
     seconds: float
     data_wait_seconds: float = 0.0
+    loss_scale: float = 1.0
     expert_loads: ExpertLoads | None = None
 
     @property
@@ -60,16 +61,23 @@ class StepResult:
         """Whether loss and gradient are numbers."""
         return all(map(math.isfinite, (self.lm_loss, self.z_loss, self.grad_norm)))
 
+    @property
+    def overflow(self) -> bool:
+        """Whether they are none that a smaller loss scale may make numbers."""
+        return not self.finite and self.loss_scale > 1
+
 
 def train_step(run: Run, batches: Sequence[TokenBatch]) -> StepResult:
     """Do step ``run.step + 1`` on this rank's micro-batches. A non-finite loss or gradient changes no weight."""
     started = time.perf_counter()
     real_tokens = count_real_tokens(run, batches)
 
-    losses = forward_backward(run, batches, 1.0 / max(real_tokens, 1))
+    losses = forward_backward(run, batches, 1.0 / max(real_tokens, 1), run.loss_scale)
     loads = loads_of_step(run)
     loads_on_host = loads.on_host() if loads is not None else None
     parameters = [parameter for _, parameter in named_parameters(*run.parts)]
+    if run.loss_scale != 1:
+        scale_gradients(parameters, 1 / run.loss_scale)
     schedule, step = run.config.optimizer.learning_rate_scheduler, run.step + 1 - run.start.schedule_start
     rate = set_learning_rates(run.optimizer, schedule, step, run.config.tokens.train_steps)
     max_norm, alone = run.config.optimizer.clip_grad, decides_alone(run.optimizer) and not _hooks_decide(run)
@@ -95,17 +103,22 @@ def train_step(run: Run, batches: Sequence[TokenBatch]) -> StepResult:
         skipped=not accepted,
         real_tokens=real_tokens,
         seconds=time.perf_counter() - started,
+        loss_scale=run.loss_scale,
         expert_loads=loads_on_host,
     )
 
 
-def forward_backward(run: Run, batches: Sequence[TokenBatch], loss_scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of the global mean loss into ``.grad``; returns (loss, its z part), summed over ranks."""
+def forward_backward(
+    run: Run, batches: Sequence[TokenBatch], of_a_token: float, loss_scale: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`loss_scale` times the gradients of the global mean loss into ``.grad``; returns (loss, its z part), summed over
+    ranks. `of_a_token`: a token's part of the mean.
+    """
     loss = load_loss(run.config.model.loss)
     if getattr(run.config.model.loss, "negatives", None) == "batch":
         loss = replace(loss, counts=_counts_of_labels(run, batches))  # type: ignore[type-var]  # a dataclass
     sequences = sum(len(batch.tokens) for batch in batches) * run.mesh.degree("batch")
-    micro_batches = (to_device(batch, run, loss_scale, 1.0 / sequences, loss) for batch in batches)
+    micro_batches = (to_device(batch, run, loss_scale * of_a_token, loss_scale / sequences, loss) for batch in batches)
     if run.pipeline is not None:
         total = run.pipeline.step(list(micro_batches))
     else:
@@ -115,7 +128,7 @@ def forward_backward(run: Run, batches: Sequence[TokenBatch], loss_scale: float)
     if run.pipeline is not None:
         run.pipeline.sum_tied_gradients()
     all_reduce(total, run.mesh.group("loss"))
-    return total[0], total[1]
+    return total[0] / loss_scale, total[1] / loss_scale
 
 
 def _counts_of_labels(run: Run, batches: Sequence[TokenBatch]) -> torch.Tensor:
