@@ -38,8 +38,10 @@ class Signals(Hook):
 
     def on_train_start(self, run: Run) -> None:
         """Install the handlers, if this is the main thread."""
-        if threading.current_thread() is not threading.main_thread():
-            return  # Python delivers signals to the main thread only
+        if threading.current_thread() is not threading.main_thread():  # Python delivers signals to that one only
+            path = run.config.checkpoint_folder.absolute()
+            logger.warning("not in the main thread: SIGTERM does not save this run; its checkpoints go to %s", path)
+            return
         self.run = run
         for name in self.NAMES:
             number = getattr(signal, name, None)
