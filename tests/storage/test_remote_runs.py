@@ -120,11 +120,9 @@ def test_commands(tmp_path: Path, upload: Upload) -> None:
     told = json.loads(run("inspect", tokens, "--json"))
     assert told | {"path": ""} == json.loads(run("inspect", str(tmp_path / "local"), "--json")) | {"path": ""}
     run("merge", tokens, "--output", str(tmp_path / "all.ds"))
-    run("merge", tokens, "--output", str(tmp_path / "megatron.bin"))
     parts = [open_token_files(tmp_path / "local" / file, "PATH")[0].tokens for file in files]
-    for name in ("all.ds", "megatron.bin"):
-        found = open_token_files(tmp_path / name, "PATH")[0].tokens
-        np.testing.assert_array_equal(found, np.concatenate(parts))
+    found = open_token_files(tmp_path / "all.ds", "PATH")[0].tokens
+    np.testing.assert_array_equal(found, np.concatenate(parts))
     assert len(found) == told["tokens"]
 
 

@@ -46,7 +46,8 @@ def loads_of_step(run: Run) -> ExpertLoads | None:
         mixture.expert_load.zero_()
         mixture.router_totals.zero_()
     all_reduce(sums, run.mesh.group("loss"))
-    loads.totals[:2] /= run.loss_scale
+    if run.loss_scale != 1:
+        loads.totals[:2] /= run.loss_scale
     return loads
 
 

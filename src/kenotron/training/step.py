@@ -128,7 +128,9 @@ def forward_backward(
     if run.pipeline is not None:
         run.pipeline.sum_tied_gradients()
     all_reduce(total, run.mesh.group("loss"))
-    return total[0] / loss_scale, total[1] / loss_scale
+    if loss_scale != 1:
+        total /= loss_scale
+    return total[0], total[1]
 
 
 def _counts_of_labels(run: Run, batches: Sequence[TokenBatch]) -> torch.Tensor:
