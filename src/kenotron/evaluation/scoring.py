@@ -93,7 +93,7 @@ def _logits(ranks: ModelOnRanks, batch: Sequence[tuple[tuple[int, ...], int]]) -
     for length, (_, scored) in zip(lengths, batch):
         end += length
         kept += range(end - scored, end)
-    ctx = KVCache(len(batch), max(lengths), ranks.device).prefill(lengths)
+    ctx = KVCache(len(batch), max(lengths), ranks.device, remembers=False).prefill(lengths)
     ctx = replace(ctx, logits_to_keep=torch.tensor(kept, device=ranks.device))
     logits = ranks.logits(torch.tensor([token for tokens, _ in batch for token in tokens], device=ranks.device), ctx)
     assert logits is not None, "one rank has the head"

@@ -37,11 +37,13 @@ class KVCache:
     """Memory of `rows` texts of at most `capacity` tokens.
 
     Keys and values are ``[rows, kv_heads, capacity, head_dim]``, by layer; on a CPU in fp32 if the model is in bf16.
+    Without `remembers` there are none: for prompts that no step follows.
     """
 
     rows: int
     capacity: int
     device: torch.device | str = "cpu"
+    remembers: bool = True
     keys: dict[object, Tensor] = field(default_factory=dict)
     values: dict[object, Tensor] = field(default_factory=dict)
 
@@ -102,7 +104,8 @@ class KVCache:
         softcap: float | None = None,
     ) -> Tensor:
         """q ``[sequences, heads, length, head_dim]``; k, v with kv_heads. Remembers k and v, returns q's shape."""
-        keys, values = self._remember(self.keys, k, layer), self._remember(self.values, v, layer)
+        if self.remembers:
+            keys, values = self._remember(self.keys, k, layer), self._remember(self.values, v, layer)
         if ctx.cu_seqlens is not None:
             if softcap is not None:
                 return eager(q, k, v, ctx, layer, scale, window, softcap)
