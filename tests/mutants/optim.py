@@ -138,8 +138,8 @@ MUTANTS = [
     Mutant(
         name="lion-decays-as-it-reads",
         file="optim/lion.py",
-        find="            torch._foreach_lerp_(momenta, gradients, 1 - beta2)\n",
-        replace="            torch._foreach_lerp_(momenta, gradients, 1 - beta1)\n",
+        find="        torch._foreach_lerp_(momenta, gradients, 1 - beta2)\n",
+        replace="        torch._foreach_lerp_(momenta, gradients, 1 - beta1)\n",
         why="Lion's two decays are one",
         tests=("optim/test_lion.py",),
     ),

@@ -3,7 +3,7 @@
     schedule.learning_rate          the rate of a step, pure arithmetic
     groups.parameter_groups         which parameter gets which rate and weight decay
     build.build_optimizer           AdamW, SGD, Lion, Muon, NorMuon, SOAP, or any other
-    lion, muon, soap                our own; stochastic_rounding: AdamW for bf16 weights
+    own.OwnOptimizer                the base of ours: lion, muon, soap; stochastic_rounding: AdamW for bf16 weights
     matrices, matrix_owners         updates of whole matrices, on any layout
     combined.CombinedOptimizer      several optimizers as one
     custom.build_custom             one of torch by its name, or any by dotted path

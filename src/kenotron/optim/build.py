@@ -99,10 +99,9 @@ def _build(factory: Any, groups: list[dict[str, Any]], padded: bool) -> torch.op
             "ns_steps": factory.muon_ns_steps,
             "scale": factory.muon_scale,
         }
-        if factory.name == "muon":
-            optimizer = _import(MUON)(groups, **settings)
-        else:
-            optimizer = _import(NORMUON)(groups, beta2=factory.normuon_beta2, **settings)
+        if factory.name == "normuon":
+            settings["beta2"] = factory.normuon_beta2
+        optimizer = _import(MUON if factory.name == "muon" else NORMUON)(groups, **settings)
     else:
         optimizer = _import(CUSTOM)(groups, factory.name, factory.kwargs, padded)
     return optimizer

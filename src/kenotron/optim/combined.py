@@ -49,11 +49,11 @@ class CombinedOptimizer(torch.optim.Optimizer):
         for each in self.optimizers:
             init_state(each)
         if self.ema_decay is not None:
-            self.begin_average()
+            self.begin_average(self._parameters())
 
-    def begin_average(self, parameters: Iterable[Tensor] | None = None) -> None:
-        """Let the averages of `parameters` (None: of all) be their values."""
-        for parameter in self._parameters() if parameters is None else parameters:
+    def begin_average(self, parameters: Iterable[Tensor]) -> None:
+        """Let the averages of `parameters` be their values."""
+        for parameter in parameters:
             self.state[parameter]["ema"] = parameter.detach().clone()
 
     @contextmanager

@@ -95,9 +95,8 @@ def parameter_groups(
         if factory.name in OF_MATRICES and not is_hidden_matrix(name, parameter):
             factory = AdamW(**{key: getattr(factory, key) for key in AdamW.model_fields if key != "name"})
         scale *= getattr(factory, "muon_learning_rate_scale", 1.0)
-        settings = {"learning_rate_scale": scale, "weight_decay": weight_decay, "eps": eps, "schedule": schedule}
-        settings = {key: value for key, value in settings.items() if value is not None}
-        settings["factory"] = factory
+        given = {"learning_rate_scale": scale, "weight_decay": weight_decay, "eps": eps, "schedule": schedule}
+        settings = {key: value for key, value in given.items() if value is not None} | {"factory": factory}
         mesh = getattr(parameter, "device_mesh", None)
         key = (*(repr(value) for value in settings.values()), mesh)
         group = groups.setdefault(key, {"params": [], **settings})

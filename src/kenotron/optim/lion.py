@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kenotron.optim.own import OwnOptimizer
 from kenotron.parallel.shards import local_tensor
 
 
-class Lion(torch.optim.Optimizer):
+class Lion(OwnOptimizer):
     """Lion over parameters, which may be DTensors. State: `exp_avg`."""
 
     def __init__(
@@ -36,22 +37,14 @@ class Lion(torch.optim.Optimizer):
         """The state of a parameter before its first step."""
         return {"exp_avg": torch.zeros_like(parameter)}
 
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # the argument is for torch's helpers
-        """One update of every parameter that has a gradient."""
-        for group in self.param_groups:
-            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-            if not parameters:
-                continue
-            for parameter in parameters:
-                if not self.state[parameter]:
-                    self.state[parameter] = self.new_state(parameter, group)
-            weights = [local_tensor(parameter) for parameter in parameters]
-            gradients = [local_tensor(parameter.grad) for parameter in parameters]
-            momenta = [local_tensor(self.state[parameter]["exp_avg"]) for parameter in parameters]
-            beta1, beta2 = group["betas"]
-            directions = torch._foreach_lerp(gradients, momenta, beta1)
-            torch._foreach_sign_(directions)
-            torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
-            torch._foreach_add_(weights, directions, alpha=-group["lr"])
-            torch._foreach_lerp_(momenta, gradients, 1 - beta2)
+    def update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        """One step of the parameters of a group."""
+        weights = [local_tensor(parameter) for parameter in parameters]
+        gradients = [local_tensor(parameter.grad) for parameter in parameters]
+        momenta = [local_tensor(self.state[parameter]["exp_avg"]) for parameter in parameters]
+        beta1, beta2 = group["betas"]
+        directions = torch._foreach_lerp(gradients, momenta, beta1)
+        torch._foreach_sign_(directions)
+        torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_add_(weights, directions, alpha=-group["lr"])
+        torch._foreach_lerp_(momenta, gradients, 1 - beta2)

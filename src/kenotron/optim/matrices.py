@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from kenotron.optim.matrix_owners import Exchange, balance, in_rounds, mesh_group
+from kenotron.optim.own import OwnOptimizer
 from kenotron.parallel.shards import block_of, local_tensor
 
 BATCH_ELEMENTS = 2**22  # of matrices that are updated together: 8 MB in bfloat16
@@ -60,7 +61,7 @@ class Batch:
         return exchange.scatter(whole)
 
 
-class MatrixOptimizer(torch.optim.Optimizer):
+class MatrixOptimizer(OwnOptimizer):
     """The base of such optimizers: a subclass says what state a parameter has, and updates a batch.
 
     Parameters must have two dimensions, or three whose first counts experts. They may be DTensors, those of a group
@@ -76,24 +77,14 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 if parameter.ndim not in (2, 3):
                     raise ValueError(f"{type(self).__name__}: expected matrices, found shape {tuple(parameter.shape)}")
 
-    def new_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-        """The state of a parameter before its first step: zeros."""
-        raise NotImplementedError
-
-    def update(self, batch: Batch, group: dict[str, Any]) -> None:
+    def update_batch(self, batch: Batch, group: dict[str, Any]) -> None:
         """One step of the parameters of a batch."""
         raise NotImplementedError
 
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # the argument is for torch's helpers
-        """One update of every parameter that has a gradient."""
-        for group in self.param_groups:
-            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-            for parameter in parameters:
-                if not self.state[parameter]:
-                    self.state[parameter] = self.new_state(parameter, group)
-            for batch in self._batches(parameters):
-                self.update(batch, group)
+    def update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        """One step of the parameters of a group, by batches."""
+        for batch in self._batches(parameters):
+            self.update_batch(batch, group)
 
     def states(self, batch: Batch, key: str) -> list[Tensor]:
         """One kind of state of a batch's parameters."""

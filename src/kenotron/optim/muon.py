@@ -83,7 +83,7 @@ class Muon(MatrixOptimizer):
         """The momentum, of the shape of the matrices."""
         return {"momentum_buffer": torch.zeros_like(parameter)}
 
-    def update(self, batch: Batch, group: dict[str, Any]) -> None:
+    def update_batch(self, batch: Batch, group: dict[str, Any]) -> None:
         """One step of the parameters of a batch."""
         weights = [local_tensor(parameter) for parameter in batch.parameters]
         gradients = [local_tensor(parameter.grad) for parameter in batch.parameters]

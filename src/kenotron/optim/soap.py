@@ -60,7 +60,7 @@ class Soap(MatrixOptimizer):
         right = {key: zeros_beside(parameter, columns, columns) for key in ("right", "right_basis")}
         return {"step": torch.zeros(()), **moments, **left, **right}
 
-    def update(self, batch: Batch, group: dict[str, Any]) -> None:
+    def update_batch(self, batch: Batch, group: dict[str, Any]) -> None:
         """One step of the parameters of a batch, which have taken equally many."""
         steps = self.states(batch, "step")
         for each in steps:

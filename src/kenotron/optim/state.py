@@ -32,16 +32,11 @@ def init_state(optimizer: torch.optim.Optimizer) -> None:
     AdamW, SGD and our own get exactly the state that they start from. What another optimizer gets has the right names
     and shapes, to be loaded over, but its counters may have counted a step. Does nothing when there is state already.
     """
-    if hasattr(optimizer, "init_state"):  # of several
+    if hasattr(optimizer, "init_state"):  # of this package
         optimizer.init_state()
         return
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if any(optimizer.state.get(parameter) for parameter in parameters):
-        return
-    if hasattr(optimizer, "new_state"):  # of our own
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                optimizer.state[parameter] = optimizer.new_state(parameter, group)
         return
     # A step at rate 0 leaves their weights alone, and a state of zeros is that before the first step.
     well_known = type(optimizer) in (torch.optim.AdamW, torch.optim.SGD)

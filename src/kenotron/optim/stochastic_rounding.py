@@ -23,12 +23,13 @@ from torch import Tensor, nn
 from kenotron.kernels.hashing import derive_key
 from kenotron.kernels.random import hash_counters
 from kenotron.kernels.tensor_shard import TensorShard
+from kenotron.optim.own import OwnOptimizer
 from kenotron.parallel.shards import local_tensor, shard_of
 
 AT_ONCE = 1 << 18  # elements, for which fp32 copies and 64-bit numbers of each are made
 
 
-class StochasticAdamW(torch.optim.Optimizer):
+class StochasticAdamW(OwnOptimizer):
     """AdamW (Loshchilov & Hutter, 2019), its results rounded stochastically to the dtype of the weights.
 
     `names` are those of all parameters, which may be DTensors. State: `step`, `exp_avg`, `exp_avg_sq`.
@@ -51,17 +52,12 @@ class StochasticAdamW(torch.optim.Optimizer):
         moments = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
         return {"step": torch.zeros(()), **moments}
 
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # the argument is for torch's helpers
-        """One update of every parameter that has a gradient."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, group)
+    def update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        """One step of the parameters of a group, one by one."""
+        for parameter in parameters:
+            self._update(parameter, group)
 
-    def _update(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
-        if not self.state[parameter]:
-            self.state[parameter] = self.new_state(parameter, group)
+    def _update(self, parameter: Any, group: dict[str, Any]) -> None:
         state = self.state[parameter]
         state["step"] += 1
         step, (beta1, beta2), rate = int(state["step"]), group["betas"], group["lr"]
