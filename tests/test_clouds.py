@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import yaml
 
-from kenotron.training.console import logger
 from support.tiny_run import REPOSITORY, environment, metrics, tiny_config, tiny_yaml, train_and_listen
 
 EXAMPLES = REPOSITORY / "examples"
@@ -92,7 +91,6 @@ def test_outside_of_the_main_thread_a_run_says_that_signals_do_not_save_it(tmp_p
     def work() -> None:
         said.append(train_and_listen(tiny_config(tmp_path, "tokens.train_steps=1"))[1])
 
-    assert logger is not None
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()

@@ -27,7 +27,7 @@ MUTANTS = [
     Mutant(
         name="overflows-end-the-run",
         file="training/guards.py",
-        find="        if result.finite or result.overflow:\n",
+        find="        if not result.broken:\n",
         replace="        if result.finite:\n",
         why="the overflows with which loss scaling begins count as steps that are not finite",
         tests=("training/test_loss_scale.py",),

@@ -83,18 +83,19 @@ def _precision(document: Document) -> Iterator[str]:
     if name not in _PRECISIONS:
         what = f"precision: expected one of {', '.join(_PRECISIONS)}, found {name}{nearest(name, _PRECISIONS)}"
         raise InputError(document.at(("precision",), what))
-    keys: dict[Keys, object] = dict(
-        zip((("model", "dtype"), ("optimizer", "accumulate_grad_in_fp32")), _PRECISIONS[name], strict=True)
+    dtype, kept = _PRECISIONS[name]
+    sets: tuple[tuple[Keys, object], ...] = (
+        (("model", "dtype"), dtype),
+        (("optimizer", "accumulate_grad_in_fp32"), kept),
     )
-    place = document.place(("precision",))
-    for key, value in keys.items():
+    for key, value in sets:
         if document.get(*key) not in (None, value):
             found = f"{'.'.join(map(str, key))} is {document.get(*key)}; remove one of them"
             raise InputError(document.at(("precision",), f"precision {name} sets {value}, but {found}"))
-        document.put(key, value, place)
+        document.put(key, value, document.place(("precision",)))
+    said = f"precision {name} is model.dtype: {dtype}, optimizer.accumulate_grad_in_fp32: {str(kept).lower()}"
+    yield document.at(("precision",), said)
     del document.data["precision"]
-    dtype, kept = (str(value).lower() for value in keys.values())
-    yield f"{place}: precision {name} is model.dtype: {dtype}, optimizer.accumulate_grad_in_fp32: {kept}"
 
 
 def _data_without_stages(document: Document) -> Iterator[str]:

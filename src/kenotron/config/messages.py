@@ -38,7 +38,6 @@ _EXPECTED = {
     "variant": "{expected}",
     "too_short": "a list of at least {min_length}",
     "string_too_short": "non-empty text",
-    "string_pattern_mismatch": "a dotted path such as my_module.name",  # of `model.loss`, the one key with a pattern
 }
 
 # Names that other libraries have for a key, and that are spelt too differently for `nearest`.

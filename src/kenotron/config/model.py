@@ -93,7 +93,7 @@ def _choose_loss(value: Any) -> str | None:
 
 
 Loss = Annotated[
-    Annotated[Annotated[str, Field(pattern=r"\.")], Tag("(dotted)")] | Annotated[Headless, Tag("(headless)")],
+    Annotated[str, Field(pattern=r"\."), Tag("(dotted)")] | Annotated[Headless, Tag("(headless)")],
     by_rule(_choose_loss, "{name: headless}, or a dotted path such as my_module.name", ("headless",)),
 ]
 

@@ -74,10 +74,9 @@ class NonFiniteCause(Hook):
 
     def after_step(self, run: Run, result: StepResult) -> None:
         """Look for the cause after the first non-finite step in a row."""
-        broken = not result.finite and not result.overflow
-        if broken and not self.known:
+        if result.broken and not self.known:
             self._report(run, result)
-        self.known = broken
+        self.known = result.broken
 
     def _report(self, run: Run, result: StepResult) -> None:
         again, finding = _computed_again(run, partial(_forward_hooks, run))

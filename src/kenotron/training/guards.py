@@ -24,7 +24,7 @@ class NonFiniteGuard(Hook):
 
     def after_step(self, run: Run, result: StepResult) -> None:
         """Count and log a non-finite step; raise RunFailed after more than `skip_nonfinite_steps` in a row."""
-        if result.finite or result.overflow:
+        if not result.broken:
             self.in_a_row = 0
             return
         self.in_a_row += 1

@@ -66,6 +66,11 @@ class StepResult:
         """Whether they are none that a smaller loss scale may make numbers."""
         return not self.finite and self.loss_scale > 1
 
+    @property
+    def broken(self) -> bool:
+        """Whether they are none, and no loss scale is the reason."""
+        return not self.finite and not self.overflow
+
 
 def train_step(run: Run, batches: Sequence[TokenBatch]) -> StepResult:
     """Do step ``run.step + 1`` on this rank's micro-batches. A non-finite loss or gradient changes no weight."""
