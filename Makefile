@@ -26,7 +26,7 @@ test: $(VENV)/.installed-test  ## run the test suite
 slow: $(VENV)/.installed-test $(VENV)/.installed-triton  ## run the slow tests, each on one of its cases
 	$(BIN)/python -m pytest -n $(WORKERS) -m "slow and not slurm and not many_ranks" --sample
 
-nightly: $(VENV)/.installed-test $(VENV)/.installed-triton  ## run the slow tests and those of many cases on all of them, and the properties on many more examples
+nightly: $(VENV)/.installed-test $(VENV)/.installed-triton $(VENV)/.installed-trackers  ## run the slow tests and those of many cases on all of them, and the properties on many more examples
 	$(BIN)/python -m pytest -n $(WORKERS) -m "(slow or cases or hypothesis) and not slurm and not many_ranks" --hypothesis-profile=thorough
 
 test-gpu: $(VENV)/.installed-test  ## the tests that need one GPU; skipped where there is none

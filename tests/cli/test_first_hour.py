@@ -45,7 +45,7 @@ REFUSED = [
     ("model.dtype=foo", "model.dtype: expected bfloat16, float16 or float32, found 'foo'"),
     ("model.dtype=fp64", "not supported yet: model.dtype: fp64"),
     ("model.dtype=16", "model.dtype: expected bfloat16, float16 or float32, found 16"),
-    ("wandb.project=mine", "not supported yet: wandb"),
+    ("wandb.project=mine", "unknown key 'wandb'; did you mean 'logging.wandb'?"),
     ("tokens.train_steps=1.5e0", "tokens.train_steps: expected an integer, found 1.5"),
     (
         "tokens.val_fraction=0",
@@ -187,7 +187,7 @@ def test_config_check_names_a_folder_without_text(tell: Shell, tmp_path: Path) -
         ("tokens.train_steps=1.5e3", "tokens.train_steps", 1500),
         (f"{LR}.learning_rate=1e0", f"{LR}.learning_rate", 1.0),
         ("general.run=group/name", "general.run", "group/name"),
-        ("wandb=null", "general.project", "tests"),
+        ("logging.wandb={}", "logging.wandb.mode", "online"),
     ],
 )
 def test_usual_spellings_are_taken(override: str, key: str, value: object, tmp_path: Path) -> None:

@@ -564,6 +564,7 @@ OWN_TESTS = {
     "test_remote_tokens.py": "Config.remote_data RemoteData.cache_folder RemoteData.cache_gb",
     "test_remote_failures.py": "RemoteData.tries",
     "test_console_and_metrics.py": "Logging.log_level_replica General.kill_switch_path",
+    "test_trackers.py": "Logging.wandb Logging.trackio",
     "test_every_key.py": """
         Model.compile Data.num_loading_workers Tokenizer.tokenizer_revision
         PretrainDataset.hf_dataset_config_name PretrainDataset.dataset_processing_num_proc_per_process

@@ -51,6 +51,8 @@ TESTS = {
         "test_doremi.py",
         "DoReMi",
     ): "domain_names domain_weights ref_model_resume_checkpoint_path step_size smoothing_param",
+    ("test_trackers.py", "Wandb"): "project entity name tags mode",
+    ("test_trackers.py", "Trackio"): "project name space_id",
     (
         "test_evaluation_of_runs.py",
         "Evaluation",

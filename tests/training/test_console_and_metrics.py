@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 import kenotron as kn
 from kenotron.config import InputError, load
 from kenotron.config.errors import RunFailed, human_format
-from kenotron.observers.tensorboard import tag_of
+from kenotron.runs.logged import tag_of
 from kenotron.training.metrics import drop_later_steps
 from support.pages import files, read_page
 from support.tiny_run import metrics, text_overrides, tiny_config, train_and_listen, train_quietly
@@ -513,29 +513,29 @@ def test_the_page_on_metrics_has_every_field(watched) -> None:
     assert [name for step in metrics(watched[0]) for name in step if f"`{name}`" not in page] == []
 
 
-WANDB = """
+MLFLOW = """
 calls = []
-def init(**given):
-    calls.append(given)
-    return __import__("wandb")
-def log(line, step):
+def set_experiment(name):
+    calls.append(name)
+def start_run(run_name):
+    calls.append(run_name)
+def log_metrics(line, step):
     calls.append((step, line))
-def finish():
+def end_run():
     calls.append("finished")
 """
 
 
 def test_the_hook_of_the_page_sends_every_line_to_a_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a stand-in for the package of Weights & Biases, which keeps what it is given."""
+    """With a stand-in for the package of MLflow, which keeps what it is given."""
     monkeypatch.syspath_prepend(tmp_path)
-    for name, text in {**files(read_page("metrics.md")), "wandb.py": WANDB}.items():
+    for name, text in {**files(read_page("metrics.md")), "mlflow.py": MLFLOW}.items():
         (tmp_path / name).write_text(text)
         monkeypatch.delitem(sys.modules, name.removesuffix(".py"), raising=False)
     config = tiny_config(tmp_path, "general.hooks=[my_tracker.Tracker]")
     train_quietly(config)
-    start, *lines, end = importlib.import_module("wandb").calls
-    assert (start["project"], start["id"]) == ("tests", config.general.run)
-    assert start["config"]["tokens"]["train_steps"] == 3
+    project, name, *lines, end = importlib.import_module("mlflow").calls
+    assert (project, name) == ("tests", config.general.run)
     assert lines == [(line["iteration"], line) for line in metrics(config)]
     assert end == "finished"
 

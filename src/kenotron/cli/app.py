@@ -24,6 +24,7 @@ from kenotron.cli.generate import generate
 from kenotron.cli.init import init
 from kenotron.cli.plot import plot
 from kenotron.cli.replay import replay
+from kenotron.cli.runs import report, runs
 from kenotron.cli.slurm import cancel, logs, status, submit
 from kenotron.cli.train import train
 
@@ -80,6 +81,9 @@ COMMANDS = {
     "check": "config check",
     "validate": "config check",
     "diff": "config diff",
+    "list": "runs",
+    "ls": "runs",
+    "dashboard": "report",
     "test": "doctor",
     "env": "doctor",
 }
@@ -97,6 +101,8 @@ def all_commands() -> typer.Typer:
     app.command()(chat)
     app.command()(evaluate)
     app.command()(compare)
+    app.command()(runs)
+    app.command()(report)
     app.command()(plot)
     for command in (replay, doctor, submit, status, logs, cancel):
         app.command()(command)

@@ -28,6 +28,7 @@ from kenotron.checkpoint.index import DTYPES, Index, read_index
 from kenotron.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from kenotron.checkpoint.retention import superseded, to_prune
 from kenotron.cli.remote import at_hand
+from kenotron.cli.tables import print_table
 from kenotron.config.errors import CheckpointError, InputError, byte_size, counted, nearest
 from kenotron.config.remote import is_remote
 
@@ -50,7 +51,7 @@ def list_(folder: Folder, as_json: AsJson = False) -> None:
     rows = [
         [str(entry.step), _date(entry.manifest), _size(entry.manifest), entry.problem or "complete"] for entry in found
     ]
-    _print_table(["step", "saved", "size", "state"], rows)
+    print_table(["step", "saved", "size", "state"], rows)
 
 
 @app.command()
@@ -76,7 +77,7 @@ def show(
         ]
         total = sum(entry.bytes for entry in index.values())
         print(f"\n{folder}: {len(rows)} tensors, {byte_size(total)}")
-        _print_table(["tensor", "shape", "dtype", "size", "chunks"], rows)
+        print_table(["tensor", "shape", "dtype", "size", "chunks"], rows)
 
 
 @app.command()
@@ -296,19 +297,3 @@ def _size(manifest: Manifest | None) -> str:
 
 def _print_json(value: Any) -> None:
     print(json.dumps(value, indent=2))
-
-
-def _print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table where someone looks, columns with a fixed number of spaces where a program reads."""
-    if sys.stdout.isatty():
-        from rich.console import Console
-        from rich.table import Table
-
-        table = Table(*header)
-        for row in rows:
-            table.add_row(*row)
-        Console().print(table)
-        return
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    for line in (header, *rows):
-        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())

@@ -6,18 +6,18 @@ from math import nan
 from pathlib import Path
 
 from kenotron.config.errors import InputError
+from kenotron.runs.logged import read_run
 
 ROWS = 12  # steps of the table
 
 
 def compare_runs(a: Path, b: Path) -> None:
     """Print how the configs of two runs' folders differ, and their losses at the steps that both have."""
-    from kenotron.cli.plot import read_metrics
     from kenotron.config import diff, load
 
     for path, old, new in diff(load(config_file(a)), load(config_file(b))):
         print(f"{path}: {old!r} -> {new!r}")
-    ours, theirs = ({int(line["iteration"] or 0): line for line in read_metrics(run)} for run in (a, b))
+    ours, theirs = (read_run(run).steps for run in (a, b))
     both = sorted(ours.keys() & theirs.keys())
     if not both:
         raise InputError(f"{a} and {b} have no step in common")

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated, NamedTuple, TypeGuard
+from typing import Annotated, NamedTuple
 
 import typer
 
 from kenotron.config.errors import InputError, human_format, no_such_path
+from kenotron.runs.logged import read_run
+from kenotron.runs.summary import is_number
 
 WIDTH, HEIGHT = 72, 18
 MARKS = "*o+x#@%&"  # of the curves in a terminal
@@ -41,42 +43,17 @@ def plot(
     typer.echo(f"Picture: {output}")
 
 
-def read_metrics(run: Path) -> list[dict[str, float | None]]:
-    """The lines of a run's metrics.jsonl, one a step; `run` is its folder or that file. Raises InputError."""
-    from kenotron.training.metrics import logged_lines
-
-    path = run / "metrics.jsonl" if run.is_dir() else run
-    if not run.exists():
-        raise no_such_path("RUN", run)
-    if not path.exists():
-        inside = ", ".join(sorted(each.parent.name for each in run.glob("*/metrics.jsonl"))[:8])
-        found = f"; it has the runs {inside}" if inside else ""
-        raise InputError(f"{run}: expected the folder of a run, with metrics.jsonl{found}")
-    try:
-        lines = [line for _, line in logged_lines(path) if {"consumed_tokens", "lm_loss"} <= line.keys()]
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror}") from None
-    if not lines and path.stat().st_size:
-        raise InputError(f"{path}: expected the metrics.jsonl of a run")
-    return lines
-
-
 def _curve(run: Path, x: str) -> Curve:
-    lines = read_metrics(run)
-    name = run.name if run.is_dir() else run.absolute().parent.name
+    logged = read_run(run)
 
     def points(key: str) -> list[tuple[float, float]]:
-        pairs = ((line[x], line.get(key)) for line in lines)
-        return [(float(at), float(loss)) for at, loss in pairs if _is_number(at) and _is_number(loss)]
+        pairs = ((line[x], line.get(key)) for line in logged.steps.values())
+        return [(float(at), float(loss)) for at, loss in pairs if is_number(at) and is_number(loss)]
 
-    curve = Curve(name, points("lm_loss"), points("val_loss"))
+    curve = Curve(logged.name, points("lm_loss"), points("val_loss"))
     if not curve.train:
         raise InputError(f"{run}: its metrics.jsonl has no losses yet")
     return curve
-
-
-def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def _lines(curves: list[Curve], over: str) -> list[str]:

@@ -11,6 +11,7 @@ initializer_range: 0.02       →       std: 0.02, and two more keys of Mamba's 
 pad_vocab_size_multiple: 8    →       make_vocab_size_divisible_by: 8
 _use_doc_masking: true        →       document_masking: true, beside model_config
 datastates: {…}               →       checkpoints: {datastates: {…}}
+wandb: {…}                    →       logging: {wandb: {…}}
 resume_checkpoint_path: a     →       (removed, where the run's own checkpoints go to a)
 lighteval: {tasks: …}         →       evaluation: {tasks: […]}
 precision: bf16-mixed         →       model: {dtype: bfloat16}, optimizer: {accumulate_grad_in_fp32: true}
@@ -49,7 +50,7 @@ def upgrade(document: Document) -> Iterator[str]:
         _interleaved_rotary,
         _doc_masking,
         _mamba,
-        _datastates,
+        _sections,
         _embedding,
         lighteval.translate,
     ):
@@ -231,20 +232,20 @@ def _mamba(document: Document) -> Iterator[str]:
         document.put(new, keys.pop("pad_vocab_size_multiple"), document.place(at))
 
 
-def _datastates(document: Document) -> Iterator[str]:
-    """Where the first Kénotron's example has it."""
-    if "datastates" not in document.data:
-        return
-    settings, new = document.get("datastates"), ("checkpoints", "datastates")
-    if settings is None or not isinstance(document.get("checkpoints"), dict):
-        del document.data["datastates"]
-        return
-    if document.get(*new) is not None:
-        raise InputError(
-            document.at(("datastates",), "datastates is also set in checkpoints.datastates; remove one of them")
-        )
-    yield document.at(("datastates",), "datastates is now checkpoints.datastates")
-    document.move(("datastates",), new)
+def _sections(document: Document) -> Iterator[str]:
+    """Sections that stand at the top in the first Kénotron's example, or where people put them."""
+    for name, parent in (("datastates", "checkpoints"), ("wandb", "logging")):
+        if name not in document.data:
+            continue
+        if name == "wandb" and document.get(parent) is None:
+            document.put((parent,), {})
+        if document.get(name) is None or not isinstance(document.get(parent), dict):
+            del document.data[name]
+            continue
+        if document.get(parent, name) is not None:
+            raise InputError(document.at((name,), f"{name} is also set in {parent}.{name}; remove one of them"))
+        yield document.at((name,), f"{name} is now {parent}.{name}")
+        document.move((name,), (parent, name))
 
 
 def _embedding(document: Document) -> Iterator[str]:

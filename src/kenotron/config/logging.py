@@ -9,6 +9,26 @@ from kenotron.config.section import OURS, LocalPath, Section, key, null_means
 LogLevel = Annotated[Literal["debug", "info", "warning", "error", "critical", "passive"], null_means("info")]
 
 
+class Wandb(Section):
+    """A run of Weights & Biases."""
+
+    project: str | None = key("Its project; null: general.project.", None, mark=OURS)
+    entity: str | None = key("The user or team; null: the account's default.", None, mark=OURS)
+    name: str | None = key("Its name; null: general.run.", None, mark=OURS)
+    tags: list[str] = key("Its tags.", [], mark=OURS)
+    mode: Literal["online", "offline", "disabled"] = key(
+        "offline writes to the run's folder only, for `wandb sync`.", "online", mark=OURS
+    )
+
+
+class Trackio(Section):
+    """A run of Trackio."""
+
+    project: str | None = key("Its project; null: general.project.", None, mark=OURS)
+    name: str | None = key("Its name; null: general.run.", None, mark=OURS)
+    space_id: str | None = key("A Space of Hugging Face to log to; null: this machine.", None, mark=OURS)
+
+
 class Logging(Section):
     """What is printed and logged."""
 
@@ -39,6 +59,8 @@ class Logging(Section):
     )
     expert_loads: bool = key("Log the load of every expert in every line of metrics.jsonl.", False, mark=OURS)
     tensorboard: bool = key("Write TensorBoard scalars and text.", True, mark=OURS)
+    wandb: Wandb | None = key("Log to Weights & Biases as well; {}: by default names.", None, mark=OURS)
+    trackio: Trackio | None = key("Log to Trackio as well; {}: by default names.", None, mark=OURS)
     sample_prompts: list[str] | None = key(
         "Prompts; the model's continuations are printed at the start and at the end of the run.", None, mark=OURS
     )

@@ -83,7 +83,9 @@ _PER_STEP = "; a run is as long as tokens.train_steps says, in steps; `kenotron 
 _DROPOUT = "; there is none: pretraining sees most tokens once; optimizer.weight_decay is what regularizes"
 _RESUME = "; a run resumes by itself from its newest checkpoint; checkpoints.resume_checkpoint_path names another run's"
 _SHARDS = "; data-parallel ranks (parallelism.dp) shard weights, gradients and moments with optimizer.zero_stage=3"
-_TRACKER = "; numbers go to metrics.jsonl and TensorBoard (logging.tensorboard), to others by a hook (docs/extend.md)"
+_TRACKER = (
+    "; numbers go to logging.tensorboard, logging.wandb, logging.trackio, and to others by a hook (docs/extend.md)"
+)
 # Names of what is done another way here.
 _OTHERWISE = (
     dict.fromkeys(["epochs", "num_epochs", "num_train_epochs", "n_epochs"], _PER_STEP)
@@ -91,7 +93,7 @@ _OTHERWISE = (
     | dict.fromkeys(["dropout", "attention_dropout", "hidden_dropout", "resid_pdrop", "attn_pdrop"], _DROPOUT)
     | dict.fromkeys(["fsdp", "fsdp_degree", "fsdp_size", "dp_shard", "use_fsdp", "deepspeed", "zero"], _SHARDS)
     | dict.fromkeys(["resume", "resume_from", "resume_training", "auto_resume", "continue"], _RESUME)
-    | dict.fromkeys(["wandb", "wandb_project", "use_wandb", "report_to", "mlflow", "comet", "tracker"], _TRACKER)
+    | dict.fromkeys(["wandb_project", "use_wandb", "report_to", "mlflow", "comet", "tracker"], _TRACKER)
 )
 
 

@@ -19,7 +19,6 @@ _OFF: dict[str, tuple[Any, ...]] = {
     "tokens.limit_test_batches": (0,),
     "checkpoints.local.copy_to_next_machine": (False,),
     "lighteval": (None,),
-    "wandb": (None,),
 }
 
 # Served key → its values that are not.
@@ -45,8 +44,6 @@ def take_unserved(data: dict[str, Any]) -> list[tuple[Keys, object]]:
 def named(keys: Sequence[str | int], value: object) -> str:
     """The dotted path of a key, with its value where that is short."""
     path = ".".join(map(str, keys))
-    if path == "wandb":
-        return "wandb (numbers go to metrics.jsonl and TensorBoard, and to other trackers by a hook, docs/extend.md)"
     if path == "lighteval":
         return "lighteval without a YAML file's tasks.tasks (expected evaluation: {tasks: [hellaswag]})"
     if path == "model.init_method.scaling_method":

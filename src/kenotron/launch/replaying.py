@@ -27,8 +27,8 @@ from kenotron.launch import launch
 from kenotron.launch.comparing import on_layout
 from kenotron.launch.data_which import of_step, start_of
 from kenotron.launch.environment import ranks_from_environment
+from kenotron.runs.files import logged_steps
 from kenotron.text.progress import Report
-from kenotron.training.metrics import logged_steps
 
 COMPARED = ("lm_loss", "grad_norm", "state_hash", "lr")
 OWN = ("general.run", "tokens.train_steps")  # a replay needs the run's values of these

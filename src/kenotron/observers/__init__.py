@@ -11,7 +11,9 @@ spikes.py         steps with spikes of loss or gradient are left out
 snapshot.py       a copy of weights and optimizer in host memory
 replay.py         what `kenotron replay` adds to a run
 progress.py       a bar or a line with the ETA
+history.py        the starts and ends of the run, in a file
 tensorboard.py    the metrics as TensorBoard's curves
+trackers.py       the same in Weights & Biases and Trackio
 expert_load.py    how evenly the experts of a mixture are used
 doremi.py         weights of the domains, learnt beside a reference
 samples.py        completions of `logging.sample_prompts`
@@ -37,11 +39,13 @@ from kenotron.observers.consistency import Replicas, SameData, StateHash
 from kenotron.observers.data_stall import LONG_S, DataStall
 from kenotron.observers.expert_load import ExpertLoad
 from kenotron.observers.export import ExportHook
+from kenotron.observers.history import History
 from kenotron.observers.nonfinite import NonFiniteCause
 from kenotron.observers.profiler import AnomalyMode, ProfilerHook
 from kenotron.observers.progress import Pace, Progress
 from kenotron.observers.signals import KillSwitch, Signals
 from kenotron.observers.tensorboard import TensorBoard
+from kenotron.observers.trackers import TrackioHook, WandbHook
 from kenotron.observers.validation import Validation
 
 if TYPE_CHECKING:
@@ -90,9 +94,13 @@ def observers(config: Config, mesh: Mesh) -> list[Hook]:
 
 
 def _of_the_first_rank(config: Config) -> list[Hook]:
-    hooks: list[Hook] = [Progress() if Progress.wanted() else Pace()]
+    hooks: list[Hook] = [Progress() if Progress.wanted() else Pace(), History()]
     if config.logging.tensorboard:
         hooks.append(TensorBoard())
+    if config.logging.wandb is not None:
+        hooks.append(WandbHook(config.logging.wandb))
+    if config.logging.trackio is not None:
+        hooks.append(TrackioHook(config.logging.trackio))
     if config.upload_url is not None:
         from kenotron.observers.uploads import Uploads
 

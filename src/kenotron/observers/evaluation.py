@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 
 from kenotron.config.errors import InputError
 from kenotron.evaluation.worker import Worker
+from kenotron.runs.files import logged_step
 from kenotron.training.console import logger
 from kenotron.training.hooks import Hook
-from kenotron.training.metrics import EvaluationResult, logged_step
+from kenotron.training.metrics import EvaluationResult
 from kenotron.training.run_folder import log_folder
 
 if TYPE_CHECKING:

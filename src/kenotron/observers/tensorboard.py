@@ -6,6 +6,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from kenotron.config import dump
+from kenotron.runs.logged import tag_of
 from kenotron.training.hooks import Hook
 from kenotron.training.metrics import not_written
 from kenotron.training.run_folder import log_folder
@@ -16,17 +17,6 @@ if TYPE_CHECKING:
     from kenotron.training.metrics import EvaluationResult
     from kenotron.training.run import Run
     from kenotron.training.step import StepResult
-
-GROUPS = {
-    "val": ("val_",),
-    "optimizer": ("grad_norm", "lr", "skipped"),
-    "experts": ("expert_",),
-    "data": ("consumed_tokens", "global_batch_size", "real_tokens", "sequence_length"),
-    "speed": ("tokens_per_sec", "elapsed_time", "model_tflops", "hardware_tflops", "data_wait", "mfu", "matmul_share"),
-    "memory": ("cuda_", "cpu_", "hd_"),
-}
-"""How the names begin of the curves in each group. TensorBoard sorts the curves of a group by name, so that `train`,
-which has all others, begins with the losses."""
 
 
 class TensorBoard(Hook):
@@ -80,11 +70,3 @@ class TensorBoard(Hook):
     def _show_failed_thread(self, failed: threading.ExceptHookArgs) -> None:
         if type(failed.thread).__name__ != "_AsyncWriterThread":  # TensorBoard's raises it again at the next write
             self.excepthook(failed)
-
-
-def tag_of(name: str) -> str:
-    """The TensorBoard tag of a metric, whose first part groups its curves: ``val_loss`` → ``val/loss``."""
-    for group, beginnings in GROUPS.items():
-        if name.startswith(beginnings):
-            return f"{group}/{name.removeprefix('val_')}"
-    return name if "/" in name else f"train/{name}"

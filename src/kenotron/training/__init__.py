@@ -65,10 +65,10 @@ def train(
     from kenotron.kernels.fused import use_kernels
     from kenotron.kernels.host_memory import keep_freed_memory
     from kenotron.parallel.ranks import run_on_rank0
+    from kenotron.runs.files import logged_step
     from kenotron.training import console, report
     from kenotron.training.build import build_hooks, build_run
     from kenotron.training.deterministic import deterministic
-    from kenotron.training.metrics import logged_step
     from kenotron.training.run import close, fit, report_failure
     from kenotron.training.run_folder import log_folder, make_log_folder, open_log_folder
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -27,6 +26,7 @@ from kenotron.models import flops_per_token
 from kenotron.models.plan import modules
 from kenotron.models.recomputation import Recompute, flops_again
 from kenotron.parallel import device as devices
+from kenotron.runs.files import logged_lines
 from kenotron.storage.files import remove_leftovers, replace_file
 from kenotron.training.hooks import Hook
 from kenotron.training.report import run_log
@@ -288,19 +288,6 @@ def memory_fields(run: Run) -> dict[str, int]:
     return fields | {"hd_total_memory_tb": disk.total, "hd_used_memory_tb": disk.used, "hd_free_memory_tb": disk.free}
 
 
-def logged_step(folder: Path, step: int) -> dict[str, float]:
-    """The metrics of `step` in the log folder of a run; empty if the step is missing."""
-    return logged_steps(folder / "metrics.jsonl").get(step, {})
-
-
-def logged_steps(path: Path) -> dict[int, dict[str, Any]]:
-    """Each step's metrics in a file of them, with those of its evaluation, which have a line of their own."""
-    steps: dict[int, dict[str, Any]] = {}
-    for _, line in logged_lines(path):
-        steps.setdefault(line["iteration"], {}).update(line)
-    return steps
-
-
 def drop_later_steps(path: Path, step: int) -> None:
     """Delete the lines of steps after `step`, which are done again: a killed run may have logged more than it saved.
 
@@ -312,14 +299,3 @@ def drop_later_steps(path: Path, step: int) -> None:
         remove_leftovers(path)  # a run may have been killed here, too
         kept = [text for text, line in logged_lines(path) if line["iteration"] <= step]
         replace_file(path, "".join(text + "\n" for text in kept).encode())
-
-
-def logged_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The lines of steps in a file of metrics, as text and read; not those that a crash cut short or damaged."""
-    for text in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
-        try:
-            line = json.loads(text)
-        except json.JSONDecodeError:
-            continue
-        if isinstance(line, dict) and isinstance(line.get("iteration"), int):
-            yield text, line

@@ -12,6 +12,7 @@ import yaml
 
 from kenotron.config import dump
 from kenotron.config.errors import InputError
+from kenotron.runs.files import HISTORY, METRICS, SAMPLES
 from kenotron.storage.files import move_aside
 from kenotron.training.console import logger
 
@@ -68,7 +69,7 @@ def _is_of_this_run(config: Config, folder: Path) -> bool:
 
 def _set_metrics_aside(folder: Path) -> None:
     """Move an earlier run's metrics: no run deletes what another measured, or mixes its curves with its own."""
-    names = "metrics.jsonl", "skipped_steps.jsonl", "nonfinite_steps.jsonl", "events.out.tfevents.*"
+    names = METRICS, HISTORY, SAMPLES, "skipped_steps.jsonl", "nonfinite_steps.jsonl", "events.out.tfevents.*"
     found = [path for name in names for path in folder.glob(name) if path.stat().st_size > 0]
     if found:
         logger.warning("%s has metrics of an earlier run; they are now in %s", folder, move_aside(found, folder))

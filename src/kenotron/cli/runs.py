@@ -1,0 +1,65 @@
+"""`kenotron runs [FOLDER…]` lists the runs below folders of logs, `kenotron report RUN…` makes a page of some."""
+
+from __future__ import annotations
+
+import json
+import webbrowser
+from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kenotron.config.errors import InputError, human_format, no_such_path
+
+
+def runs(
+    folders: Annotated[list[Path] | None, typer.Argument(help="Folders with runs, such as logging.log_dir.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a list of JSON objects.")] = False,
+) -> None:
+    """List runs with their state, steps, tokens and losses; by default those in logs."""
+    from kenotron.cli.tables import print_table
+    from kenotron.runs.summary import find_runs, summary_of
+
+    found = [(run, summary_of(run)) for run in find_runs(folders or [Path("logs")])]
+    if as_json:
+        print(json.dumps([asdict(summary) | {"folder": str(run.folder)} for run, summary in found], indent=2))
+        return
+    rows = [
+        (
+            each.name,
+            each.state,
+            f"{each.step} of {each.end}" if each.end else str(each.step),
+            human_format(each.tokens),
+            "" if each.loss is None else f"{each.loss:.4g}",
+            "" if each.val_loss is None else f"{each.val_loss:.4g}",
+            "" if each.tokens_per_sec is None else human_format(each.tokens_per_sec),
+            datetime.fromtimestamp(each.written_at).isoformat(" ", "minutes"),
+            each.reason or "",
+        )
+        for _, each in found
+    ]
+    header = "run", "state", "steps", "tokens", "loss", "val loss", "tokens/s", "last step", "reason"
+    print_table(header, rows)
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Folders of runs, such as logs/my_run, or metrics.jsonl files.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The HTML file.")] = Path("report.html"),
+    show: Annotated[bool, typer.Option("--open", help="Open it in a browser.")] = False,
+) -> None:
+    """Write one HTML page of runs: curves, samples, configs, and what differs between them. It needs no network."""
+    from kenotron.runs.logged import read_run
+    from kenotron.runs.report import report_page
+
+    page = report_page([read_run(run) for run in runs])
+    if not output.absolute().parent.is_dir():
+        raise no_such_path("--output", output.parent)
+    try:
+        output.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"--output: cannot write {output}: {error.strerror}") from None
+    typer.echo(f"Page: {output}")
+    if show:
+        webbrowser.open(output.absolute().as_uri())

@@ -1,0 +1,66 @@
+"""The file `history.jsonl` of a run's folder: one line for each start and for each end of the run.
+
+    {"iteration": 0, "event": "start", "time": "2026-11-29T08:15:02+00:00", "from": null, "last_step": 1000, …}
+    {"iteration": 1000, "event": "finished", "time": "2026-11-29T08:19:40+00:00"}
+
+A start without an end belongs to a run that is training, or was killed. `kenotron runs` and `report` read the file.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from datetime import UTC, datetime
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kenotron.models import named_parameters
+from kenotron.parallel import device as devices
+from kenotron.runs.files import HISTORY
+from kenotron.training.hooks import Hook
+from kenotron.training.run_folder import log_folder, writing
+
+if TYPE_CHECKING:
+    from kenotron.training.run import Run
+
+
+class History(Hook):
+    """Writes the lines. Only rank 0 has one."""
+
+    started = False
+
+    def on_train_start(self, run: Run) -> None:
+        """Write where the run starts, and on what. Raises InputError if the file cannot be written."""
+        _write(
+            run,
+            "start",
+            {
+                "from": str(run.start.path) if run.start.path else None,
+                "last_step": run.last_step,
+                "device": devices.name(run.device),
+                "processes": run.config.parallelism.world_size,
+                "parameters": sum(parameter.numel() for _, parameter in named_parameters(run.skeleton)),
+                "kenotron": version("kenotron"),
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+            },
+        )
+        self.started = True
+
+    def on_train_end(self, run: Run) -> None:
+        """Write that the run is finished, or why it stops."""
+        _write(run, "finished" if run.finished else "stopped", {"reason": run.stop_reason} if run.stop_reason else {})
+
+    def on_error(self, run: Run, error: Exception) -> None:
+        """Write why the run fails."""
+        if self.started:
+            _write(run, "failed", {"reason": str(error) or type(error).__name__})
+
+
+def _write(run: Run, event: str, more: dict[str, Any]) -> None:
+    line = {"iteration": run.step, "event": event, "time": datetime.now(UTC).isoformat(timespec="seconds")} | more
+    path = log_folder(run.config) / HISTORY
+    with writing(path), path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")

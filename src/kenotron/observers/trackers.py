@@ -1,0 +1,157 @@
+"""`logging.wandb` and `logging.trackio`: the metrics of every step in Weights & Biases, and in Trackio.
+
+A run that continues from its checkpoint continues its curves; a new one of the same name is another run there. What a
+tracker refuses while the run goes on is a warning: metrics.jsonl has the numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from kenotron.config import to_dict
+from kenotron.config.errors import InputError
+from kenotron.runs.files import HISTORY, logged_lines
+from kenotron.training.console import logger
+from kenotron.training.hooks import Hook
+from kenotron.training.run_folder import log_folder
+
+if TYPE_CHECKING:
+    from kenotron.config.logging import Trackio, Wandb
+    from kenotron.training.metrics import EvaluationResult
+    from kenotron.training.run import Run
+    from kenotron.training.step import StepResult
+
+
+class Tracker(Hook):
+    """What both do. Only rank 0 has one."""
+
+    priority = -15  # after the line of metrics
+    package = ""
+
+    def __init__(self) -> None:
+        self.run: Any = None  # the tracker's
+        self.sent_step = 0
+
+    def open(self, run: Run, package: Any) -> Any:
+        """The tracker's run, by its `package`."""
+        raise NotImplementedError
+
+    def send(self, metrics: Mapping[str, float], step: int) -> None:
+        """Log the numbers of a step."""
+        self.run.log(dict(metrics), step=step)
+
+    def send_evaluation(self, result: EvaluationResult) -> None:
+        """Log what evaluation tasks say of a checkpoint, perhaps that of an earlier step."""
+        self.send(result.metrics, result.step)
+
+    def on_train_start(self, run: Run) -> None:
+        """Begin the tracker's run, or continue it. Raises InputError: the package is missing, or it refuses."""
+        try:
+            package = import_module(self.package)
+        except ModuleNotFoundError:
+            raise InputError(
+                f"logging.{self.package}: it needs the package {self.package}: pip install 'kenotron[trackers]'"
+            ) from None
+        self.sent_step = run.step
+        self.run = self.open(run, package)
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        """Send the step's metrics."""
+        self.sent_step = run.step
+        self._try(self.send, run.last_metrics, run.step)
+
+    def after_evaluation(self, run: Run, result: EvaluationResult) -> None:
+        """Send the results."""
+        self._try(self.send_evaluation, result)
+
+    def on_error(self, run: Run, error: Exception) -> None:
+        """Send the metrics of a step that is done, if a hook failed before."""
+        if run.last_result is not None and self.sent_step < run.step:
+            self.after_step(run, run.last_result)
+
+    def on_close(self, run: Run) -> None:
+        """End the tracker's run."""
+        if self.run is not None:
+            self.run.finish()
+
+    def _try(self, send: Any, *given: Any) -> None:
+        if self.run is None:
+            return
+        try:
+            send(*given)
+        except Exception as error:
+            logger.warning("logging.%s: %s; the run goes on without it", self.package, error)
+            self.run = None
+
+
+class WandbHook(Tracker):
+    """Weights & Biases, with the names of metrics.jsonl, in the folder `wandb` of the run's own."""
+
+    package = "wandb"
+
+    def __init__(self, settings: Wandb) -> None:
+        super().__init__()
+        self.settings = settings
+
+    def open(self, run: Run, package: Any) -> Any:
+        """The run there. Its name and first start make its id. Without a network it logs offline."""
+        settings, name = self.settings, self.settings.name or run.config.general.run
+        _, first = next(logged_lines(log_folder(run.config) / HISTORY))
+        given = {
+            "project": settings.project or run.config.general.project,
+            "entity": settings.entity,
+            "name": name,
+            "tags": settings.tags,
+            "id": "".join(letter if letter.isalnum() else "-" for letter in f"{name[:64]}-{first['time'][:19]}"),
+            "resume": "allow",
+            "config": to_dict(run.config),
+            "dir": str(log_folder(run.config)),
+            "settings": package.Settings(console="off"),  # the lines of all ranks are in files of the run
+        }
+        try:
+            opened = self._open(package, given)
+        except (package.errors.UsageError, package.errors.AuthenticationError) as error:
+            raise InputError(f"logging.wandb: {error} (logging.wandb.mode: offline needs no account)") from error
+        opened.define_metric("eval/*", step_metric="eval_step")
+        return opened
+
+    def _open(self, package: Any, given: dict[str, Any]) -> Any:
+        try:
+            return package.init(mode=self.settings.mode, **given)
+        except package.errors.AuthenticationError:
+            raise
+        except package.errors.CommError as error:
+            logger.warning("logging.wandb: %s; it logs offline, for `wandb sync`", error)
+            return package.init(mode="offline", **given)
+
+    def send(self, metrics: Mapping[str, float], step: int) -> None:
+        """Log the numbers of a step; not of one that is done again, which wandb has."""
+        if step >= self.run.step:
+            super().send(metrics, step)
+
+    def send_evaluation(self, result: EvaluationResult) -> None:
+        """Log it beside the newest step, since the steps of wandb only rise."""
+        self.run.log({"eval_step": result.step, **result.metrics}, step=max(self.sent_step, self.run.step))
+
+
+class TrackioHook(Tracker):
+    """Trackio: in a database of this machine, or with `space_id` in a Space of Hugging Face."""
+
+    package = "trackio"
+
+    def __init__(self, settings: Trackio) -> None:
+        super().__init__()
+        self.settings = settings
+
+    def open(self, run: Run, package: Any) -> Any:
+        """The run there: the newest of its name, if it continues."""
+        return package.init(
+            project=self.settings.project or run.config.general.project,
+            name=self.settings.name or run.config.general.run,
+            space_id=self.settings.space_id,
+            resume="allow" if run.start.continues else "never",
+            config=to_dict(run.config),
+            embed=False,
+        )

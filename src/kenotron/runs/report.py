@@ -1,0 +1,145 @@
+"""`kenotron report`: runs on one HTML page, which needs no network and no server.
+
+The page (page.html) draws everything itself; this file puts the numbers into it, of long runs the mean of neighbouring
+steps with their lowest and highest value.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from kenotron.config.errors import counted
+from kenotron.config.writing import differences, flatten
+from kenotron.runs.files import HISTORY, SAMPLES
+from kenotron.runs.logged import LoggedRun, tag_of
+from kenotron.runs.summary import is_number, numbers, summary_of
+
+POINTS = 500  # of a curve
+NOT_DRAWN = {
+    *("iteration", "consumed_tokens", "tokens_per_sec_per_gpu", "hardware_tflops_per_gpu", "skipped", "state_hash"),
+    *("matmul_share_causal", "mfu_causal", "val_tokens", "val_seconds", "hd_total_memory_tb", "hd_free_memory_tb"),
+}  # what another curve shows as well, or no curve
+PAGE = Path(__file__).with_name("page.html")
+
+
+def report_page(runs: Sequence[LoggedRun]) -> str:
+    """The page of `runs`, as the text of an HTML file."""
+    data = json.dumps([_run(run, runs[0]) for run in runs], allow_nan=False, separators=(",", ":"))
+    title = ", ".join(run.name for run in runs[:3]) + (f" and {len(runs) - 3} more" if len(runs) > 3 else "")
+    page = PAGE.read_text(encoding="utf-8")
+    page = page.replace("<title></title>", f"<title>{_escaped(title)}</title>")
+    return page.replace("/*RUNS*/[]", data.replace("<", "\\u003c"))  # no text of a run ends the script
+
+
+def _run(run: LoggedRun, first: LoggedRun) -> dict[str, Any]:
+    summary = summary_of(run)
+    return {
+        "name": run.name,
+        "summary": asdict(summary),
+        "facts": list(_facts(run)),
+        "history": run.lines(HISTORY),
+        "samples": run.lines(SAMPLES),
+        "config": yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True) if run.config else "",
+        "changes": _changes(run, first),
+        **_curves(run),
+    }
+
+
+def _facts(run: LoggedRun) -> Iterator[tuple[str, str]]:
+    """What a reader asks first of the model, the batch, the layout and the machine: label and value."""
+    starts = [line for line in run.lines(HISTORY) if line.get("event") == "start"]
+    start = starts[-1] if starts else {}
+    family = run.setting("model.model_config.family", run.setting("model.model_config.model_type"))
+    if parameters := start.get("parameters"):
+        yield "Model", f"{family or 'model'}, {parameters:,} parameters"
+    batch = run.setting("tokens.micro_batch_size"), run.setting("tokens.batch_accumulation_per_replica", 1)
+    axes = [(name, run.setting(f"parallelism.{name}", 1)) for name in ("dp", "tp", "pp")]
+    axes += [("cp", run.setting("parallelism.context_parallel_size", 1))]
+    axes += [("ep", run.setting("parallelism.expert_parallel_size", 1))]
+    if run.config:
+        yield "Sequences a step", f"{batch[0]} × {batch[1]} micro-batches × {axes[0][1]} replicas"
+        yield "Sequence length", str(run.setting("tokens.sequence_length"))
+        layout = ", ".join(f"{name} {degree}" for name, degree in axes if degree not in (1, None)) or "one process"
+        yield "Layout", f"{layout}; ZeRO {run.setting('optimizer.zero_stage', 0)}"
+        yield "Precision", str(run.setting("model.dtype"))
+    if start:
+        yield "Device", f"{start.get('device')}, {counted(start.get('processes', 1), 'process')}"
+        versions = (f"{name} {start[name]}" for name in ("kenotron", "torch", "python") if name in start)
+        yield "Versions", ", ".join(versions)
+    for name, label in (("mfu", "MFU, median"), ("matmul_share", "Share of the fastest product, median")):
+        if values := sorted(numbers(run.steps.values(), name)):
+            yield label, f"{100 * values[len(values) // 2]:.1f}%"
+            break
+    if skipped := sum(line.get("skipped") is True for line in run.steps.values()):
+        yield "Steps left out", str(skipped)
+
+
+def _changes(run: LoggedRun, first: LoggedRun) -> dict[str, Any] | None:
+    """How the config differs from that of the checkpoint that the run began from, or from the first run's."""
+    parent = run.setting("checkpoints.resume_checkpoint_path")
+    against, config = f"{first.name}, the first run", first.config
+    if run is first:
+        file = Path(str(parent)) / "config.yaml"
+        if parent is None or not file.exists():
+            return None
+        against, config = f"{parent}, its parent", yaml.safe_load(file.read_text(encoding="utf-8"))
+    before, after = (dict(flatten(each)) for each in (config, run.config))
+    changed = [(path, str(old), str(new)) for path, old, new in differences(before, after)]
+    return {"against": against, "keys": changed}
+
+
+def _curves(run: LoggedRun) -> dict[str, Any]:
+    """`x`: the middle of each bucket of steps, in steps, tokens and hours; `metrics`: each one's values there."""
+    lines = list(run.steps.values())
+    size = max(1, math.ceil(len(lines) / POINTS))
+    buckets = [lines[at : at + size] for at in range(0, len(lines), size)]
+    paces = (line.get("elapsed_time_per_iteration_ms") for line in lines)
+    hours = list(accumulate(pace / 3.6e6 if is_number(pace) else 0.0 for pace in paces))
+    middles = [at + (len(bucket) - 1) // 2 for at, bucket in zip(range(0, len(lines), size), buckets)]
+    x = {
+        "steps": [lines[at]["iteration"] for at in middles],
+        "tokens": [lines[at]["consumed_tokens"] for at in middles],
+        "hours": [round(hours[at], 6) for at in middles],
+    }
+    names = dict.fromkeys(name for line in lines for name in line if name not in NOT_DRAWN)
+    metrics = {name: _curve(name, buckets) for name in names if _is_drawn(name, numbers(lines, name))}
+    return {"x": x, "metrics": metrics}
+
+
+def _is_drawn(name: str, values: Sequence[float]) -> bool:
+    """Whether there is anything to see: of the data, such as the batch size, only what changes."""
+    return len(set(values)) > 1 or (len(values) > 0 and _group(name) != "data")
+
+
+def _curve(name: str, buckets: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any]:
+    groups = [numbers(bucket, name) for bucket in buckets]
+    curve: dict[str, Any] = {"group": _group(name), "y": [_mean(group) for group in groups]}
+    if max(map(len, groups)) > 1:
+        curve |= {"low": [_rounded(min, group) for group in groups], "high": [_rounded(max, group) for group in groups]}
+    return curve
+
+
+def _group(name: str) -> str:
+    return tag_of(name).split("/")[0]
+
+
+def _mean(group: Sequence[float]) -> float | None:
+    return _rounded(sum, group, len(group))
+
+
+def _rounded(what: Any, group: Sequence[float], divisor: int = 1) -> float | None:
+    """To six digits, which are more than can be seen."""
+    return float(f"{what(group) / divisor:.6g}") if group else None
+
+
+def _escaped(text: str) -> str:
+    return re.sub("[<>&]", lambda found: f"&#{ord(found[0])};", text)

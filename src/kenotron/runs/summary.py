@@ -1,0 +1,95 @@
+"""A run in one line, from its files: its state, its steps, its losses."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, TypeGuard
+
+from kenotron.config.errors import InputError, no_such_path
+from kenotron.runs.files import HISTORY, METRICS
+from kenotron.runs.logged import LoggedRun, read_run
+
+SILENT_STEPS, SILENT_S = 20, 120
+"""A run that has started and not ended is taken for killed once it has been silent for so many steps and seconds."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """`state`: running, finished, stopped, failed or killed. `end`: the last step; `seconds`: those of all steps.
+
+    `loss`: the mean of the last twentieth of the steps, and at most of 100; in nats a token as `val_loss`, the last.
+    None: not known.
+    """
+
+    name: str
+    state: str
+    reason: str | None  # why it stopped or failed
+    step: int
+    end: int | None
+    tokens: int
+    loss: float | None
+    val_loss: float | None
+    tokens_per_sec: float | None  # the median
+    seconds: float
+    written_at: float  # seconds since 1970
+
+
+def summary_of(run: LoggedRun) -> Summary:
+    """The line of a run."""
+    lines = list(run.steps.values())
+    history = run.lines(HISTORY)
+    starts = [line for line in history if line.get("event") == "start"]
+    written_at = (run.folder / METRICS).stat().st_mtime
+    paces = numbers(lines, "elapsed_time_per_iteration_ms")
+    losses = numbers(lines, "lm_loss")
+    last = losses[-min(100, math.ceil(len(losses) / 20)) :] if losses else []
+    silent_s = max(SILENT_S, SILENT_STEPS * (median(paces) / 1000 if paces else 0))
+    step = max(run.steps, default=0)
+    end = starts[-1].get("last_step") if starts else run.setting("tokens.train_steps")
+    state = history[-1]["event"] if history else "finished" if step == end else "start"
+    if state == "start":
+        state = "running" if time.time() - written_at < silent_s else "killed"
+    speeds = numbers(lines, "tokens_per_sec")
+    return Summary(
+        name=run.name,
+        state=state,
+        reason=history[-1].get("reason") if history else None,
+        step=step,
+        end=end,
+        tokens=int(lines[-1]["consumed_tokens"]) if lines else 0,
+        loss=sum(last) / len(last) if last else None,
+        val_loss=next(reversed(numbers(lines, "val_loss")), None),
+        tokens_per_sec=median(speeds) if speeds else None,
+        seconds=sum(paces) / 1000,
+        written_at=written_at,
+    )
+
+
+def numbers(lines: Iterable[dict[str, Any]], name: str) -> list[float]:
+    """The finite values of a metric, in the order of the lines."""
+    return [float(line[name]) for line in lines if is_number(line.get(name))]
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether a logged value is a finite number."""
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def find_runs(folders: Iterable[Path]) -> list[LoggedRun]:
+    """The runs below `folders`, the newest last. Raises InputError for a folder that is missing or has none."""
+    found: dict[Path, LoggedRun] = {}
+    for folder in folders:
+        if not folder.exists():
+            raise no_such_path("FOLDER", folder)
+        files = sorted(folder.rglob(METRICS))
+        if not files:
+            raise InputError(f"{folder}: expected runs, folders with {METRICS}, such as logging.log_dir has them")
+        for file in files:
+            run = read_run(file.parent)
+            found[run.folder] = run
+    return sorted(found.values(), key=lambda run: (run.folder / METRICS).stat().st_mtime)
