@@ -30,6 +30,8 @@ NAMES = {
     "torch._foreach_norm": "optim/clip.py",
     "torch._foreach_sign_": "optim/lion.py",
     "torch._subclasses.fake_tensor.FakeTensorMode": "parallel/partial_gradients.py",
+    "torch.cuda.memory._dump_snapshot": "observers/profiler.py",
+    "torch.cuda.memory._record_memory_history": "observers/profiler.py",
     "torch.distributed.distributed_c10d._get_default_store": "parallel/torch_internals.py",
     "torch.distributed.distributed_c10d._set_pg_timeout": "parallel/torch_internals.py",
     "torch.distributed.distributed_c10d._world.pg_map": "parallel/torch_internals.py",

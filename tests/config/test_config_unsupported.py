@@ -31,8 +31,6 @@ DATASET = "data_stages.0.data.dataset"
         (["model.model_config.hidden_act=sliu"], "hidden_act: sliu; did you mean 'silu'?"),
         (["model.init_method.scaling_method=model_scale"], "scaling_method: model_scale (nanotron names it without"),
         (["model.dtype=float64"], "model.dtype: float64"),
-        (["metrics_logging.log_level=1"], "metrics_logging.log_level: 1"),
-        (["metrics_logging={log_detail_interval: 10}"], "metrics_logging.log_detail_interval: 10"),
         (["tokens.limit_test_batches=1"], "tokens.limit_test_batches: 1"),
         (["checkpoints.local={path: x, interval: 1, copy_to_next_machine: true}"], "copy_to_next_machine: True"),
     ],
@@ -117,7 +115,6 @@ OFF = {
         "datastates": None,
         "local": {"path": "/dev/shm/runs", "interval": 5, "copy_to_next_machine": False},
     },
-    "metrics_logging": {"log_level": 0, "log_detail_interval": 10},
     "tokens": {"limit_test_batches": 0},
     "lighteval": None,
 }

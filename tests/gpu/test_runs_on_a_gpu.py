@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 
@@ -182,3 +183,21 @@ def test_a_run_with_the_kernels_in_triton_has_the_same_losses(
     found = losses(train_on(gpu_only, tmp_path, f"model.dtype={dtype}", "model.kernels=triton"))
     assert set(used) == {"rms_norm.rms_norm", "rope.apply_rope", "swiglu.silu_and_multiply"}
     assert distance(found, on_cpu()) <= tolerance
+
+
+def test_a_memory_snapshot_has_the_allocations_of_the_first_steps(device: torch.device, tmp_path: Path) -> None:
+    train_on(device, tmp_path, f"profiler={{memory_snapshot_path: {tmp_path}/memory}}", "tokens.train_steps=8")
+    (file,) = (tmp_path / "memory").iterdir()
+    snapshot = pickle.loads(file.read_bytes())
+    assert len(snapshot["device_traces"][0]) > 1000
+
+
+@pytest.mark.parametrize("layout", ["plain", "compile"])
+def test_statistics_of_layers_are_the_cpus(layout: str, device: torch.device, tmp_path: Path) -> None:
+    every_two = ("metrics_logging={log_level: 1, log_detail_interval: 2}", "tokens.train_steps=2")
+    found = metrics(train_on(device, tmp_path / "gpu", *every_two, *LAYOUTS[layout]))[1]
+    expected = metrics(train_on(CPU, tmp_path / "cpu", *every_two))[1]
+    names = [name for name in expected if "/layers." in name]
+    assert len(names) > 10
+    for name in names:
+        assert found[name] == pytest.approx(expected[name], rel=1e-3), name

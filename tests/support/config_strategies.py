@@ -155,6 +155,8 @@ def _agree(config: dict[str, Any]) -> dict[str, Any]:
     if config["checkpoints"].get("local"):
         paths = {"checkpoints_path": "a", "staging_path": None, "remove_after_upload": False}
         config["checkpoints"].update(paths, local={"path": "/b/c", "interval": 1}, checkpoint_interval=2)
+    if config.get("metrics_logging"):
+        config["metrics_logging"]["gradient_noise_scale"] = False
     if config.get("evaluation"):
         config["evaluation"]["eval_interval"] = None
     if config["checkpoints"].get("staging_path") or config["checkpoints"].get("remove_after_upload"):

@@ -170,8 +170,6 @@ REFUSED: dict[str, str] = {
 }
 # Not in the schema, and refused by name.
 UNSERVED = [
-    "metrics_logging.log_detail_interval=10",
-    "metrics_logging.log_level=1",
     "tokens.limit_test_batches=1",
     "lighteval={}",
     "lighteval={slurm: {qos: low}}",
@@ -595,5 +593,6 @@ OWN_TESTS = {
 OWN = {key: test for test, keys in OWN_TESTS.items() for key in keys.split()} | family_keys.OWN
 
 # Sections: what their keys do is what they do.
-SECTIONS = """Config.evaluation Config.general Config.parallelism Config.model Config.tokenizer Config.checkpoints
-    Config.logging Config.tokens Config.optimizer Config.data_stages Config.profiler Config.s3_upload Config.doremi"""
+SECTIONS = """Config.metrics_logging Config.evaluation Config.general Config.parallelism Config.model Config.tokenizer
+    Config.checkpoints Config.logging Config.tokens Config.optimizer Config.data_stages Config.profiler
+    Config.s3_upload Config.doremi"""

@@ -51,6 +51,8 @@ TESTS = {
         "test_doremi.py",
         "DoReMi",
     ): "domain_names domain_weights ref_model_resume_checkpoint_path step_size smoothing_param",
+    ("test_layer_statistics.py", "MetricsLogging"): "log_level log_detail_interval gradient_noise_scale",
+    ("test_memory_snapshot.py", "Profiler"): "memory_snapshot_path",
     ("test_trackers.py", "Wandb"): "project entity name tags mode",
     ("test_trackers.py", "Trackio"): "project name space_id",
     (

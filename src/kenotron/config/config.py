@@ -16,7 +16,7 @@ from kenotron.config.doremi import DoReMi
 from kenotron.config.errors import nearest
 from kenotron.config.evaluation import Evaluation
 from kenotron.config.general import General
-from kenotron.config.logging import Logging
+from kenotron.config.logging import Logging, MetricsLogging
 from kenotron.config.model import Headless, Model
 from kenotron.config.optimizer import Optimizer
 from kenotron.config.parallelism import CONTIGUOUS_METHODS, STRATEGIES, V_ENGINES, ZERO_BUBBLE_ENGINES, Parallelism
@@ -60,6 +60,7 @@ class Config(Section):
         "How remote files (s3://, gs://, hf://, https://) are read.", RemoteData(), mark=OURS
     )
     profiler: Profiler | None = key("A torch profiler trace of some steps.", None)
+    metrics_logging: MetricsLogging | None = key("Statistics of every layer.", None)
     doremi: DoReMi | None = key("The domains of the data, and how their weights are learnt.", None)
     evaluation: Evaluation | None = key("Tasks on the run's checkpoints, beside training.", None, mark=OURS)
     s3_upload: S3Upload | None = key("Upload of the checkpoints of a local checkpoints_path.", None)
@@ -428,6 +429,12 @@ def _check_steps(config: Config) -> Iterator[Problem]:
     profiler, steps = config.profiler, config.tokens.train_steps
     if profiler and profiler.profiler_export_path and steps < profiler.steps:
         yield "profiler", f"expected tokens.train_steps of at least {profiler.steps} for the trace, found {steps}"
+    if config.metrics_logging and config.metrics_logging.gradient_noise_scale:
+        at = "metrics_logging.gradient_noise_scale"
+        if not config.metrics_logging.log_level:
+            yield at, "expected metrics_logging.log_level: 1 beside it"
+        if config.tokens.batch_accumulation_per_replica == 1 or config.parallelism.pp > 1:
+            yield at, "expected tokens.batch_accumulation_per_replica of at least 2, and parallelism.pp: 1"
 
 
 def _check_validation(config: Config) -> Iterator[Problem]:

@@ -29,6 +29,18 @@ class Trackio(Section):
     space_id: str | None = key("A Space of Hugging Face to log to; null: this machine.", None, mark=OURS)
 
 
+class MetricsLogging(Section):
+    """Statistics of every layer, in metrics.jsonl and for trackers."""
+
+    log_level: Literal[0, 1] = key("1: log them; 0: do not.", 0)
+    log_detail_interval: int = key(
+        "Steps between them; each costs a third of a step, or with gradient_noise_scale more.", 10, ge=1
+    )
+    gradient_noise_scale: bool = key(
+        "Log the gradient noise scale as well, from the first micro-batch's gradient.", False, mark=OURS
+    )
+
+
 class Logging(Section):
     """What is printed and logged."""
 

@@ -36,6 +36,7 @@ _FREE = (
     "logging.*",
     "remote_data.*",
     "profiler*",
+    "metrics_logging*",
     "general.run",
     "general.step",
     "general.consumed_train_samples",

@@ -1,7 +1,7 @@
 """Keys of nanotron and of the first Kénotron that are known here and not implemented yet: the one list of them.
 
-    metrics_logging: null   asks for nothing: accepted and left out
-    metrics_logging: {…}    not supported yet: metrics_logging (my.yaml:43)
+    lighteval: null   asks for nothing: accepted and left out
+    lighteval: {…}    not supported yet: lighteval (my.yaml:43)
 
 A feature that arrives takes its line out of the list and adds its section to the schema.
 """
@@ -13,9 +13,6 @@ from typing import Any
 
 # Key → the values that ask for nothing. Parents come after their children: what is left of them is nothing either.
 _OFF: dict[str, tuple[Any, ...]] = {
-    "metrics_logging.log_detail_interval": (),
-    "metrics_logging.log_level": (0,),
-    "metrics_logging": (None, {}),
     "tokens.limit_test_batches": (0,),
     "checkpoints.local.copy_to_next_machine": (False,),
     "lighteval": (None,),
@@ -52,9 +49,6 @@ def named(keys: Sequence[str | int], value: object) -> str:
 
 
 def _keys(data: dict[str, Any]) -> Iterator[tuple[Keys, Any]]:
-    details = _at(data, ("metrics_logging",))
-    if isinstance(details, dict) and _same(details.get("log_level"), 0):
-        details.pop("log_detail_interval", None)  # counts at log_level 1 only
     init = _at(data, ("model", "init_method"))
     if isinstance(init, dict) and _same(init.get("use_mup"), False):
         del init["use_mup"]  # true selects a variant of its own

@@ -9,6 +9,7 @@ module_buffers.py     buffers that a foreign module writes
 consistency.py    whether ranks read the same data and hold the same weights, and a hash of the weights for metrics
 spikes.py         steps with spikes of loss or gradient are left out
 snapshot.py       a copy of weights and optimizer in host memory
+layer_statistics.py   norms and activations of every layer, and the gradient noise scale
 replay.py         what `kenotron replay` adds to a run
 progress.py       a bar or a line with the ETA
 history.py        the starts and ends of the run, in a file
@@ -17,7 +18,7 @@ trackers.py       the same in Weights & Biases and Trackio
 expert_load.py    how evenly the experts of a mixture are used
 doremi.py         weights of the domains, learnt beside a reference
 samples.py        completions of `logging.sample_prompts`
-profiler.py       torch's trace of some steps, and its anomaly mode
+profiler.py       torch's trace of some steps, its snapshot of GPU memory, its anomaly mode
 compression.py    what compressors make of the validation text
 benchmark.py      the row of `general.benchmark_csv_path`
 export.py         `checkpoints.export_hf`: every checkpoint for transformers, too
@@ -41,7 +42,7 @@ from kenotron.observers.expert_load import ExpertLoad
 from kenotron.observers.export import ExportHook
 from kenotron.observers.history import History
 from kenotron.observers.nonfinite import NonFiniteCause
-from kenotron.observers.profiler import AnomalyMode, ProfilerHook
+from kenotron.observers.profiler import AnomalyMode, MemorySnapshot, ProfilerHook
 from kenotron.observers.progress import Pace, Progress
 from kenotron.observers.signals import KillSwitch, Signals
 from kenotron.observers.tensorboard import TensorBoard
@@ -60,6 +61,8 @@ def observers(config: Config, mesh: Mesh) -> list[Hook]:
     hooks: list[Hook] = [Signals(), NonFiniteCause(), stalls]
     if config.profiler is not None and config.profiler.detect_anomaly:
         hooks.append(AnomalyMode())
+    if config.profiler is not None and config.profiler.memory_snapshot_path is not None:
+        hooks.append(MemorySnapshot(config.profiler))
     if mesh.world_size > 1:
         from kenotron.observers.stragglers import Stragglers
 
@@ -68,6 +71,12 @@ def observers(config: Config, mesh: Mesh) -> list[Hook]:
             hooks.append(Replicas())
     if config.logging.state_hash:
         hooks.append(StateHash())
+    if config.metrics_logging is not None and config.metrics_logging.log_level:
+        from kenotron.observers.layer_statistics import GradientNoise, LayerStatistics
+
+        hooks.append(LayerStatistics(config.metrics_logging))
+        if config.metrics_logging.gradient_noise_scale:
+            hooks.append(GradientNoise(config.metrics_logging))
     if config.optimizer.spikes is not None:
         from kenotron.observers.spikes import SpikeGuard
 

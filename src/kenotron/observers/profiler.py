@@ -1,4 +1,4 @@
-"""`profiler`: torch's trace of some steps, and its anomaly mode."""
+"""`profiler`: torch's trace of some steps, its snapshot of GPU memory, and its anomaly mode."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kenotron.config.errors import InputError
 from kenotron.training.console import logger
 from kenotron.training.hooks import Hook
 
 if TYPE_CHECKING:
+    from kenotron.config.profiler import Profiler
     from kenotron.training.run import Run
     from kenotron.training.step import StepResult
 
@@ -79,6 +81,48 @@ class ProfilerHook(Hook):
         """Say so if the run was too short for the trace."""
         if not self.written and (settings := run.config.profiler):
             logger.warning("profiler: no trace was written: it needs %d steps of one process", settings.steps)
+
+
+class MemorySnapshot(Hook):
+    """`memory_snapshot_path`: a file of every rank for https://docs.pytorch.org/memory_viz; on all ranks."""
+
+    EVENTS = 200_000  # allocations and releases that are kept, the newest
+
+    def __init__(self, settings: Profiler) -> None:
+        self.settings = settings
+        self.recording = False
+
+    def on_train_start(self, run: Run) -> None:
+        """Begin to record. Raises InputError without a GPU."""
+        if run.device.type != "cuda":
+            raise InputError(f"profiler.memory_snapshot_path: expected a run on GPUs, found one on {run.device.type}")
+        self.last_step = run.step + self.settings.steps
+        torch.cuda.memory._record_memory_history(max_entries=self.EVENTS)
+        self.recording = True
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        """Write the snapshot after the last step of the trace."""
+        if run.step >= self.last_step:
+            self._write(run)
+
+    def on_error(self, run: Run, error: Exception) -> None:
+        """Write it, above all when memory was not enough."""
+        self._write(run)
+
+    def on_close(self, run: Run) -> None:
+        """Write it, if the run was shorter."""
+        self._write(run)
+
+    def _write(self, run: Run) -> None:
+        if not self.recording:
+            return
+        folder = Path(str(self.settings.memory_snapshot_path))
+        file = folder / f"{run.config.general.run.replace('/', '-')}-step{run.step}-rank{run.mesh.rank('world')}.pickle"
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.cuda.memory._dump_snapshot(str(file))
+        torch.cuda.memory._record_memory_history(enabled=None)
+        self.recording = False
+        logger.info("Wrote the memory snapshot to %s", file)
 
 
 class AnomalyMode(Hook):

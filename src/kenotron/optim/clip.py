@@ -31,6 +31,7 @@ from kenotron.parallel.collectives import all_reduce
 if TYPE_CHECKING:
     from kenotron.parallel.mesh import Mesh
 
+Sharding = tuple[Any, tuple[int, ...]]
 CHUNK_ELEMENTS = 2**18  # numbers added in one chain of float32 additions
 EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_: a gradient of zero norm stays as it is
 
@@ -83,31 +84,35 @@ def step_where_finite(optimizer: Any, numbers: Tensor, norm: Tensor, max_norm: f
         del optimizer.found_inf, optimizer.grad_scale
 
 
-def _local_gradients(parameters: Iterable[Tensor]) -> dict[tuple[Any, tuple[int, ...]], list[Tensor]]:
-    """Local shards of all gradients, keyed by (device mesh, its dimensions that shard them)."""
-    shards: dict[tuple[Any, tuple[int, ...]], list[Tensor]] = defaultdict(list)
+def _local_gradients(parameters: Iterable[Tensor]) -> dict[Sharding, list[Tensor]]:
+    """Local shards of all gradients, by how they are sharded."""
+    shards: dict[Sharding, list[Tensor]] = defaultdict(list)
     parameter: Any  # a tensor, or a DTensor, whose class is not imported for runs that have none
     for parameter in parameters:
         gradient = parameter.grad
         if gradient is None:
             continue
         if not hasattr(gradient, "placements"):
-            shards[None, ()].append(gradient)
+            shards[sharding_of(gradient)].append(gradient)
             continue
         if any(placement.is_partial() for placement in gradient.placements):
             # A weight that worked on sequence shards or on some heads: its gradient is still one summand per rank.
             gradient = gradient.redistribute(placements=parameter.placements)
             parameter.grad = gradient
-        sharded = tuple(
-            dim
-            for dim, placement in enumerate(gradient.placements)
-            if not placement.is_replicate() and gradient.device_mesh.size(dim) > 1
-        )
-        shards[gradient.device_mesh, sharded].append(gradient.to_local())
+        shards[sharding_of(gradient)].append(gradient.to_local())
     return shards
 
 
-def _global_norm(shards: dict[tuple[Any, tuple[int, ...]], list[Tensor]], mesh: Mesh | None) -> Tensor:
+def sharding_of(tensor: Any) -> Sharding:
+    """The device mesh of a DTensor and its dimensions that shard it; (None, ()) for a plain tensor."""
+    if not hasattr(tensor, "placements"):
+        return None, ()
+    mesh = tensor.device_mesh
+    pairs = enumerate(tensor.placements)
+    return mesh, tuple(dim for dim, placement in pairs if not placement.is_replicate() and mesh.size(dim) > 1)
+
+
+def _global_norm(shards: dict[Sharding, list[Tensor]], mesh: Mesh | None) -> Tensor:
     totals = []
     for (device_mesh, sharded), gradients in shards.items():
         total = _sum_of_squares(gradients)

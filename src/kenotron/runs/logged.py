@@ -12,8 +12,9 @@ from kenotron.config.errors import InputError, no_such_path
 from kenotron.runs.files import METRICS, logged_lines, logged_steps
 
 GROUPS = {
+    "layers": ("grad_norm/", "weight_norm/", "update_ratio/", "activation_rms/", "attention_", "logit_max"),
     "val": ("val_",),
-    "optimizer": ("grad_norm", "lr", "skipped", "loss_scale"),
+    "optimizer": ("grad_norm", "lr", "gradient_", "skipped", "loss_scale"),
     "experts": ("expert_",),
     "data": ("consumed_tokens", "epochs/", "global_batch_size", "real_tokens", "sequence_length"),
     "speed": ("tokens_per_sec", "elapsed_time", "model_tflops", "hardware_tflops", "data_wait", "mfu", "matmul_share"),

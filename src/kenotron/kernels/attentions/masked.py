@@ -19,17 +19,21 @@ from kenotron.kernels.attention import Documents
 from kenotron.kernels.attentions.documents import document_numbers, document_starts, has_documents
 
 
-def visible(q: Tensor, ctx: Documents, window: int | None) -> Tensor:
-    """Which keys each query sees, bool ``[sequences or 1, 1, length, length]``, for q as in `kernels.attention`."""
+def visible(q: Tensor, ctx: Documents, window: int | None, rows: Tensor | None = None) -> Tensor:
+    """Which keys each query sees, bool ``[sequences or 1, 1, rows, length]``, for q as in `kernels.attention`.
+
+    `rows`: the places of the queries; None: all.
+    """
     sequences, _, length, _ = q.shape
     places = torch.arange(length, device=q.device)
-    seen = (places <= places[:, None])[None, None]
+    rows = places if rows is None else rows
+    seen = (places <= rows[:, None])[None, None]
     if window is not None and window < length:
-        seen = seen & (places > places[:, None] - window)
+        seen = seen & (places > rows[:, None] - window)
     if has_documents(ctx):
         starts = document_starts(ctx, sequences, length, q.device)
         numbers = document_numbers(starts, sequences, length)
-        seen = seen & (numbers[:, None, :, None] == numbers[:, None, None, :])
+        seen = seen & (numbers[:, None, rows, None] == numbers[:, None, None, :])
     return seen
 
 

@@ -1,0 +1,243 @@
+"""`metrics_logging`: norms of gradients, weights and updates of every layer, and what its activations look like.
+
+    grad_norm/layers.3           L2 norm of the layer's gradient, before clipping
+    weight_norm/layers.3         L2 norm of its weights, after the update
+    update_ratio/layers.3        norm of the update / norm of the weights
+    activation_rms/layers.3      root mean square of the hidden states that it returns
+    attention_entropy/layers.3   nats, mean over heads and QUERIES tokens of each sequence
+    attention_logit_max/layers.3 largest score of these tokens, before softmax
+    logit_max                    largest logit of LOGITS tokens of each sequence
+
+Norms are those of the step itself. The rest comes from one more forward pass over the step's batch, with the weights
+after the update, so that training computes the same bits with and without them: a third of a step every
+`log_detail_interval` steps. Under context parallelism no rank has all keys, and the two fields of attention are left
+out. Models of Hugging Face and of your own have those that pass through `ctx.attention`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from kenotron.kernels.attentions.masked import visible
+from kenotron.models import named_parameters
+from kenotron.models.plan import modules
+from kenotron.observers.validation import evaluating
+from kenotron.optim.clip import EPSILON, clip_gradients, sharding_of
+from kenotron.parallel.collectives import all_reduce
+from kenotron.parallel.shards import local_tensor
+from kenotron.training.expert_loads import loads_of_step
+from kenotron.training.hooks import Hook
+from kenotron.training.step import count_real_tokens, forward_backward, to_device
+
+if TYPE_CHECKING:
+    from kenotron.config.logging import MetricsLogging
+    from kenotron.models.context import Context
+    from kenotron.training.run import Run
+    from kenotron.training.step import StepResult
+
+QUERIES, LOGITS = 64, 16  # of each sequence, evenly spread
+
+
+class LayerStatistics(Hook):
+    """See the module; on all ranks."""
+
+    priority = 30
+
+    def __init__(self, settings: MetricsLogging) -> None:
+        self.settings = settings
+        self.before: dict[str, Tensor] = {}  # this rank's weights, while they are updated
+
+    def on_train_start(self, run: Run) -> None:
+        """Name the layers: the blocks, and each parameter outside of them."""
+        self.blocks = [name for name, _ in modules(run.skeleton, run.skeleton.plan.blocks)]
+        self.layers = list(dict.fromkeys(self._layer_of(name) for name, _ in named_parameters(run.skeleton)))
+
+    def before_update(self, run: Run) -> None:
+        """Keep the norms of the gradients, and the weights."""
+        if (run.step + 1) % self.settings.log_detail_interval == 0:
+            self.gradients = self._norms(run, lambda name, parameter: parameter.grad)
+            self.before = {name: local_tensor(each).clone() for name, each in named_parameters(*run.parts)}
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        """Record the fields."""
+        if not self.before:
+            return
+        updates = self._norms(run, lambda name, parameter: local_tensor(parameter) - self.before[name])
+        self.before = {}
+        weights = self._norms(run, lambda name, parameter: parameter)
+        max_norm = run.config.optimizer.clip_grad
+        clipped = 1.0 if max_norm is None else max(1.0, (result.grad_norm + EPSILON) / max_norm)
+        for layer, gradient, weight, update in zip(self.layers, self.gradients, weights, updates):
+            _record(run, f"grad_norm/{layer}", gradient * clipped)
+            _record(run, f"weight_norm/{layer}", weight)
+            _record(run, f"update_ratio/{layer}", update / weight if weight else 0.0)
+        self._record_activations(run)
+
+    def _layer_of(self, name: str) -> str:
+        block = next((block for block in self.blocks if name.startswith(f"{block}.")), None)
+        return (block or name.removesuffix(".weight")).removeprefix("model.")
+
+    @torch.no_grad()
+    def _norms(self, run: Run, values: Callable[[str, Any], Tensor | None]) -> list[float]:
+        """The norm of `values` of the parameters of each layer, over all shards; None counts as zero."""
+        squares: dict[Any, dict[int, Tensor]] = defaultdict(dict)
+        for name, parameter in named_parameters(*run.parts):
+            if (found := values(name, parameter)) is not None:
+                square = torch.linalg.vector_norm(local_tensor(found), dtype=torch.float64).square()
+                layer, of_group = self.layers.index(self._layer_of(name)), squares[sharding_of(parameter)]
+                of_group[layer] = of_group.get(layer, 0.0) + square
+        total = torch.zeros(len(self.layers), dtype=torch.float64, device=run.device)
+        for (mesh, sharded), of_group in squares.items():
+            sums = torch.stack(list(of_group.values()))
+            for dim in sharded:
+                dist.all_reduce(sums, group=mesh.get_group(dim))
+            total[list(of_group)] += sums
+        all_reduce(total, run.mesh.group("pp"))
+        return total.sqrt().tolist()  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def _record_activations(self, run: Run) -> None:
+        seen = _Seen(self.blocks, run)
+        eager = torch.compiler.set_stance("force_eager") if run.config.model.compile else nullcontext()
+        with evaluating(run), eager, seen.watching():
+            for batch in run.batches:
+                micro_batch = to_device(batch, run)
+                sequences, length = micro_batch.ctx.shape
+                starts = torch.arange(sequences, device=run.device)[:, None] * length
+                kept = (starts + _spread(length, LOGITS, run.device)).flatten()
+                watched = partial(seen.attention, micro_batch.ctx.attention)
+                ctx = replace(micro_batch.ctx, attention=watched, logits_to_keep=kept)
+                micro_batch = replace(micro_batch, labels=None, ctx=ctx)
+                if run.pipeline is not None:
+                    logits = run.pipeline.forward(micro_batch)
+                else:
+                    logits = run.model(micro_batch.tokens, micro_batch.ctx)
+                if isinstance(logits, Tensor):
+                    seen.largest[-1].clamp_(min=logits.max())
+        all_reduce(seen.sums, run.mesh.group("world"))
+        all_reduce(seen.largest, run.mesh.group("world"), dist.ReduceOp.MAX)
+        *largest, logit_max = seen.largest.tolist()
+        for block, (squares, count, entropy, queries), most in zip(self.blocks, seen.sums.tolist(), largest):
+            layer = block.removeprefix("model.")
+            if count:
+                _record(run, f"activation_rms/{layer}", math.sqrt(squares / count))
+            if queries:
+                _record(run, f"attention_entropy/{layer}", entropy / queries)
+                _record(run, f"attention_logit_max/{layer}", most)
+        _record(run, "logit_max", logit_max)
+
+
+class _Seen:
+    """Sums and maxima of each block, of this rank's tokens and heads."""
+
+    def __init__(self, blocks: list[str], run: Run) -> None:
+        self.here = [(blocks.index(n), block) for part in run.parts for n, block in modules(part, part.plan.blocks)]
+        self.block_of = {id(module): number for number, block in self.here for module in block.modules()}
+        self.sums = torch.zeros(len(blocks), 4, dtype=torch.float64, device=run.device)
+        self.largest = torch.full((len(blocks) + 1,), -math.inf, dtype=torch.float64, device=run.device)
+        self.has_all_keys = run.mesh.degree("cp") == 1
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Look at what blocks return."""
+        handles = [block.register_forward_hook(partial(self._look, number)) for number, block in self.here]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _look(self, number: int, block: Any, inputs: Any, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        self.sums[number, 0] += torch.linalg.vector_norm(hidden, dtype=torch.float64).square()
+        self.sums[number, 1] += hidden.numel()
+
+    def attention(
+        self, function: Any, q: Tensor, k: Tensor, v: Tensor, ctx: Context, layer: Any = None, *more: Any, **named: Any
+    ) -> Tensor:
+        """What `function` returns, after a look at the scores."""
+        if self.has_all_keys and id(layer) in self.block_of:
+            self._look_at_scores(self.block_of[id(layer)], q, k, ctx, *more, **named)
+        return function(q, k, v, ctx, layer, *more, **named)  # type: ignore[no-any-return]
+
+    def _look_at_scores(
+        self, number: int, q: Tensor, k: Tensor, ctx: Context, scale: float | None = None, window: int | None = None
+    ) -> None:
+        rows = _spread(q.shape[2], QUERIES, q.device)
+        grouped = q[:, :, rows].float().unflatten(1, (k.shape[1], -1))
+        scores = grouped @ k.float().unsqueeze(2).mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+        scores = scores.masked_fill(~visible(q, ctx, window, rows).unsqueeze(2), -math.inf)
+        entropy = torch.special.entr(scores.softmax(-1)).sum(-1)
+        self.sums[number, 2] += entropy.sum()
+        self.sums[number, 3] += entropy.numel()
+        self.largest[number].clamp_(min=scores.max())
+
+
+class GradientNoise(Hook):
+    """`metrics_logging.gradient_noise_scale`: McCandlish et al. 2018 (arXiv 1812.06162), appendix A.1.
+
+    From the squared gradient norms of the step's first micro-batches alone and of its whole batch, b and B sequences:
+    trace of the covariance S = (g_b - g_B) / (1/b - 1/B), true gradient G = (B g_B - b g_b) / (B - b), each of them
+    averaged over measurements with weights that fall by `DECAY`; their ratio is the noise scale, in sequences.
+    """
+
+    priority = 30
+    DECAY = 0.9
+
+    def __init__(self, settings: MetricsLogging) -> None:
+        self.settings = settings
+        self.small: float | None = None
+        self.averages: list[float] = []
+
+    def before_step(self, run: Run) -> None:
+        """Measure the gradient of the first micro-batch of every rank."""
+        if (run.step + 1) % self.settings.log_detail_interval:
+            return
+        if len(run.batches) == 1:  # the begin of a batch_size_ramp
+            return
+        first = run.batches[:1]
+        forward_backward(run, first, 1 / max(count_real_tokens(run, first), 1))
+        loads_of_step(run)  # counted twice otherwise
+        parameters = [parameter for _, parameter in named_parameters(*run.parts)]
+        self.small = float(clip_gradients(parameters, None, run.mesh)) ** 2
+        run.optimizer.zero_grad(set_to_none=True)
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        """Record the noise scale."""
+        small, self.small = self.small, None
+        if small is None or not result.finite:
+            return
+        big, most = result.grad_norm**2, run.data.stage_at(run.step).batch_size(run.step)
+        few = most / len(run.batches)
+        found = [(small - big) / (1 / few - 1 / most), (most * big - few * small) / (most - few)]
+        self.averages = [
+            self.DECAY * old + (1 - self.DECAY) * new for old, new in zip(self.averages or [0.0, 0.0], found)
+        ]
+        _record(run, "gradient_noise_scale", self.averages[0] / self.averages[1])
+
+    def state_dict(self) -> dict[str, Any]:
+        """The averages."""
+        return {"averages": self.averages}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore them."""
+        self.averages = state["averages"]
+
+
+def _spread(length: int, count: int, device: torch.device) -> Tensor:
+    """At most `count` places of a sequence, evenly spread, the last one among them."""
+    return torch.linspace(0, length - 1, min(count, length), device=device).round().long()
+
+
+def _record(run: Run, name: str, value: float) -> None:
+    run.record_metric(name, value, on_console=False)
