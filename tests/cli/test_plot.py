@@ -98,13 +98,6 @@ def test_a_line_that_a_crash_cut_short_is_passed_over_and_another_file_named(
     assert "notes.txt: expected the metrics.jsonl of a run" in capsys.readouterr().err
 
 
-def test_a_picture_is_a_png(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    run = written(tmp_path / "a", [8.0, 6.0, 2.0, 1.0], {2: 6.5, 4: 3.0})
-    assert call("plot", run, "-o", tmp_path / "x.png") == 0
-    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_two_runs_and_two_configs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rates = (0.01, 0.02)
     folders = []

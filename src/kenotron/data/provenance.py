@@ -13,8 +13,10 @@ up alike, on any machine that has the data. No token is read, only the ends of d
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import asdict, dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,6 +83,14 @@ def step_origins(data: RunData, step: int) -> list[SampleOrigin]:
         _sample_origin(data.samples_before(step) + place, opened.sources[number], int(index))
         for place, (number, index) in enumerate(zip(numbers, indices))
     ]
+
+
+def described_samples(data: RunData, step: int, only: Collection[int] = ()) -> list[dict[str, Any]] | str:
+    """`step_origins` for a file of JSON, of the samples `only` if there are any; of a stream, why it has none."""
+    try:
+        return [asdict(origin) for origin in step_origins(data, step) if not only or origin.sample in only]
+    except InputError as error:
+        return str(error)
 
 
 def _refuse_streams_alone(opened: OpenStage) -> None:

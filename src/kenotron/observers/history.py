@@ -8,7 +8,6 @@ A start without an end belongs to a run that is training, or was killed. `kenotr
 
 from __future__ import annotations
 
-import json
 import platform
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -20,7 +19,7 @@ from kenotron.models import named_parameters
 from kenotron.parallel import device as devices
 from kenotron.runs.files import HISTORY
 from kenotron.training.hooks import Hook
-from kenotron.training.run_folder import log_folder, writing
+from kenotron.training.run_folder import append_line
 
 if TYPE_CHECKING:
     from kenotron.training.run import Run
@@ -32,7 +31,7 @@ class History(Hook):
     started = False
 
     def on_train_start(self, run: Run) -> None:
-        """Write where the run starts, and on what. Raises InputError if the file cannot be written."""
+        """Write where the run starts, and on what."""
         _write(
             run,
             "start",
@@ -60,7 +59,5 @@ class History(Hook):
 
 
 def _write(run: Run, event: str, more: dict[str, Any]) -> None:
-    line = {"iteration": run.step, "event": event, "time": datetime.now(UTC).isoformat(timespec="seconds")} | more
-    path = log_folder(run.config) / HISTORY
-    with writing(path), path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    append_line(run.config, HISTORY, {"iteration": run.step, "event": event, "time": now} | more)

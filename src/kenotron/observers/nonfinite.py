@@ -13,11 +13,10 @@ input that are not, which takes a third run. Only the first step in a row is loo
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from kenotron.config.errors import InputError
-from kenotron.data.provenance import step_origins
+from kenotron.data.provenance import described_samples
 from kenotron.models import named_parameters
 from kenotron.observers.module_buffers import buffers_kept
 from kenotron.optim.clip import clip_gradients
@@ -36,7 +34,7 @@ from kenotron.training.console import logger
 from kenotron.training.expert_loads import loads_of_step
 from kenotron.training.hooks import Hook
 from kenotron.training.metrics import drop_later_steps
-from kenotron.training.run_folder import log_folder
+from kenotron.training.run_folder import append_line, log_folder
 from kenotron.training.step import Numbers, StepResult, count_real_tokens, forward_backward
 
 if TYPE_CHECKING:
@@ -249,13 +247,7 @@ def _write(run: Run, result: StepResult, again: StepResult, findings: list[First
         "the same": "computed again it is the same: not a transient fault",
         "other numbers": f"computed again it is not finite either, but different ({now})",
     }[line["again"]]
-    try:
-        origins = step_origins(run.data, run.step)
-        line["samples"] = [asdict(origin) for origin in origins if not samples or origin.sample in samples]
-    except InputError as error:  # a stream
-        line["samples"] = str(error)
-    with _path(run).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
+    append_line(run.config, FILE, line | {"samples": described_samples(run.data, run.step, samples)})
     logger.warning("step %d: %s%s; %s; its samples are in %s", run.step, before, place, verdict, _path(run))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING
 
 from kenotron.generation import ModelOnRanks, SamplingOptions, generate
@@ -10,7 +9,7 @@ from kenotron.runs.files import SAMPLES
 from kenotron.training.console import logger
 from kenotron.training.hooks import Hook
 from kenotron.training.metrics import drop_later_steps
-from kenotron.training.run_folder import log_folder, writing
+from kenotron.training.run_folder import append_line, log_folder
 
 if TYPE_CHECKING:
     from kenotron.training.run import Run
@@ -27,7 +26,7 @@ class SampleCompletions(Hook):
     MAX_NEW_TOKENS = 64
 
     def on_train_start(self, run: Run) -> None:
-        """Complete the prompts with the first weights. Raises InputError if the file cannot be written."""
+        """Complete the prompts with the first weights."""
         if run.mesh.is_first:
             drop_later_steps(log_folder(run.config) / SAMPLES, run.step - 1)  # those of this step are made again
         self._show(run, "before training" if run.step == 0 else f"after step {run.step}")
@@ -48,9 +47,6 @@ class SampleCompletions(Hook):
         )
         for prompt, completion in zip(prompts, completions):
             logger.info("Sample %s, continuing %r:\n%s", when, prompt, prompt + completion.text)
-        if run.mesh.is_first:
-            path = log_folder(run.config) / SAMPLES
-            with writing(path), path.open("a", encoding="utf-8") as file:
-                for prompt, completion in zip(prompts, completions):
-                    line = {"iteration": run.step, "prompt": prompt, "completion": completion.text}
-                    file.write(json.dumps(line) + "\n")
+            if run.mesh.is_first:
+                line = {"iteration": run.step, "prompt": prompt, "completion": completion.text}
+                append_line(run.config, SAMPLES, line)

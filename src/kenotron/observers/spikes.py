@@ -21,20 +21,18 @@ guard begins to judge.
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from kenotron.config.errors import InputError, RunFailed
-from kenotron.data.provenance import step_origins
+from kenotron.config.errors import RunFailed
+from kenotron.data.provenance import described_samples
 from kenotron.observers.snapshot import Snapshot
 from kenotron.parallel.collectives import any_rank
 from kenotron.training.console import logger
 from kenotron.training.hooks import Hook
 from kenotron.training.metrics import drop_later_steps
-from kenotron.training.run_folder import log_folder
+from kenotron.training.run_folder import append_line, log_folder
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -145,12 +143,7 @@ class SpikeGuard(Hook):
         if not run.mesh.is_first:
             return
         line: dict[str, Any] = {"iteration": run.step, "step": step, "why": why, "stage": run.data.stage_at(step).name}
-        try:
-            line["samples"] = [asdict(origin) for origin in step_origins(run.data, step)]
-        except InputError as error:  # a stream
-            line["samples"] = str(error)
-        with _path(run).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        append_line(run.config, FILE, line | {"samples": described_samples(run.data, step)})
 
     # ---- restarts --------------------------------------------------------------------------------------------
 

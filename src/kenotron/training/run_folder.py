@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -44,6 +45,12 @@ def open_log_folder(config: Config, continues: bool) -> None:
         if not (continues and _is_of_this_run(config, folder)):
             _set_metrics_aside(folder)
         (folder / "config.yaml").write_text(dump(config), encoding="utf-8")
+
+
+def append_line(config: Config, file: str, line: dict[str, Any]) -> None:
+    """Add a JSON object to a file of the folder that has one a line."""
+    with (log_folder(config) / file).open("a", encoding="utf-8") as opened:
+        opened.write(json.dumps(line) + "\n")
 
 
 @contextmanager

@@ -17,7 +17,7 @@ class PyKenotron(PythonPackage):
     variant("cuda", default=False, description="torch for NVIDIA GPUs: add ^py-torch cuda_arch=90")
     variant("rocm", default=False, description="torch for AMD GPUs: add ^py-torch amdgpu_target=gfx942")
     variant("flash", default=False, description="FlashAttention 2, for softcaps", when="+cuda")
-    variant("plots", default=False, description="matplotlib, for kenotron plot -o", when="@main")
+    variant("plots", default=False, description="matplotlib, for pictures of benchmarks", when="@main")
     variant("datastates", default=False, description="Lazy checkpoints: a part of main in any case")
     variant("nanosets", default=True, description="Folders of token files: a part of main in any case")
 
