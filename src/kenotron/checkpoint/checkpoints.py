@@ -25,7 +25,7 @@ from kenotron.checkpoint.engine import Engine, Keep, Saved, Unsaved, find_engine
 from kenotron.checkpoint.start import Start, StartElsewhere, logger, refuse_unusable, run_name, start_of_run
 from kenotron.config import dump
 from kenotron.config.dotted import FOUND
-from kenotron.config.errors import InputError
+from kenotron.config.errors import os_errors
 from kenotron.config.resolved import CODE
 from kenotron.parallel.collectives import any_rank
 from kenotron.parallel.ranks import raise_on_any_rank, rank_and_size, run_on_rank0
@@ -85,12 +85,8 @@ class Checkpoints:
         """
 
         def take() -> None:
-            try:  # now, not after the first thousand steps
+            with os_errors(f"checkpoints.checkpoints_path: cannot create {self.root}"):  # now, not after many steps
                 self.root.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise InputError(
-                    f"checkpoints.checkpoints_path: cannot create {self.root}: {error.strerror}"
-                ) from error
             until_then.enter_context(durable.in_use(self.root))
 
         with ExitStack() as until_then:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from kenotron.checkpoint.durable import FileRecord, refusal
+from kenotron.checkpoint.durable import FileRecord, refusing
 from kenotron.config.errors import CheckpointError
 
 INDEX = "index.json"
@@ -89,7 +89,8 @@ def read_index(folder: Path, files: dict[str, FileRecord]) -> Index:
     """
     path = folder / INDEX
     try:
-        content = json.loads(path.read_bytes())
+        with refusing("read", path):
+            content = json.loads(path.read_bytes())
         if content["format"] != FORMAT or content["version"] > VERSION:
             raise ValueError(f"format {content['format']!r}, version {content['version']!r}")
         tensors = {name: _entry(entry) for name, entry in content["tensors"].items()}
@@ -98,8 +99,6 @@ def read_index(folder: Path, files: dict[str, FileRecord]) -> Index:
         for name, entry in tensors.items():
             _check(name, entry, sizes)
         return tensors
-    except OSError as error:
-        raise refusal("read", path, error) from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is not a valid index of tensors: {error}") from error
 

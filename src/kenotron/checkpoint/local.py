@@ -33,7 +33,7 @@ from kenotron.checkpoint import durable, leftovers
 from kenotron.checkpoint.durable import FileRecord, hash_file, refusing
 from kenotron.checkpoint.folders import CheckpointFolder, Report, check_files, first_of, list_checkpoints, share_of
 from kenotron.checkpoint.saving import commit, in_order
-from kenotron.config.errors import CheckpointError, InputError
+from kenotron.config.errors import CheckpointError, os_errors
 from kenotron.parallel.ranks import describe, gather, raise_on_any_rank, rank_and_size, run_on_rank0
 from kenotron.storage.files import remove_leftovers, temporary_beside
 
@@ -165,12 +165,8 @@ class LocalTier:
         self.root = self.run_folder if one else self.run_folder / f"{self.machine}of{self.machines}"
 
         def tidy() -> None:
-            try:  # now, not after the first steps
+            with os_errors(f"checkpoints.local.path: cannot create {self.run_folder}"):  # now, not later
                 self.run_folder.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise InputError(
-                    f"checkpoints.local.path: cannot create {self.run_folder}: {error.strerror}"
-                ) from error
             remove_leftovers(self.run_folder)
             for root, _, _ in self._roots():
                 leftovers.tidy(root, self.warn)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from kenotron.checkpoint import folders
 from kenotron.checkpoint.manifest import MANIFEST
 from kenotron.config import Config
-from kenotron.config.errors import InputError, nearest
+from kenotron.config.errors import InputError, nearest, os_errors
 from kenotron.config.model import ExistingCheckpointInit
 from kenotron.storage.hub import hub_file
 from kenotron.text.tokenizer import GENERATION, TOKENIZER_FILES, TextTokenizer, load_tokenizer
@@ -178,9 +178,8 @@ def shard_names(index: Path) -> list[str]:
 def read_json(file: Path) -> dict[str, Any]:
     """A JSON object from `file`, or InputError."""
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"cannot read {file}: {error.strerror}") from None
+        with os_errors(f"cannot read {file}"):
+            content = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise InputError(f"{file} is not JSON: {error}") from None
     if not isinstance(content, dict):

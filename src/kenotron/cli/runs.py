@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from kenotron.config.errors import InputError, human_format, no_such_path
+from kenotron.config.errors import human_format, no_such_path, os_errors
 
 
 def runs(
@@ -56,10 +56,8 @@ def report(
     page = report_page([read_run(run) for run in runs])
     if not output.absolute().parent.is_dir():
         raise no_such_path("--output", output.parent)
-    try:
+    with os_errors(f"--output: cannot write {output}"):
         output.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"--output: cannot write {output}: {error.strerror}") from None
     typer.echo(f"Page: {output}")
     if show:
         webbrowser.open(output.absolute().as_uri())

@@ -12,7 +12,8 @@ valid name if there is one:
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -44,6 +45,15 @@ class PeerFailed(Exception):
 
 
 FOR_USERS = (InputError, RunFailed, PeerFailed)  # the message says all: nobody needs a traceback
+
+
+@contextmanager
+def os_errors(what: str) -> Iterator[None]:
+    """Raise InputError, `what` with the system's reason, in place of an operating-system error."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"{what}: {error.strerror or error}") from error
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:

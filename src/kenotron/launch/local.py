@@ -28,7 +28,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from kenotron.config.dotted import search_path
-from kenotron.config.errors import InputError, RunFailed
+from kenotron.config.errors import InputError, RunFailed, os_errors
 from kenotron.launch.environment import check_devices, threads_each
 from kenotron.launch.error_records import ENDED_BY_ANOTHER
 from kenotron.launch.functions import function_path
@@ -141,13 +141,11 @@ def rank_variables(count: int, folder: Path) -> dict[str, str]:
 def fresh_log(logs: Path, rank: int) -> Path:
     """``ranks/1.log``, after renaming an earlier launch's to ``1-until-<time>.log``."""
     path = logs / f"{rank}.log"
-    try:
+    with os_errors(f"logging.log_dir: cannot write to {logs}"):
         logs.mkdir(parents=True, exist_ok=True)
         if path.exists():
             until = datetime.fromtimestamp(path.stat().st_mtime)
             path.rename(logs / f"{rank}-until-{until:%Y%m%d_%H%M%S_%f}.log")
-    except OSError as error:
-        raise InputError(f"logging.log_dir: cannot write to {logs}: {error.strerror}") from error
     return path
 
 

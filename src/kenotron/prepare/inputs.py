@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from kenotron.config.dotted import import_dotted
-from kenotron.config.errors import InputError, no_such_path
+from kenotron.config.errors import InputError, no_such_path, os_errors
 from kenotron.config.remote import is_remote
 from kenotron.data.manifest import Json
 from kenotron.storage.paths import RemoteStat
@@ -92,10 +92,8 @@ def _state(texts: StreamableDocuments) -> str:
         return texts.content_hash()
     digest = hashlib.blake2b(digest_size=16)
     for file in texts.files:
-        try:
+        with os_errors(f"{file}: cannot read"):
             stat = file.stat()
-        except OSError as error:
-            raise InputError(f"{file}: cannot read: {error.strerror or error}") from None
         if isinstance(stat, RemoteStat):
             digest.update(f"{file} {stat.st_size} {stat.version}\n".encode())
             continue

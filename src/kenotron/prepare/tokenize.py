@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kenotron.config.errors import InputError, counted
+from kenotron.config.errors import InputError, counted, os_errors
 from kenotron.data.formats import PLAN, SUFFIX, UNFINISHED
 from kenotron.data.formats.datatrove import TokenWriter, narrowest_dtype
 from kenotron.data.manifest import MANIFEST, Json, checksums, read_json, refuse_other_work, write_json
@@ -159,10 +159,8 @@ def make_folder(output: Path) -> None:
     """Create the output folder. Raises InputError: it holds other files, or cannot be created."""
     if output.is_dir() and not (output / UNFINISHED).is_dir() and any(output.iterdir()):
         raise InputError(f"{output}: holds files that this command did not write; choose another --output")
-    try:
+    with os_errors(f"--output: cannot create {output}"):
         (output / UNFINISHED).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"--output: cannot create {output}: {error.strerror or error}") from None
 
 
 # ---- the plan ----------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from kenotron.config.errors import InputError, no_such_path
+from kenotron.config.errors import InputError, no_such_path, os_errors
 from kenotron.runs.files import METRICS, logged_lines, logged_steps
 
 GROUPS = {
@@ -61,11 +61,8 @@ def read_run(path: Path) -> LoggedRun:
         inside = ", ".join(sorted(each.parent.name for each in path.glob(f"*/{METRICS}"))[:8])
         found = f"; it has the runs {inside}" if inside else ""
         raise InputError(f"{path}: expected the folder of a run, with {METRICS}{found}")
-    try:
-        steps = logged_steps(metrics)
-        empty = not metrics.stat().st_size
-    except OSError as error:
-        raise InputError(f"cannot read {metrics}: {error.strerror}") from None
+    with os_errors(f"cannot read {metrics}"):
+        steps, empty = logged_steps(metrics), not metrics.stat().st_size
     steps = {step: steps[step] for step in sorted(steps) if {"consumed_tokens", "lm_loss"} <= steps[step].keys()}
     if not steps and not empty:
         raise InputError(f"{metrics}: expected the {METRICS} of a run")

@@ -20,7 +20,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from kenotron.config.errors import InputError
+from kenotron.config.errors import InputError, os_errors
 from kenotron.storage.files import cache_root, temporary_beside
 
 # Not -march=native: the machines of a cluster may share one cache.
@@ -41,17 +41,13 @@ def load_library(source: Path, *flags: str) -> ctypes.CDLL:
 
     Raises InputError, in one line: no compiler, or what the compiler refused.
     """
-    try:
+    with os_errors(f"{source}: cannot be read"):
         content = repr((source.read_bytes(), FLAGS, flags, sys.platform, platform.machine())).encode()
-    except OSError as error:
-        raise InputError(f"{source}: cannot be read: {error.strerror}") from None
     library = cache_root() / "native" / f"{source.stem}-{hashlib.sha256(content).hexdigest()[:16]}.so"
-    try:
+    with os_errors(f"{source}: cannot load {library}"):
         if not library.exists():
             _compile(source, flags, library)
         return ctypes.CDLL(str(library))
-    except OSError as error:
-        raise InputError(f"{source}: cannot load {library}: {error}") from error
 
 
 def _compile(source: Path, flags: tuple[str, ...], library: Path) -> None:

@@ -21,7 +21,7 @@ import sysconfig
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -29,7 +29,7 @@ from typing import IO
 
 import xxhash
 
-from kenotron.config.errors import InputError, counted, no_such_path
+from kenotron.config.errors import InputError, counted, no_such_path, os_errors
 from kenotron.storage.paths import AnyPath, RemoteStat, as_path, walk
 from kenotron.text import compression
 from kenotron.text.compression import DAMAGE, decompressed
@@ -350,10 +350,6 @@ def _stat(file: AnyPath) -> os.stat_result | RemoteStat:
         return file.stat()
 
 
-@contextmanager
-def _readable(path: AnyPath) -> Iterator[None]:
+def _readable(path: AnyPath) -> AbstractContextManager[None]:
     """Turns every way in which reading `path` fails into one line that names it."""
-    try:
-        yield
-    except OSError as error:
-        raise InputError(f"{path}: cannot read: {error.strerror or error}") from None
+    return os_errors(f"{path}: cannot read")

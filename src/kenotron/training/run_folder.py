@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from kenotron.config import dump
-from kenotron.config.errors import InputError
+from kenotron.config.errors import os_errors
 from kenotron.runs.files import HISTORY, METRICS, SAMPLES
 from kenotron.storage.files import move_aside
 from kenotron.training.console import logger
@@ -53,13 +52,9 @@ def append_line(config: Config, file: str, line: dict[str, Any]) -> None:
         opened.write(json.dumps(line) + "\n")
 
 
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
+def writing(path: Path) -> AbstractContextManager[None]:
     """Raise InputError if the system refuses what the block does with a file or folder of the logs."""
-    try:
-        yield
-    except OSError as error:
-        raise InputError(f"logging.log_dir: cannot write to {path}: {error.strerror}") from error
+    return os_errors(f"logging.log_dir: cannot write to {path}")
 
 
 def _is_of_this_run(config: Config, folder: Path) -> bool:

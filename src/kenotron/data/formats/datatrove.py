@@ -12,8 +12,6 @@ the end of the file, else two bytes. Sizes that contradict each other are an err
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, NamedTuple
@@ -21,7 +19,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kenotron.config.errors import InputError
+from kenotron.config.errors import InputError, os_errors
 from kenotron.data.formats.token_file import (
     TokenFile,
     check_ends,
@@ -173,7 +171,7 @@ class TokenWriter:
         """Append a chunk that may begin and end within a document; `ends` counts from the chunk's first token."""
         if len(ids):
             _check_range(self.path, ids, self.dtype, self.tokens)
-        with self._explained():
+        with os_errors(f"cannot write {self.path}"):
             if loss is not None and self._loss is None:
                 self._loss = self._open(_beside(self.path, "loss"))
                 for start in range(0, self.tokens, TOKENS_AT_ONCE):  # all before it carried a loss
@@ -189,7 +187,7 @@ class TokenWriter:
         """Finish the files and sync them."""
         name = self.tokenizer or f"Unknown Tokenizer|{self.dtype.itemsize}"
         metadata = f"{name}|{self.dtype.itemsize}\n{self.tokens}\n{_human(self.tokens)}"
-        with self._explained():
+        with os_errors(f"cannot write {self.path}"):
             self._open(_beside(self.path, "metadata")).write(metadata.encode())
             if self.tokens and not self.documents:  # whose ends are not known
                 _beside(self.path, "index").unlink()
@@ -206,17 +204,10 @@ class TokenWriter:
 
     def _open(self, path: Path) -> BinaryIO:
         """A new file, one of this writer's."""
-        with self._explained():
+        with os_errors(f"cannot write {self.path}"):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._files.append(open(path, "wb"))  # noqa: SIM115 (see close, discard)
         return self._files[-1]
-
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise InputError(f"cannot write {self.path}: {error.strerror or error}") from None
 
     def __enter__(self) -> TokenWriter:
         return self

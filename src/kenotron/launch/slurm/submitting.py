@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 
 from kenotron.config import Config, dump, load, refuse_unsupported
-from kenotron.config.errors import InputError, counted
+from kenotron.config.errors import InputError, counted, os_errors
 from kenotron.config.runs import fill_run_name
 from kenotron.config.warnings import amount
 from kenotron.launch.before_start import epochs, warnings_before_start
@@ -105,10 +105,8 @@ def _write(folder: Path, configs: list[Config], array: bool, script: str) -> Non
     """Make the folder of a job, with its configs and script."""
     if shutil.which("sbatch") is None:
         raise InputError("sbatch was not found; run this where jobs are submitted, or add --dry-run")
-    try:
+    with os_errors(f"logging.log_dir: cannot create {folder}"):
         folder.mkdir(parents=True)
-    except OSError as error:
-        raise InputError(f"logging.log_dir: cannot create {folder}: {error.strerror}") from None
     for number, each in enumerate(configs):
         (folder / (f"config-{number}.yaml" if array else "config.yaml")).write_text(dump(each), encoding="utf-8")
     (folder / jobs.SCRIPT).write_text(script, encoding="utf-8")
