@@ -98,7 +98,7 @@ def test_a_key_of_another_library_is_reported_with_ours(minimal: dict[str, Any],
         ("use_wandb=true", "logging.wandb"),
         ("resume=true", "a run resumes by itself"),
         ("optimizer.optimizer_factory=muon", "set optimizer.optimizer_factory.name=muon"),
-        ("checkpoints.checkpoint_interval=null", "expected a number of steps, found null"),
+        ("checkpoints.checkpoint_interval=null", "expected an integer, found null"),
     ],
 )
 def test_what_is_done_another_way_here_is_said(minimal: dict[str, Any], override: str, expected: str) -> None:

@@ -29,7 +29,6 @@ DATASET = "data_stages.0.data.dataset"
         (["model.model_config._attn_implementation=llama3_ring_attention"], "context_parallel_method: allgather"),
         (["model.model_config={hf: x, _attn_implementation: ring_flash_triton}"], "context_parallel_method: ring"),
         (["model.model_config.hidden_act=sliu"], "hidden_act: sliu; did you mean 'silu'?"),
-        (["model.init_method.scaling_method=model_scale"], "scaling_method: model_scale (nanotron names it without"),
         (["model.dtype=float64"], "model.dtype: float64"),
         (["tokens.limit_test_batches=1"], "tokens.limit_test_batches: 1"),
         (["checkpoints.local={path: x, interval: 1, copy_to_next_machine: true}"], "copy_to_next_machine: True"),

@@ -143,10 +143,6 @@ def _lines(error: dict[str, Any], extra: list[Location], document: Document) -> 
         if asked.endswith("optimizer_factory") and isinstance(name, str):
             yield document.at(keys, f"{asked}: expected a map of keys, found {name!r}; set {asked}.name={name}")
             return
-        if asked == "checkpoints.checkpoint_interval" and name is None:
-            advice = "one above tokens.train_steps saves nothing before the end"
-            yield document.at(keys, f"{asked}: expected a number of steps, found null; {advice}")
-            return
         words = _names(error["input"]) if isinstance(error["input"], dict | str) else []
         hint = next(filter(None, (_space_missing(word, location) for word in words)), "")
         yield document.at(keys, f"{dotted(keys)}: {_expected(error, context)}{hint}")

@@ -18,15 +18,6 @@ _OFF: dict[str, tuple[Any, ...]] = {
     "lighteval": (None,),
 }
 
-# Served key → its values that are not.
-_VALUES: dict[str, tuple[str, ...]] = {
-    "model.dtype": (
-        *("float64", "fp64", "complex64", "complex128"),
-        *("uint8", "int8", "int16", "int32", "int64", "bool"),
-    ),
-    "model.init_method.scaling_method": ("model_scale",),
-}
-
 Keys = tuple[str, ...]
 
 
@@ -35,7 +26,7 @@ def take_unserved(data: dict[str, Any]) -> list[tuple[Keys, object]]:
 
     Listed keys that ask for nothing are taken out of `data`: the schema does not have them.
     """
-    return [*_keys(data), *_values(data)]
+    return list(_keys(data))
 
 
 def named(keys: Sequence[str | int], value: object) -> str:
@@ -43,8 +34,6 @@ def named(keys: Sequence[str | int], value: object) -> str:
     path = ".".join(map(str, keys))
     if path == "lighteval":
         return "lighteval without a YAML file's tasks.tasks (expected evaluation: {tasks: [hellaswag]})"
-    if path == "model.init_method.scaling_method":
-        value = f"{value} (nanotron names it without a definition; expected NUM_LAYERS, LAYER_INDEX or NONE)"
     return path if isinstance(value, dict | list) else f"{path}: {value}"
 
 
@@ -60,14 +49,8 @@ def _keys(data: dict[str, Any]) -> Iterator[tuple[Keys, Any]]:
                 del section[name]
             else:
                 yield keys, section[name]
-
-
-def _values(data: dict[str, Any]) -> Iterator[tuple[Keys, Any]]:
-    for path, values in _VALUES.items():
-        keys = tuple(path.split("."))
-        value = _at(data, keys)
-        if isinstance(value, str) and value.lower().removeprefix("torch.") in values:
-            yield keys, value
+    if str(dtype := _at(data, ("model", "dtype"))).lower().removeprefix("torch.") in ("float64", "fp64"):
+        yield ("model", "dtype"), dtype  # weights may be in it, no run computes in it
 
 
 def _at(data: Any, keys: Sequence[str]) -> Any:
