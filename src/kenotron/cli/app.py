@@ -64,28 +64,18 @@ def _without_dashes(option: str, context: typer.Context | None) -> str:
 
 
 # What other programs call a command.
-COMMANDS = {
-    "run": "train",
-    "pretrain": "train",
-    "fit": "train",
-    "finetune": "train",
-    "resume": "train",
-    "launch": "train",
-    "export": "convert to-hf",
-    "import": "convert from-hf",
-    "tokenize": "data tokenize",
-    "preprocess": "data tokenize",
-    "inference": "generate",
-    "sample": "generate",
-    "eval": "evaluate",
-    "check": "config check",
-    "validate": "config check",
-    "diff": "config diff",
-    "list": "runs",
-    "ls": "runs",
-    "dashboard": "report",
-    "test": "doctor",
-    "env": "doctor",
+OTHER_NAMES = {
+    "config check": "check validate",
+    "config diff": "diff",
+    "convert from-hf": "import",
+    "convert to-hf": "export",
+    "data tokenize": "tokenize preprocess",
+    "doctor": "test env",
+    "evaluate": "eval",
+    "generate": "inference sample",
+    "report": "dashboard",
+    "runs": "list ls",
+    "train": "run pretrain fit finetune resume launch",
 }
 
 
@@ -94,23 +84,12 @@ def all_commands() -> typer.Typer:
     app = typer.Typer(help=HELP, no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False)
     app.info.context_settings = {"help_option_names": ["-h", "--help"]}
     app.callback()(_options)
-    app.command()(init)
-    app.command()(train)
-    app.command()(branch)
-    app.command()(generate)
-    app.command()(chat)
-    app.command()(evaluate)
-    app.command()(compare)
-    app.command()(runs)
-    app.command()(report)
-    app.command()(plot)
+    for command in (init, train, branch, generate, chat, evaluate, compare, runs, report, plot):
+        app.command()(command)
     for command in (replay, doctor, submit, status, logs, cancel):
         app.command()(command)
-    app.add_typer(config.app, name="config")
-    app.add_typer(checkpoint.app, name="checkpoint")
-    app.add_typer(convert.app, name="convert")
-    app.add_typer(data.app, name="data")
-    app.add_typer(mup.app, name="mup")
+    for group in (config, checkpoint, convert, data, mup):
+        app.add_typer(group.app, name=group.__name__.rpartition(".")[2])
     return app
 
 
@@ -128,8 +107,8 @@ def build_app() -> Callable[[list[str]], int]:
             unknown = getattr(error, "option_name", "") if hasattr(error, "possibilities") else ""
             hint = _without_dashes(unknown, context)
             if other := re.search(r"No such command '([\w-]+)'", error.format_message()):
-                command = COMMANDS.get(other[1])
-                hint = f" Did you mean 'kenotron {command}'?" if command else ""
+                meant = next((ours for ours, names in OTHER_NAMES.items() if other[1] in names.split()), "")
+                hint = f" Did you mean 'kenotron {meant}'?" if meant else ""
             if "unexpected extra argument" in error.format_message() and context and context.info_name == "generate":
                 hint = "; a text to continue is an option: --prompt 'Once upon a time'"
             print(f"error: {error.format_message()}{hint}", file=sys.stderr)  # names the option
