@@ -104,7 +104,7 @@ def test_nanotrons_keys_are_read_as_those_they_mean(tmp_path: Path) -> None:
     assert found.model.make_vocab_size_divisible_by == 8
     assert (found.model.init_method.std, found.model.init_method.scaling_method) == (0.02, "NUM_LAYERS")
     assert [line.split(": ")[-1] for line in said] == [
-        "model.init_method.initializer_range is now std; rescale_prenorm_residual is now scaling_method",
+        "model.init_method.initializer_range is now model.init_method.std; rescale_prenorm_residual is scaling_method",
         "pad_vocab_size_multiple is now model.make_vocab_size_divisible_by",
     ]
 

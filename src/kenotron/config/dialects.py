@@ -24,7 +24,7 @@ from collections.abc import Iterator
 
 from kenotron.config import lighteval
 from kenotron.config.document import Document, Keys
-from kenotron.config.errors import InputError, nearest
+from kenotron.config.errors import nearest
 
 _FLAT_ADAM = ("adam_eps", "adam_beta1", "adam_beta2", "torch_adam_is_fused")
 _FIRST_STAGE = "Training Stage"
@@ -57,24 +57,25 @@ def upgrade(document: Document) -> Iterator[str]:
         yield from rewrite(document)
 
 
+def _moved(document: Document, old: Keys, new: Keys) -> str:
+    """Move a key; the message of it. Raises InputError: `new` is set, too, and is another value."""
+    before, after = (".".join(map(str, keys)) for keys in (old, new))
+    if document.get(*new) not in (None, document.get(*old)):
+        raise document.error(old, f"{before} is also set in {after}; remove one of them")
+    message = document.at(old, f"{before} is now {after}")
+    document.move(old, new)
+    return message
+
+
 def _flat_adam(document: Document) -> Iterator[str]:
-    optimizer = document.get("optimizer")
-    flat = [name for name in _FLAT_ADAM if isinstance(optimizer, dict) and name in optimizer]
-    if not flat:
+    optimizer, factory = document.get("optimizer"), document.get("optimizer", "optimizer_factory")
+    if not isinstance(optimizer, dict) or not isinstance(factory or {}, dict):
         return
-    if not document.get("optimizer", "optimizer_factory"):
+    flat = [name for name in _FLAT_ADAM if name in optimizer]
+    if flat and not factory:
         document.put(("optimizer", "optimizer_factory"), {"name": "adamW"})
     for name in flat:
-        new: Keys = ("optimizer", "optimizer_factory", name)
-        if not isinstance(document.get(*new[:-1]), dict) or name in document.get(*new[:-1]):
-            raise InputError(
-                document.at(
-                    ("optimizer", name),
-                    f"optimizer.{name} is also set in optimizer.optimizer_factory; remove one of them",
-                )
-            )
-        yield document.at(("optimizer", name), f"optimizer.{name} is now optimizer.optimizer_factory.{name}")
-        document.move(("optimizer", name), new)
+        yield _moved(document, ("optimizer", name), ("optimizer", "optimizer_factory", name))
 
 
 def _precision(document: Document) -> Iterator[str]:
@@ -83,7 +84,7 @@ def _precision(document: Document) -> Iterator[str]:
     name = str(document.data["precision"])
     if name not in _PRECISIONS:
         what = f"precision: expected one of {', '.join(_PRECISIONS)}, found {name}{nearest(name, _PRECISIONS)}"
-        raise InputError(document.at(("precision",), what))
+        raise document.error(("precision",), what)
     dtype, kept = _PRECISIONS[name]
     sets: tuple[tuple[Keys, object], ...] = (
         (("model", "dtype"), dtype),
@@ -92,7 +93,7 @@ def _precision(document: Document) -> Iterator[str]:
     for key, value in sets:
         if document.get(*key) not in (None, value):
             found = f"{'.'.join(map(str, key))} is {document.get(*key)}; remove one of them"
-            raise InputError(document.at(("precision",), f"precision {name} sets {value}, but {found}"))
+            raise document.error(("precision",), f"precision {name} sets {value}, but {found}")
         document.put(key, value, document.place(("precision",)))
     said = f"precision {name} is model.dtype: {dtype}, optimizer.accumulate_grad_in_fp32: {str(kept).lower()}"
     yield document.at(("precision",), said)
@@ -125,9 +126,7 @@ def _folder_weights(document: Document) -> Iterator[str]:
         if not isinstance(weights, dict):
             continue
         if document.get(*keys, "dataset_weights") is not None:
-            raise InputError(
-                document.at(folder, "dataset_folder has weights, and so has dataset_weights; remove one of them")
-            )
+            raise document.error(folder, "dataset_folder has weights, and so has dataset_weights; remove one of them")
         place = document.place(folder)
         yield document.at(folder, "dataset_folder {folder: weight} is now dataset_folder and dataset_weights")
         document.put(folder, list(weights), place)
@@ -138,10 +137,8 @@ def _moe_recompute(document: Document) -> Iterator[str]:
     parallelism = document.get("parallelism")
     if isinstance(parallelism, dict) and "moe_layer_recompute" in parallelism:
         keys = ("parallelism", "moe_layer_recompute")
-        yield document.at(
-            keys,
-            "parallelism.moe_layer_recompute is ignored: recompute_layer recomputes layers with experts, too",
-        )
+        what = "is ignored: recompute_layer recomputes layers with experts, too"
+        yield document.at(keys, f"parallelism.moe_layer_recompute {what}")
         del parallelism["moe_layer_recompute"]
 
 
@@ -152,7 +149,7 @@ def _early_nanotron(document: Document) -> Iterator[str]:
     if isinstance(parallelism, dict) and "recompute_granularity" in parallelism:
         value = parallelism["recompute_granularity"]
         if value is not None and str(value).upper() not in ("FULL", "SELECTIVE"):
-            raise InputError(document.at(old, f"{name}: expected FULL, SELECTIVE or null, found {value!r}"))
+            raise document.error(old, f"{name}: expected FULL, SELECTIVE or null, found {value!r}")
         if value is not None and str(value).upper() == "FULL":
             yield document.at(old, f"{name} FULL is now parallelism.recompute_layer: true")
             document.put(("parallelism", "recompute_layer"), True, document.place(old))
@@ -161,35 +158,21 @@ def _early_nanotron(document: Document) -> Iterator[str]:
         del parallelism["recompute_granularity"]
     csv = "benchmark_csv_path"
     if csv in document.data and document.get("general", csv) is None and isinstance(document.get("general"), dict):
-        yield document.at((csv,), f"{csv} is now general.{csv}")
-        document.move((csv,), ("general", csv))
+        yield _moved(document, (csv,), ("general", csv))
     seed: Keys = ("model", "init_method", "seed")
     if document.get(*seed) is not None and document.get("general", "seed") in (None, document.get(*seed)):
-        yield document.at(seed, "model.init_method.seed is now general.seed")
-        document.move(seed, ("general", "seed"))
+        yield _moved(document, seed, ("general", "seed"))
     for keys in _datasets(document):
         dataset = document.get(*keys)
         if isinstance(dataset, dict) and "dataset_path" in dataset and "tokens" not in dataset:
-            yield document.at((*keys, "dataset_path"), "dataset_path is now tokens")
-            document.move((*keys, "dataset_path"), (*keys, "tokens"))
+            yield _moved(document, (*keys, "dataset_path"), (*keys, "tokens"))
 
 
 def _interleaved_rotary(document: Document) -> Iterator[str]:
     around: Keys = ("model", "model_config")
-    old, new = (*around, "interleaved_rotary"), (*around, "rope_interleaved")
     keys = document.get(*around)
-    if not isinstance(keys, dict) or "interleaved_rotary" not in keys or "family" in keys:
-        return
-    if "rope_interleaved" in keys and keys["rope_interleaved"] != keys["interleaved_rotary"]:
-        raise InputError(
-            document.at(
-                old,
-                f"interleaved_rotary {keys['interleaved_rotary']} is the old name of rope_interleaved, which is "
-                f"{keys['rope_interleaved']}; remove one of them",
-            )
-        )
-    yield document.at(old, "model.model_config.interleaved_rotary is now rope_interleaved")
-    document.move(old, new)
+    if isinstance(keys, dict) and "interleaved_rotary" in keys and "family" not in keys:
+        yield _moved(document, (*around, "interleaved_rotary"), (*around, "rope_interleaved"))
 
 
 def _doc_masking(document: Document) -> Iterator[str]:
@@ -197,7 +180,7 @@ def _doc_masking(document: Document) -> Iterator[str]:
     if document.get(*old) is not True:
         return
     if document.get("model", "document_masking") is False:
-        raise InputError(document.at(old, "_use_doc_masking is true and model.document_masking false"))
+        raise document.error(old, "_use_doc_masking is true and model.document_masking false")
     yield document.at(old, "model.model_config._use_doc_masking is now model.document_masking")
     document.put(("model", "document_masking"), True, document.place(old))
     del document.get("model", "model_config")["_use_doc_masking"]
@@ -208,26 +191,20 @@ def _mamba(document: Document) -> Iterator[str]:
     init, keys = document.get("model", "init_method"), document.get("model", "model_config")
     if isinstance(init, dict) and "initializer_range" in init and "std" not in init:
         at: Keys = ("model", "init_method", "initializer_range")
-        yield document.at(
-            at,
-            "model.init_method.initializer_range is now std; rescale_prenorm_residual is now scaling_method",
-        )
-        document.move(at, ("model", "init_method", "std"))
+        yield _moved(document, at, ("model", "init_method", "std")) + "; rescale_prenorm_residual is scaling_method"
         if init.pop("n_residuals_per_layer", 1) != 1:
-            raise InputError(document.at(at, "n_residuals_per_layer: expected 1, the branches of a Mamba layer"))
+            raise document.error(at, "n_residuals_per_layer: expected 1, the branches of a Mamba layer")
         init.setdefault("scaling_method", "NUM_LAYERS" if init.pop("rescale_prenorm_residual", True) else "NONE")
     if not isinstance(keys, dict) or "is_mamba_config" not in keys:
         return
     dtype = keys.pop("dtype", None)
     if dtype is not None and dtype != document.get("model", "dtype"):
         at = ("model", "model_config", "dtype")
-        raise InputError(document.at(at, f"model.model_config.dtype {dtype}: expected that of model.dtype; remove it"))
+        raise document.error(at, f"model.model_config.dtype {dtype}: expected that of model.dtype; remove it")
     if "pad_vocab_size_multiple" in keys:
         at, new = ("model", "model_config", "pad_vocab_size_multiple"), ("model", "make_vocab_size_divisible_by")
         if document.get(*new) not in (None, 1, keys["pad_vocab_size_multiple"]):
-            raise InputError(
-                document.at(at, "pad_vocab_size_multiple is also model.make_vocab_size_divisible_by; remove one")
-            )
+            raise document.error(at, "pad_vocab_size_multiple is also model.make_vocab_size_divisible_by; remove one")
         yield document.at(at, "pad_vocab_size_multiple is now model.make_vocab_size_divisible_by")
         document.put(new, keys.pop("pad_vocab_size_multiple"), document.place(at))
 
@@ -242,10 +219,7 @@ def _sections(document: Document) -> Iterator[str]:
         if document.get(name) is None or not isinstance(document.get(parent), dict):
             del document.data[name]
             continue
-        if document.get(parent, name) is not None:
-            raise InputError(document.at((name,), f"{name} is also set in {parent}.{name}; remove one of them"))
-        yield document.at((name,), f"{name} is now {parent}.{name}")
-        document.move((name,), (parent, name))
+        yield _moved(document, (name,), (parent, name))
 
 
 def _embedding(document: Document) -> Iterator[str]:

@@ -58,6 +58,10 @@ class Document:
         place = self.place(keys)
         return f"{place}: {message}" if place else message
 
+    def error(self, keys: Keys, message: str) -> InputError:
+        """The error that says `message` of `keys`."""
+        return InputError(self.at(keys, message))
+
     def get(self, *keys: str | int) -> Any:
         """The value at `keys`, or None."""
         value: Any = self.data

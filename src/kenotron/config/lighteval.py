@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from kenotron.config.document import Document, Keys
-from kenotron.config.errors import InputError
 
 # lighteval's name → those of lm-evaluation-harness.
 _NAMES = {
@@ -32,12 +31,10 @@ def translate(document: Document) -> Iterator[str]:
     if not isinstance(listed, str):
         return
     if document.get("evaluation") is not None:
-        raise InputError(document.at(at, "lighteval and evaluation are both set; remove one of them"))
+        raise document.error(at, "lighteval and evaluation are both set; remove one of them")
     if custom := document.get("lighteval", "tasks", "custom_tasks"):
         keys: Keys = ("lighteval", "tasks", "custom_tasks")
-        raise InputError(
-            document.at(keys, f"lighteval.tasks.custom_tasks {custom}: expected evaluation.include_path instead")
-        )
+        raise document.error(keys, f"lighteval.tasks.custom_tasks {custom}: expected evaluation.include_path instead")
     tasks, shots = _tasks(document, listed)
     new: dict[str, Any] = {"tasks": tasks, "num_fewshot": shots}
     new |= {"limit": section["tasks"].get("max_samples"), "eval_interval": section.get("eval_interval")}
@@ -60,5 +57,5 @@ def _tasks(document: Document, listed: str) -> tuple[list[str], int | None]:
         shots |= set(fields[1:2])
     if len(shots) > 1 or not all(each.isdigit() for each in shots):
         found = f"expected one number for all tasks, found {', '.join(sorted(shots))} examples"
-        raise InputError(document.at(("lighteval", "tasks", "tasks"), f"lighteval.tasks.tasks: {found}"))
+        raise document.error(("lighteval", "tasks", "tasks"), f"lighteval.tasks.tasks: {found}")
     return names, int(shots.pop()) if shots else None
