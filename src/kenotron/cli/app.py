@@ -84,9 +84,8 @@ def all_commands() -> typer.Typer:
     app = typer.Typer(help=HELP, no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False)
     app.info.context_settings = {"help_option_names": ["-h", "--help"]}
     app.callback()(_options)
-    for command in (init, train, branch, generate, chat, evaluate, compare, runs, report, plot):
-        app.command()(command)
-    for command in (replay, doctor, submit, status, logs, cancel):
+    trained = (init, train, branch, generate, chat, evaluate, compare, runs, report, plot)
+    for command in (*trained, replay, doctor, submit, status, logs, cancel):
         app.command()(command)
     for group in (config, checkpoint, convert, data, mup):
         app.add_typer(group.app, name=group.__name__.rpartition(".")[2])
