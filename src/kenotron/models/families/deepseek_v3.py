@@ -195,12 +195,6 @@ class DeepseekV3(SparseStyle[DeepseekV3Architecture]):
         """The inverse of `from_hf`, and no layers for further tokens."""
         return values | {"head_dim": self.config.qk_rope_head_dim, "num_nextn_predict_layers": 0}
 
-    def hf_join(self, hf_name: str, parts: Sequence[Tensor]) -> Tensor:
-        """One projection to the latent and to the keys with positions."""
-        import torch
-
-        return torch.cat(list(parts))
-
     def hf_split(self, hf_name: str, tensor: Tensor) -> Sequence[Tensor]:
-        """The inverse of `hf_join`."""
+        """One projection to the latent and to the keys with positions."""
         return tensor.split((self.config.kv_lora_rank, self.config.qk_rope_head_dim))

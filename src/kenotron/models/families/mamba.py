@@ -166,12 +166,6 @@ class MambaStyle(Family[C]):
             InitRule("*.weight", Normal(std)),
         ]
 
-    def hf_join(self, hf_name: str, parts: Sequence[Tensor]) -> Tensor:
-        """Ours, one above the other."""
-        import torch
-
-        return torch.cat(list(parts))
-
 
 class Mamba(MambaStyle[MambaArchitecture]):
     """Channels are split over tp; x_proj, which mixes them, is summed inside the layer."""
