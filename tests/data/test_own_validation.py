@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import pytest
 from kenotron.config.errors import InputError
 from kenotron.config.warnings import warnings_of
 from kenotron.data import RunData
-from kenotron.data.held_out_texts import compression_baselines
 from kenotron.data.stage_plan import check_paths
 from kenotron.prepare.download import data_requirements
 from support.data_runs import opened, rows, run_config, write_texts
@@ -41,9 +39,6 @@ def test_all_of_a_text_is_validated_on_in_order(texts: Any, tmp_path: Path) -> N
         each = [data.tokenizer.backend.encode(file.read_text()).ids for file in sorted(own.iterdir())]
         tokens = [token for ids in each for token in [*ids, data.settings.eos]]
         assert labels_of(data) == [tokens[1:]]
-        raw = [file.read_bytes() for file in own.iterdir()]
-        expected = 8 * sum(len(gzip.compress(text, 9, mtime=0)) for text in raw) / sum(map(len, raw))
-        assert compression_baselines(data)["gzip_bits_per_byte"] == pytest.approx(expected)
 
 
 def test_the_training_data_are_the_same_with_any_validation_set(texts: Any, tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """The data of a run: which sample goes where, stages, prefetching, validation, errors."""
 
-import gzip
 import itertools
 import json
 import shutil
@@ -12,13 +11,12 @@ import pytest
 
 from kenotron.config.errors import InputError
 from kenotron.data import NO_LOSS, open_run
-from kenotron.data.held_out_texts import bits_per_byte, compression_baselines, validation_texts
 from kenotron.data.loader import Prefetcher
 from kenotron.data.stage_plan import check_paths
 from kenotron.text.byte_level_bpe import train_byte_level_bpe
 from kenotron.text.hash_split import is_held_out, text_hash, threshold_of_fraction
 from kenotron.text.tokenizer import TextTokenizer
-from support.data_runs import opened, quiet, rows, run_config, write_texts
+from support.data_runs import opened, quiet, rows, run_config, validation_texts, write_texts
 
 
 @pytest.fixture(scope="module")
@@ -497,19 +495,6 @@ def test_the_tokenizer_of_a_checkpoint_is_not_trained_again(tmp_path):
         assert data.tokenizer.hash == data.fingerprints()["tokenizer"] == first
     with open_run(config, 5, quiet, tmp_path / "no such folder") as data:
         assert data.tokenizer.hash != first
-
-
-def test_compressors_are_measured_on_the_same_text(texts):
-    with opened({"text_files": str(texts)}) as data:
-        documents = list(validation_texts(data))
-        found = compression_baselines(data)
-    raw = sum(len(text.encode()) for text in documents)
-    packed = sum(len(gzip.compress(text.encode(), 9)) for text in documents)
-    assert found["gzip_bits_per_byte"] == pytest.approx(8 * packed / raw)
-    assert 0 < found["xz_bits_per_byte"] < 8
-    assert bits_per_byte(iter([])) == {}
-    with opened({"text_files": str(texts)}, val_samples=1) as data:
-        assert compression_baselines(data) == {}
 
 
 # ---- other sources -----------------------------------------------------------------------------------------

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from kenotron.config import Config, load
 from kenotron.data import RunData, TokenBatch, open_run
+from kenotron.data.sources.text import TextDataset
+from kenotron.text.hash_split import hash_threshold, is_held_out
 
 
 def run_config(*stages: Any, **changes: Any) -> Config:
@@ -100,6 +102,16 @@ def quiet(line: str) -> None:
 def opened(*stages: Any, start_step: int = 1, **changes: Any) -> RunData:
     """The data of such a run."""
     return open_run(run_config(*stages, **changes), start_step, quiet)
+
+
+def validation_texts(data: RunData) -> Iterator[str]:
+    """The documents that validation reads as text."""
+    run, reserved = data.validation_settings, data.sources.reserved
+    for source, _ in data.validated:
+        if isinstance(source.spec, TextDataset):
+            texts = source.spec.documents(run.remote)
+            limit = hash_threshold(texts.documents(), run.val_fraction)
+            yield from (piece.text for piece in texts.documents() if is_held_out(piece.text, limit, reserved))
 
 
 def rows(batches: Sequence[TokenBatch]) -> dict[int, list[int]]:

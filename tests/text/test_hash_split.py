@@ -10,13 +10,12 @@ from hypothesis import strategies as st
 
 from kenotron.data import open_run
 from kenotron.data.cache import EncodeRules, open_tokens
-from kenotron.data.held_out_texts import validation_texts
 from kenotron.text.byte_level_bpe import train_byte_level_bpe
 from kenotron.text.documents import DocumentChunk
 from kenotron.text.file_documents import FileDocuments, find_files
 from kenotron.text.hash_split import hash_threshold, is_held_out, text_hash, threshold_of_fraction
 from kenotron.text.tokenizer import TextTokenizer
-from support.data_runs import quiet, run_config, write_texts
+from support.data_runs import quiet, run_config, validation_texts, write_texts
 
 RULES = EncodeRules(eos=0, max_tokens=None)
 

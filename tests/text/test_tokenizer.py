@@ -9,9 +9,8 @@ import pytest
 
 from kenotron.config.errors import InputError
 from kenotron.data import TextTokenizer, load_tokenizer, open_run
-from kenotron.data.held_out_texts import validation_texts
 from kenotron.text.byte_level_bpe import END_OF_TEXT, train_byte_level_bpe
-from support.data_runs import run_config, write_texts
+from support.data_runs import run_config, validation_texts, write_texts
 
 TEXTS = [
     "def main(x):\n    return x + 1\n\n\n",

@@ -164,7 +164,6 @@ def test_hooks_are_called_by_priority_and_then_in_the_order_of_the_list(tmp_path
         "Pace",
         "Signals",
         "CheckpointHook",
-        "Compressors",
     ]
     assert [hook.name for hook in hooks if isinstance(hook, user_parts.Recorder)] == ["a", "b"]
 

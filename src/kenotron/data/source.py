@@ -79,8 +79,6 @@ class TokenSource(ABC):
     """Whether its documents are masked from each other, whatever `model.document_masking` says."""
     bytes_per_token: float | None = None
     """Mean UTF-8 bytes of a token; None where the tokens are not known to be text."""
-    held_out_text_bytes: int | None = None
-    """UTF-8 bytes of the held-out documents, if validation reads all of each; None: unknown, or only answers count."""
     size_in_bytes: int | None = None
     """Of what is trained on, for a mixture by "size"."""
 
@@ -303,10 +301,6 @@ class TextSpec(SourceSpec):
     @abstractmethod
     def training_texts(self, run: RunSettings) -> Iterator[str]:
         """The documents that are not held out, as text."""
-
-    @abstractmethod
-    def held_out_texts(self, run: RunSettings, reserved: frozenset[int]) -> Iterator[str]:
-        """The documents that validation reads, as text."""
 
     @abstractmethod
     def content_key(self, run: RunSettings) -> tuple[str, str]:

@@ -19,7 +19,6 @@ expert_load.py    how evenly the experts of a mixture are used
 doremi.py         weights of the domains, learnt beside a reference
 samples.py        completions of `logging.sample_prompts`
 profiler.py       torch's trace of some steps, its snapshot of GPU memory, its anomaly mode
-compression.py    what compressors make of the validation text
 benchmark.py      the row of `general.benchmark_csv_path`
 export.py         `checkpoints.export_hf`: every checkpoint for transformers, too
 evaluation.py     `evaluation`: tasks on each checkpoint, in a process beside training
@@ -35,7 +34,6 @@ from typing import TYPE_CHECKING
 
 from kenotron.models.foreign import ForeignArchitecture
 from kenotron.observers.benchmark import Benchmark
-from kenotron.observers.compression import Compressors
 from kenotron.observers.consistency import Replicas, SameData, StateHash
 from kenotron.observers.data_stall import LONG_S, DataStall
 from kenotron.observers.expert_load import ExpertLoad
@@ -114,8 +112,6 @@ def _of_the_first_rank(config: Config) -> list[Hook]:
         from kenotron.observers.uploads import Uploads
 
         hooks.append(Uploads(config, config.upload_url))
-    if config.tokens.validates:
-        hooks.append(Compressors())
     if config.evaluation is not None:
         from kenotron.observers.evaluation import EvaluationHook
 

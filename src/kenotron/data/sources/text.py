@@ -161,12 +161,6 @@ class TextDataset(TextSpec):
             pieces, limit = texts.documents(), hash_threshold(texts.documents(), run.val_fraction)
         return (piece.text for piece in pieces if not is_held_out(piece.text, limit))
 
-    def held_out_texts(self, run: RunSettings, reserved: frozenset[int]) -> Iterator[str]:
-        """The documents that validation reads."""
-        texts = self.documents(run.remote)
-        limit = hash_threshold(texts.documents(), run.val_fraction)
-        return (piece.text for piece in texts.documents() if is_held_out(piece.text, limit, reserved))
-
     def reserved_hash(self, run: RunSettings) -> int | None:
         """Hash of the document with the smallest one, where no other is held out."""
         return None if self.is_stream else chosen_hash(self.documents(run.remote, run.tokenizer), run.val_fraction)
@@ -250,8 +244,6 @@ class CachedText(SampleRange):
         self.size_in_bytes = cache.train.bytes
         if len(held_out):
             held_out.bytes_per_token = cache.validation.bytes / len(cache.validation.tokens)
-        if not rules.examples:
-            self.held_out_text_bytes = cache.validation.bytes
 
     @property
     def fingerprint(self) -> str:
