@@ -6,6 +6,7 @@ With `pytest -n` a file goes to one worker, and all layouts to two: each of them
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -72,6 +73,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out.update(case for number, case in enumerate(each) if number not in spread and len(each) > kept)
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
     items[:] = [item for item in items if item not in left_out]
+
+
+def pytest_configure() -> None:
+    """Nothing that collection makes is garbage."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """From here on garbage collections look at what tests make, and not for half a second at what was imported."""
+    gc.enable()
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)

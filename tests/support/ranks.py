@@ -41,6 +41,7 @@ MOST_RANKS = 8
 TIMEOUT_S = 300
 COLLECTIVE_TIMEOUT_S = 120  # long: a machine may be busy with other work
 JOBS_PER_RANKS = 25  # then new ones are forked: groups that a job made, such as an optimizer's, are its own
+IN_TESTS = ("pytest", "transformers.models.llama.modeling_llama")  # 4 s of each rank that has to import it
 ROUNDING = 2e-6  # of a gradient or loss in fp32: both sides round, and every kind of processor in its own way
 
 
@@ -69,7 +70,7 @@ class Pool:
         """New ranks instead of those that there are."""
         self.close()
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([*PRELOAD, "pytest"])
+        context.set_forkserver_preload([*PRELOAD, *IN_TESTS, "support.frozen"])
         store = f"{self.folder.name}/{next(self.numbers)}"
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
