@@ -16,7 +16,7 @@ import torch.distributed as dist
 from kenotron.config.errors import PeerFailed
 from kenotron.parallel.ranks import comes_from_another_rank
 from support.nursery import Finished, Nursery
-from support.tiny_run import REPOSITORY, environment, tiny_yaml
+from support.tiny_run import environment, tiny_yaml
 
 pytestmark = pytest.mark.budget(20, reason="ranks are real processes here, and each imports torch for 3 s")
 
@@ -51,7 +51,7 @@ def on_rank_1(what: str, *overrides: str) -> tuple[str, ...]:
 
 def train(nursery: Nursery, folder: Path, *overrides: str) -> tuple[Finished, float]:
     """What came of it, and the seconds from the second step to the end."""
-    finished = nursery.run("train", tiny_yaml(folder), *overrides, folder=folder, fork_ranks=True)
+    finished = nursery.run("train", tiny_yaml(folder), *overrides, folder=folder)
     return finished, time.time() - (folder / "logs" / "tiny" / "metrics.jsonl").stat().st_mtime
 
 
@@ -167,7 +167,7 @@ def test_wrong_input_that_every_rank_finds_is_reported_once_and_is_exit_code_2(
     tmp_path: Path, nursery: Nursery
 ) -> None:
     hook = "general.hooks=[support.user_parts.WrongInput]"
-    finished = nursery.run("train", tiny_yaml(tmp_path), *TWO, hook, folder=tmp_path, fork_ranks=True)
+    finished = nursery.run("train", tiny_yaml(tmp_path), *TWO, hook, folder=tmp_path)
     assert (finished.code, finished.stderr) == (
         2,
         "error: general.hooks: expected another one, found this one\n",
@@ -176,25 +176,19 @@ def test_wrong_input_that_every_rank_finds_is_reported_once_and_is_exit_code_2(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["raise", pytest.param("SIGKILL", marks=pytest.mark.slow)])
-def test_under_torchrun_too_all_end_and_the_cause_is_reported_once(what: str, tmp_path: Path) -> None:
-    tiny_yaml(tmp_path)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
-    process = subprocess.run(
-        [*torchrun, str(REPOSITORY / "run_train.py"), "--config-file", "tiny.yaml", *on_rank_1(what)],
-        cwd=tmp_path,
-        env=environment(tmp_path) | {"PYTHONPATH": str(REPOSITORY / "tests")},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+def test_under_torchrun_too_all_end_and_the_cause_is_reported_once(
+    what: str, tmp_path: Path, nursery: Nursery
+) -> None:
+    given = ("run_train.py", "--config-file", tiny_yaml(tmp_path), *on_rank_1(what))
+    finished = nursery.torchrun(*given, ranks=2, folder=tmp_path)
     seconds = time.time() - (tmp_path / "logs" / "tiny" / "metrics.jsonl").stat().st_mtime
-    assert (process.returncode, seconds < GRACE_S) == (1, True)
-    assert "gloo" not in process.stderr  # what the other rank saw of it
+    assert (finished.code, seconds < GRACE_S) == (1, True)
+    assert "gloo" not in finished.stderr  # what the other rank saw of it
     if what == "raise":
-        assert process.stderr.count("RuntimeError: this hook is broken on one rank") == 1
+        assert finished.stderr.count("RuntimeError: this hook is broken on one rank") == 1
     else:  # torchrun's own page names the signal; the other rank may have said that rank 1 is gone
-        assert process.stderr.count("error: rank 1 (process") <= 1
-        assert re.search(r"Root Cause.*rank +: 1 .*SIGKILL", process.stderr, re.DOTALL)
+        assert finished.stderr.count("error: rank 1 (process") <= 1
+        assert re.search(r"Root Cause.*rank +: 1 .*SIGKILL", finished.stderr, re.DOTALL)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="names of threads are read from /proc")

@@ -21,7 +21,7 @@ from kenotron.config import InputError, load
 from kenotron.launch import environment as share
 from kenotron.launch import launch, local
 from support.nursery import Finished, Nursery
-from support.tiny_run import KENOTRON, REPOSITORY, environment, losses, tiny_config, tiny_dict, tiny_yaml, train_quietly
+from support.tiny_run import KENOTRON, environment, losses, tiny_config, tiny_dict, tiny_yaml, train_quietly
 
 # Two samples a rank where one process has four: the same global batch.
 pytestmark = pytest.mark.budget(20, reason="ranks are real processes here, and each imports torch for 3 s")
@@ -43,65 +43,51 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def two_launches(tmp_path_factory: pytest.TempPathFactory, nursery: Nursery) -> tuple[Path, Finished, Path, Finished]:
-    """Two runs of two ranks each, at the same time on this machine: by `kenotron train`, and by torchrun."""
-    first, second = tmp_path_factory.mktemp("first"), tmp_path_factory.mktemp("second")
-    tiny_yaml(second)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
-    script = [str(REPOSITORY / "run_train.py"), "--config-file", "tiny.yaml", *TWO, "general.run=named_%date"]
-    other = start([*torchrun, *script], second)
-    finished = nursery.run("train", tiny_yaml(first), *TWO, folder=first)
-    return first, finished, second, end(other)
+def launches(tmp_path_factory: pytest.TempPathFactory, nursery: Nursery) -> list[tuple[Path, Finished]]:
+    """Three runs of two ranks each, at the same time on this machine: by `kenotron train`, again, and by torchrun.
 
-
-def start(command: list[str], folder: Path) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        command,
-        cwd=folder,
-        env=environment(folder),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def end(process: subprocess.Popen[str]) -> Finished:
-    stdout, stderr = process.communicate(timeout=200)
-    return Finished(process.returncode, stdout, stderr)
-
-
-@pytest.mark.slow
-def test_two_launches_at_once_both_train_as_one_process_does(two_launches, one_process: list[float]) -> None:
-    first, one, second, other = two_launches
-    assert (one.code, one.stderr) == (0, "")
-    assert other.code == 0, other.stderr
-    assert written_losses(first) == pytest.approx(one_process, rel=1e-5)
-    assert written_losses(second) == pytest.approx(one_process, rel=1e-5)
-    assert (first / "checkpoints" / "3" / "manifest.json").exists()
+    The second has interpreters of its own; the others are forks.
+    """
+    folders = [tmp_path_factory.mktemp("launch") for _ in range(3)]
+    first, second, third = map(tiny_yaml, folders)
+    given = ("run_train.py", "--config-file", third, *TWO, "general.run=named_%date")
+    with Nursery() as other:
+        command = [*KENOTRON, "train", str(second), *TWO]
+        again = subprocess.Popen(
+            command,
+            cwd=folders[1],
+            env=environment(folders[1]),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        child = nursery.start("train", first, *TWO, folder=folders[0])
+        torchrun = other.torchrun(*given, ranks=2, folder=folders[2])
+        stdout, stderr = again.communicate(timeout=200)
+        finished = [child.wait(), Finished(again.returncode, stdout, stderr), torchrun]
+    return list(zip(folders, finished, strict=True))
 
 
 @pytest.mark.slow
-def test_under_torchrun_rank_0_alone_speaks(two_launches) -> None:
-    other = two_launches[3]
+def test_launches_at_once_all_train_as_one_process_does(
+    launches: list[tuple[Path, Finished]], one_process: list[float]
+) -> None:
+    for folder, finished in launches:
+        assert (finished.code, finished.stderr) == (0, "")
+        assert written_losses(folder) == pytest.approx(one_process, rel=1e-5)
+        assert (folder / "checkpoints" / "3" / "manifest.json").exists()
+
+
+@pytest.mark.slow
+def test_under_torchrun_rank_0_alone_speaks(launches: list[tuple[Path, Finished]]) -> None:
+    other = launches[2][1]
     assert {LINE.match(line).group(2) for line in other.stdout.splitlines()} == {"0"}
     assert other.stdout.count("Saved checkpoint") == 1
 
 
 @pytest.mark.slow
-def test_two_launches_of_ours_at_once_do_not_meet(tmp_path: Path, one_process: list[float]) -> None:
-    folders = [tmp_path / "first", tmp_path / "second"]
-    for folder in folders:
-        folder.mkdir()
-    processes = [start([*KENOTRON, "train", str(tiny_yaml(folder)), *TWO], folder) for folder in folders]
-    for process, folder in zip(processes, folders, strict=True):
-        finished = end(process)
-        assert (finished.code, finished.stderr) == (0, "")
-        assert written_losses(folder) == pytest.approx(one_process, rel=1e-5)
-
-
-@pytest.mark.slow
-def test_rank_0_has_the_console_and_the_other_a_log_file(two_launches) -> None:
-    first, one, *_ = two_launches
+def test_rank_0_has_the_console_and_the_other_a_log_file(launches: list[tuple[Path, Finished]]) -> None:
+    first, one = launches[1]
     console = one.stdout.splitlines()
     assert console[0] == "project: tests"
     assert sum(line.startswith("step ") for line in console) == 3
@@ -111,11 +97,10 @@ def test_rank_0_has_the_console_and_the_other_a_log_file(two_launches) -> None:
 
 
 @pytest.mark.slow
-def test_a_name_with_a_date_is_one_name_on_all_ranks(two_launches) -> None:
-    second = two_launches[2]
-    (folder,) = (second / "logs").iterdir()
+def test_a_name_with_a_date_is_one_name_on_all_ranks(launches: list[tuple[Path, Finished]]) -> None:
+    (folder,) = (launches[2][0] / "logs").iterdir()
     assert re.fullmatch(r"named_\d{8}_\d{6}", folder.name)
-    assert sorted(path.name for path in folder.iterdir()) == ["config.yaml", "metrics.jsonl"]
+    assert sorted(path.name for path in folder.iterdir()) == ["config.yaml", "history.jsonl", "metrics.jsonl"]
 
 
 def test_sigterm_to_the_launcher_saves_on_all_ranks_and_is_a_success(tmp_path: Path, nursery: Nursery) -> None:

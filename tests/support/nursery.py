@@ -11,7 +11,8 @@ milliseconds instead of seconds.
 `die_at=n` makes a child kill itself (SIGKILL) at its n-th file-system event below its folder: opening a file to write,
 making, renaming or removing something. So every moment of a save can be hit, and hit again.
 
-`fork_ranks=True`: the ranks that the child starts are its forks, where the command starts interpreters.
+The ranks that a child starts are its forks, too, where the command starts interpreters: `fork_ranks=False` lets it.
+`nursery.torchrun("run_train.py", …, ranks=2, folder=tmp_path)` is torchrun with a script of the repository.
 """
 
 from __future__ import annotations
@@ -20,17 +21,20 @@ import gc
 import importlib
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
 import time
+import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from kenotron.launch.environment import end_with_parent
 from support.preload import PRELOAD
-from support.tiny_run import environment
+from support.tiny_run import REPOSITORY, environment
 
 EVENTS = ("os.rename", "os.mkdir", "os.rmdir", "os.remove", "shutil.rmtree")
 
@@ -90,11 +94,12 @@ class Nursery:
         folder: Path,
         die_at: int = 0,
         env: dict[str, str] | None = None,
-        fork_ranks: bool = False,
+        fork_ranks: bool = True,
+        torchrun: bool = False,
     ) -> Child:
         """``kenotron <arguments>`` in `folder`; its output goes to stdout.txt and stderr.txt there."""
         options = {"folder": str(folder), "die_at": die_at, "env": env or {}, "fork_ranks": fork_ranks}
-        request = {"arguments": [str(a) for a in arguments], **options}
+        request = {"arguments": [str(a) for a in arguments], "torchrun": torchrun, **options}
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(request) + "\n")
         self.process.stdin.flush()
@@ -102,6 +107,10 @@ class Nursery:
 
     def run(self, *arguments: str | Path, folder: Path, **options: Any) -> Finished:
         return self.start(*arguments, folder=folder, **options).wait()
+
+    def torchrun(self, script: str, *arguments: str | Path, ranks: int, folder: Path, **options: Any) -> Finished:
+        given = ("--standalone", f"--nproc_per_node={ranks}", REPOSITORY / script, *arguments)
+        return self.run(*given, folder=folder, torchrun=True, **options)
 
     def read(self) -> dict[str, Any]:
         assert self.process.stdout is not None
@@ -134,6 +143,9 @@ def live(request: dict[str, Any]) -> None:
     try:
         os.chdir(request["folder"])
         os.environ.update(request["env"])
+        for folder in request["env"].get("PYTHONPATH", "").split(os.pathsep):  # as an interpreter does when it starts
+            if (path := Path(folder, "sitecustomize.py")).exists():
+                runpy.run_path(str(path))
         for number, name in ((1, "stdout.txt"), (2, "stderr.txt")):
             os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -143,17 +155,24 @@ def live(request: dict[str, Any]) -> None:
             from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
             subprocess_handler.Popen = _Rank  # type: ignore[misc, assignment]
-        main(request["arguments"])
-    except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
+        if request["torchrun"]:
+            from torch.distributed.run import main
+        code = _exit_code(lambda: main(request["arguments"]))
     except BaseException:
-        import traceback
-
         traceback.print_exc()
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def _exit_code(program: Callable[[], Any]) -> int:
+    """What an interpreter that ran it would end with."""
+    try:
+        program()
+    except SystemExit as error:
+        return error.code if isinstance(error.code, int) else 0 if error.code is None else 1
+    return 0
 
 
 class _Fuse:
@@ -174,18 +193,21 @@ class _Fuse:
 
 
 class _Rank:
-    """What torch's launcher uses of a Popen of ``python -P -m kenotron.launch.rank FOLDER``: a fork that runs it."""
+    """What torch's launcher uses of a Popen: a fork that runs the same.
+
+    That is ``python -P -m kenotron.launch.rank FOLDER``, and of torchrun ``python -u SCRIPT …``.
+    """
 
     def __init__(
         self, args: tuple[str, ...], env: dict[str, str], stdout: Any, stderr: Any, start_new_session: bool
     ) -> None:
-        assert args[1:-1] == ("-P", "-m", "kenotron.launch.rank"), args
+        assert args[1:-1] == ("-P", "-m", "kenotron.launch.rank") or args[1] == "-u", args
         assert start_new_session
         self.returncode: int | None = None
         sys.stdout.flush()
         self.pid = os.fork()
         if self.pid == 0:
-            _live_as_rank(args[-1], env, stdout, stderr)
+            _live_as_rank(args, env, stdout, stderr)
 
     def poll(self) -> int | None:
         if self.returncode is None:
@@ -201,7 +223,7 @@ class _Rank:
             time.sleep(0.01)
 
 
-def _live_as_rank(folder: str, env: dict[str, str], stdout: Any, stderr: Any) -> None:
+def _live_as_rank(args: tuple[str, ...], env: dict[str, str], stdout: Any, stderr: Any) -> None:
     from kenotron.launch import rank
 
     code = 1
@@ -215,10 +237,18 @@ def _live_as_rank(folder: str, env: dict[str, str], stdout: Any, stderr: Any) ->
         for name in ("SIGTERM", "SIGUSR1"):
             signal.signal(getattr(signal, name), signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        sys.argv = [rank.__file__, folder]
-        rank.main()
-        code = 0
+        if args[1] == "-u":
+            sys.argv, sys.path[0] = list(args[2:]), str(Path(args[2]).parent)
+            code = _exit_code(lambda: runpy.run_path(args[2], run_name="__main__"))
+        else:
+            sys.argv = [rank.__file__, args[-1]]
+            rank.main()
+            code = 0
+    except BaseException:
+        traceback.print_exc()
     finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
         os._exit(code)
 
 
