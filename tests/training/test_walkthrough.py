@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import pytest
 import kenotron as kn
 from kenotron.config.writing import diff
 from support.hub_cache import TOKENIZER, offline_environment
+from support.nursery import Finished, Nursery
 from support.tiny_run import REPOSITORY, environment
 
 ONE_PROCESS = "examples/config_tiny_llama-david.yaml"
@@ -33,20 +35,23 @@ ALWAYS = """iteration consumed_tokens elapsed_time_per_iteration_ms tokens_per_s
 MEMORY = "cpu_memory_allocated cpu_max_memory_reserved hd_total_memory_tb hd_used_memory_tb hd_free_memory_tb"
 
 
-def torchrun(
-    script: str, *arguments: str, folder: Path, home: Path, ranks: int = 1
-) -> subprocess.CompletedProcess[str]:
-    """``CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --nproc_per_node=1 <script> …`` with no way out of this machine."""
-    settings = offline_environment(home) | {
+def settings(folder: Path, home: Path) -> dict[str, str]:
+    return offline_environment(home) | {
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "PYTHONPATH": str(Path(__file__).parent / "no_network"),
         "KENOTRON_CACHE": str(folder / "cache"),
     }
+
+
+def torchrun(
+    script: str, *arguments: str, folder: Path, home: Path, ranks: int = 1
+) -> subprocess.CompletedProcess[str]:
+    """``CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --nproc_per_node=1 <script> …`` with no way out of this machine."""
     launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}", str(REPOSITORY / script)]
     return subprocess.run(
         [*launcher, *arguments],
         cwd=folder,
-        env=environment(folder, **settings),
+        env=environment(folder, **settings(folder, home)),
         capture_output=True,
         text=True,
         timeout=400,
@@ -219,7 +224,6 @@ def test_the_missing_end_token_is_said_to_be_the_models(messages: list[str]) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.budget(15, reason="torchrun and its rank are real processes, which import torch each")
 def test_the_seeds_generate_command_continues_two_prompts(walked, hub_home: Path) -> None:
     given = ("--ckpt-path", "checkpoints/10/", "--tp", "1", "--pp", "1")
     process = torchrun("run_generate.py", *given, folder=walked[0], home=hub_home)
@@ -266,23 +270,29 @@ def examples(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.fixture
+def forked(examples: Path, hub_home: Path, nursery: Nursery) -> Callable[..., Finished]:
+    """`torchrun` in `examples`, whose ranks are forks of one process."""
+    env = settings(examples, hub_home)
+    return lambda script, *given, ranks=1: nursery.torchrun(script, *given, ranks=ranks, folder=examples, env=env)
+
+
 @pytest.mark.slow
 def test_kenotrons_command_trains_on_8_ranks_and_any_layout_decodes_what_it_saved(
-    examples: Path, hub_home: Path
+    forked: Callable[..., Finished],
 ) -> None:
-    trained = torchrun("run_train.py", "--config-file", EIGHT_PROCESSES, folder=examples, home=hub_home, ranks=8)
-    assert (trained.returncode, trained.stderr) == (0, "")
+    trained = forked("run_train.py", "--config-file", EIGHT_PROCESSES, ranks=8)
+    assert (trained.code, trained.stderr) == (0, "")
     assert "iteration: 15 / 15" in trained.stdout
-    seeds = ("--ckpt-path", "checkpoints/10/", "--tp", "1", "--pp", "1")
-    continued = torchrun("run_generate.py", *seeds, folder=examples, home=hub_home)
-    assert (continued.returncode, continued.stderr) == (0, PROMPTS_NAMED)
+    continued = forked("run_generate.py", "--ckpt-path", "checkpoints/10/", "--tp", "1", "--pp", "1")
+    assert (continued.code, continued.stderr) == (0, PROMPTS_NAMED)
     assert continued.stdout.startswith("The future of AI is")
     drawn = ("--temperature", "1.0", "--dtype", "float32", "--json")
     prompts = ("--prompt", "word3 word4 word5", "--prompt", "word80", "--prompt", "word9 word1")
     given = ("--ckpt-path", "checkpoints/15/", *drawn, *prompts)
-    alone = torchrun("run_generate.py", *given, folder=examples, home=hub_home)
-    split = torchrun("run_generate.py", *given, "--tp", "2", "--pp", "2", folder=examples, home=hub_home, ranks=4)
-    assert (alone.returncode, alone.stderr, split.returncode, split.stderr) == (0, "", 0, "")
+    alone = forked("run_generate.py", *given)
+    split = forked("run_generate.py", *given, "--tp", "2", "--pp", "2", ranks=4)
+    assert (alone.code, alone.stderr, split.code, split.stderr) == (0, "", 0, "")
     completions = [json.loads(line) for line in alone.stdout.splitlines()]
     assert [len(set(completion["tokens"])) > 10 for completion in completions] == [True] * 3
     assert [json.loads(line) for line in split.stdout.splitlines()] == completions
@@ -290,18 +300,17 @@ def test_kenotrons_command_trains_on_8_ranks_and_any_layout_decodes_what_it_save
 
 @pytest.mark.slow
 @pytest.mark.cases(slow=0)
-def test_the_8_process_commands_of_the_first_readme_work_without_a_network(examples: Path, hub_home: Path) -> None:
+def test_the_8_process_commands_of_the_first_readme_work_without_a_network(forked: Callable[..., Finished]) -> None:
     """run_train.py with debug_run_train.yaml, then run_generation.py on the checkpoint's own layout."""
-    config = ("--config-file", "examples/debug_run_train.yaml")
-    trained = torchrun("run_train.py", *config, folder=examples, home=hub_home, ranks=8)
-    assert (trained.returncode, trained.stderr) == (0, "")
+    trained = forked("run_train.py", "--config-file", "examples/debug_run_train.yaml", ranks=8)
+    assert (trained.code, trained.stderr) == (0, "")
     assert "Saved checkpoint at checkpoints/text/4" in trained.stdout
     given = ("--ckpt-path", "checkpoints/text/4")
-    said = torchrun("run_generation.py", *given, folder=examples, home=hub_home, ranks=8)
-    assert (said.returncode, said.stderr) == (0, PROMPTS_NAMED)
+    said = forked("run_generation.py", *given, ranks=8)
+    assert (said.code, said.stderr) == (0, PROMPTS_NAMED)
     assert re.match(r"The future of AI is.{20,}\n\ndef fib\(n\)", said.stdout, re.DOTALL)
     exact = (*given, "--dtype", "float32", "--json", "--max-new-tokens", "16")
-    eight = torchrun("run_generation.py", *exact, folder=examples, home=hub_home, ranks=8)
-    one = torchrun("run_generation.py", *exact, folder=examples, home=hub_home)
+    eight = forked("run_generation.py", *exact, ranks=8)
+    one = forked("run_generation.py", *exact)
     assert eight.stdout == one.stdout
     assert len(one.stdout.splitlines()) == 2
