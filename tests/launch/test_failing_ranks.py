@@ -176,9 +176,7 @@ def test_wrong_input_that_every_rank_finds_is_reported_once_and_is_exit_code_2(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["raise", pytest.param("SIGKILL", marks=pytest.mark.slow)])
-def test_under_torchrun_too_all_end_and_the_cause_is_reported_once(
-    what: str, tmp_path: Path, nursery: Nursery
-) -> None:
+def test_under_torchrun_too_all_end_and_the_cause_is_reported_once(what: str, tmp_path: Path, nursery: Nursery) -> None:
     given = ("run_train.py", "--config-file", tiny_yaml(tmp_path), *on_rank_1(what))
     finished = nursery.torchrun(*given, ranks=2, folder=tmp_path)
     seconds = time.time() - (tmp_path / "logs" / "tiny" / "metrics.jsonl").stat().st_mtime
