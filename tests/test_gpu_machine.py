@@ -22,7 +22,7 @@ ABSENT = {
     *("datatrove", "ctranslate2", "etcd", "lm_eval", "accelerate"),
     *("s3fs", "aiobotocore", "botocore", "boto3", "s3transfer", "gcsfs"),
     *("moto", "flask", "flask_cors", "werkzeug", "gcp_storage_emulator"),
-    *("flash_attn", "mamba_ssm", "causal_conv1d"),
+    *("flash_attn", "mamba_ssm", "causal_conv1d", "wandb", "trackio"),
     *("mkdocs", "material", "mypy", "ruff", "importlinter", "pre_commit"),
 }
 PRESENT = {

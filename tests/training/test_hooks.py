@@ -156,6 +156,7 @@ def test_hooks_are_called_by_priority_and_then_in_the_order_of_the_list(tmp_path
         "NonFiniteCause",
         "Validation",
         "DataStall",
+        "History",
         "Recorder",
         "Recorder",
         "StateHash",
