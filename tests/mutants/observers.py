@@ -7,6 +7,7 @@ from mutants.mutant import Mutant
 CONSOLE = "training/test_console_and_metrics.py"
 RESUME = "training/test_exact_resume.py"
 SIGNALLED = f"{RESUME}::test_a_signal_finishes_the_step_saves_and_exits_with_0_and_the_run_goes_on_exactly"
+STATISTICS = "layouts/test_layer_statistics.py"
 
 MUTANTS = [
     Mutant(
@@ -160,5 +161,45 @@ MUTANTS = [
         replace="        if False:\n",
         why="val_loss is one over two versions of the held-out text",
         tests=("launch/test_agreement.py::test_a_machine_with_other_files_is_named_on_all",),
+    ),
+    Mutant(
+        name="norms-of-layers-after-clipping",
+        file="observers/layer_statistics.py",
+        find='_record(run, f"grad_norm/{layer}", gradient * clipped)',
+        replace='_record(run, f"grad_norm/{layer}", gradient)',
+        why="gradients of layers seem to shrink whenever the global norm grows beyond clip_grad",
+        tests=(f"{STATISTICS}::test_norms_are_those_of_the_checkpoints_and_add_up_to_the_global_one",),
+    ),
+    Mutant(
+        name="norms-of-layers-of-one-shard",
+        file="observers/layer_statistics.py",
+        find="                dist.all_reduce(sums, group=mesh.get_group(dim))\n",
+        replace="                pass\n",
+        why="the norm of a sharded layer falls with the number of ranks",
+        tests=(f"{STATISTICS}::test_every_layout_logs_the_same",),
+    ),
+    Mutant(
+        name="noise-scale-of-gradients-added-to-the-steps",
+        file="observers/layer_statistics.py",
+        find="        run.optimizer.zero_grad(set_to_none=True)\n",
+        replace="",
+        why="measuring the noise scale changes what is learnt: its gradient stays in .grad",
+        tests=(f"{STATISTICS}::test_the_noise_scale_is_that_of_the_paper_and_resumes",),
+    ),
+    Mutant(
+        name="a-run-that-continues-is-a-new-one-in-trackio",
+        file="observers/trackers.py",
+        find='resume="allow" if run.start.continues else "never"',
+        replace='resume="never"',
+        why="each restart of a job begins new curves",
+        tests=("runs/test_trackers.py::test_a_run_that_continues_continues_there_and_a_new_one_is_another",),
+    ),
+    Mutant(
+        name="a-tracker-that-fails-ends-the-run",
+        file="observers/trackers.py",
+        find="        except Exception as error:\n            logger.warning",
+        replace="        except ZeroDivisionError as error:\n            logger.warning",
+        why="an outage of a web service ends a run of weeks",
+        tests=("runs/test_trackers.py::test_a_tracker_that_fails_does_not_end_the_run",),
     ),
 ]
