@@ -131,7 +131,7 @@ def test_the_end_of_a_run_names_commands_that_work(tmp_path: Path, nursery: Nurs
     said = nursery.run("train", "my.yaml", folder=tmp_path).stdout
     lines = [line.strip() for line in said.partition(". Next:\n")[2].splitlines()]
     lines = [line for line in lines if line.split()[0].endswith("kenotron")]
-    assert [line.split()[1] for line in lines] == ["generate", "convert", "checkpoint"]
+    assert [line.split()[1] for line in lines] == ["generate", "convert", "report"]
 
     for line in lines:
         finished = nursery.run(*shlex.split(line)[1:], folder=tmp_path)
@@ -298,7 +298,7 @@ def test_the_end_of_a_run_without_a_tokenizer_names_commands_that_work(tmp_path:
     said = nursery.run("train", tiny_yaml(tmp_path), folder=tmp_path).stdout
     lines = [line.strip() for line in said.partition(". Next:\n")[2].splitlines()]
     commands = [shlex.split(line)[1:] for line in lines if line.split()[0].endswith("kenotron")]
-    assert [line[0] for line in commands] == ["generate", "convert", "checkpoint"]
+    assert [line[0] for line in commands] == ["generate", "convert", "report"]
     for line in commands:
         finished = nursery.run(*line, folder=tmp_path)
         assert finished.code == 0, (line, finished.stderr)

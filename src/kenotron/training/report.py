@@ -146,16 +146,15 @@ def farewell(run: Run) -> None:
 
 
 def next_commands(run: Run, where: str) -> list[str]:
-    """For a shell in the working folder: generate, convert to Hugging Face if it has such a model, show the curves."""
-    us, path, logs = program("kenotron"), shlex.quote(where), shlex.quote(run.config.logging.log_dir)
+    """For a shell in the working folder: generate, convert to Hugging Face where that has the model, make a page."""
+    us, path, logs = program("kenotron"), shlex.quote(where), shlex.quote(str(log_folder(run.config)))
     prompts = run.config.logging.sample_prompts
     prompt = f"--prompt {shlex.quote(prompts[0])} " if prompts else "" if run.tokenizer else "--prompt-tokens 1,2,3 "
-    curves = f"{program('tensorboard')} --logdir {logs}"
     exported = shlex.quote(str(run.config.checkpoint_folder / f"{run.step}-hf"))
     return [
         f"{us} generate {path} {prompt}--max-new-tokens 64",
         *([f"{us} convert to-hf {path} {exported}"] if family_of(run.config.model.decoder).hf_class else []),
-        curves if run.config.logging.tensorboard else f"{us} checkpoint show {path}",
+        f"{us} report {logs}",
     ]
 
 
