@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kenotron.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from kenotron.config import Config
     from kenotron.evaluation import evaluate
@@ -24,7 +26,6 @@ if TYPE_CHECKING:
     from kenotron.launch.slurm.submitting import submit
     from kenotron.training import Hook, Run
 
-__version__ = "0.1.0.dev0"
 __all__ = ["Hook", "compare", "evaluate", "generate", "load", "replay", "submit", "train"]
 
 # Everything is imported where it is used: `import kenotron` costs nothing.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import re
@@ -83,6 +84,19 @@ def test_the_folder_of_a_run_tells_how_it_started_and_ended(tmp_path: Path) -> N
     train_quietly(tiny_config(tmp_path, *overrides), fresh=True)
     events = [json.loads(line)["event"] for line in (folder / "history.jsonl").read_text().splitlines()]
     assert events == ["start", "finished"]  # those of the run before were set aside with its metrics
+
+
+def test_a_run_needs_no_installed_distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sources on PYTHONPATH are enough, as on a machine where nothing may be installed."""
+
+    def missing(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    monkeypatch.setattr(importlib.metadata, "distribution", missing)
+    train_quietly(tiny_config(tmp_path))
+    (start, *_) = [json.loads(line) for line in (tmp_path / "logs" / "tiny" / "history.jsonl").read_text().splitlines()]
+    assert start["kenotron"] == kn.__version__
 
 
 def test_a_run_that_is_silent_for_long_was_killed(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import platform
 from datetime import UTC, datetime
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +19,7 @@ from kenotron.parallel import device as devices
 from kenotron.runs.files import HISTORY
 from kenotron.training.hooks import Hook
 from kenotron.training.run_folder import append_line
+from kenotron.version import __version__
 
 if TYPE_CHECKING:
     from kenotron.training.run import Run
@@ -41,7 +41,7 @@ class History(Hook):
                 "device": devices.name(run.device),
                 "processes": run.config.parallelism.world_size,
                 "parameters": sum(parameter.numel() for _, parameter in named_parameters(run.skeleton)),
-                "kenotron": version("kenotron"),
+                "kenotron": __version__,
                 "torch": torch.__version__,
                 "python": platform.python_version(),
             },

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from kenotron.data import RunData
     from kenotron.training.run import Run
 
-
 LOGS = {"plain": "kenotron.training.report.RunLog", "nanotron": "kenotron.training.nanotron_log.NanotronLog"}
 """The lines of each `logging.format`."""
 
