@@ -221,6 +221,17 @@ def test_the_noise_scale_is_that_of_the_paper_and_resumes(tmp_path: Path) -> Non
     assert losses(plain) == losses(config)
 
 
+def test_the_noise_scale_of_float16_is_that_of_float32(tmp_path: Path) -> None:
+    """Gradients are multiplied by the loss scale there, 65536 at first."""
+    noise = "metrics_logging={log_level: 1, log_detail_interval: 1, gradient_noise_scale: true}"
+    found = []
+    for dtype in ("float32", "float16"):
+        config = tiny_config(tmp_path / dtype, *FOUR, noise, f"model.dtype={dtype}")
+        train_quietly(config)
+        found.append([step["gradient_noise_scale"] for step in statistics(config)])
+    assert found[1] == pytest.approx(found[0], rel=0.05)
+
+
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [

@@ -206,16 +206,16 @@ class GradientNoise(Hook):
         if len(run.batches) == 1:  # the begin of a batch_size_ramp
             return
         first = run.batches[:1]
-        forward_backward(run, first, 1 / max(count_real_tokens(run, first), 1))
+        forward_backward(run, first, 1 / max(count_real_tokens(run, first), 1), run.loss_scale)
         loads_of_step(run)  # counted twice otherwise
         parameters = [parameter for _, parameter in named_parameters(*run.parts)]
-        self.small = float(clip_gradients(parameters, None, run.mesh)) ** 2
+        self.small = (float(clip_gradients(parameters, None, run.mesh)) / run.loss_scale) ** 2
         run.optimizer.zero_grad(set_to_none=True)
 
     def after_step(self, run: Run, result: StepResult) -> None:
         """Record the noise scale."""
         small, self.small = self.small, None
-        if small is None or not result.finite:
+        if small is None or not (result.finite and math.isfinite(small)):
             return
         big, most = result.grad_norm**2, run.data.stage_at(run.step).batch_size(run.step)
         few = most / len(run.batches)
