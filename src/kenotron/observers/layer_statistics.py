@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -31,7 +31,8 @@ from torch import Tensor
 from kenotron.kernels.attentions.masked import visible
 from kenotron.models import named_parameters
 from kenotron.models.plan import modules
-from kenotron.observers.validation import evaluating
+from kenotron.observers.nonfinite import eager_blocks
+from kenotron.observers.validation import evaluating, forward
 from kenotron.optim.clip import EPSILON, clip_gradients, sharding_of
 from kenotron.parallel.collectives import all_reduce
 from kenotron.parallel.shards import local_tensor
@@ -108,8 +109,7 @@ class LayerStatistics(Hook):
     @torch.no_grad()
     def _record_activations(self, run: Run) -> None:
         seen = _Seen(self.blocks, run)
-        eager = torch.compiler.set_stance("force_eager") if run.config.model.compile else nullcontext()
-        with evaluating(run), eager, seen.watching():
+        with evaluating(run), eager_blocks(run), seen.watching():
             for batch in run.batches:
                 micro_batch = to_device(batch, run)
                 sequences, length = micro_batch.ctx.shape
@@ -118,10 +118,7 @@ class LayerStatistics(Hook):
                 watched = partial(seen.attention, micro_batch.ctx.attention)
                 ctx = replace(micro_batch.ctx, attention=watched, logits_to_keep=kept)
                 micro_batch = replace(micro_batch, labels=None, ctx=ctx)
-                if run.pipeline is not None:
-                    logits = run.pipeline.forward(micro_batch)
-                else:
-                    logits = run.model(micro_batch.tokens, micro_batch.ctx)
+                logits = forward(run, micro_batch)
                 if isinstance(logits, Tensor):
                     seen.largest[-1].clamp_(min=logits.max())
         all_reduce(seen.sums, run.mesh.group("world"))

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -96,9 +96,7 @@ class NonFiniteCause(Hook):
 def _computed_again(run: Run, hooks: Any) -> tuple[StepResult, FirstNonFinite | None]:
     """Loss and gradient norm of the last step, computed once more, and what `hooks` found; `.grad` is kept."""
     assert run.last_result is not None
-    # Compiled blocks would pass over the hooks.
-    eager = torch.compiler.set_stance("force_eager") if run.config.model.compile else nullcontext()
-    with eager, buffers_kept(run), hooks() as found:
+    with eager_blocks(run), buffers_kept(run), hooks() as found:
         real_tokens = count_real_tokens(run, run.batches)
         losses = forward_backward(run, run.batches, 1.0 / max(real_tokens, 1))
     loads_of_step(run)  # counted twice otherwise
@@ -106,6 +104,11 @@ def _computed_again(run: Run, hooks: Any) -> tuple[StepResult, FirstNonFinite | 
     loss, z_loss, grad_norm = Numbers(*losses, norm).read()
     result = replace(run.last_result, lm_loss=loss, z_loss=z_loss, grad_norm=grad_norm)
     return result, found[0] if found else None
+
+
+def eager_blocks(run: Run) -> AbstractContextManager[None]:
+    """Within, compiled blocks run as they are written: compiled, they would pass over hooks of modules."""
+    return torch.compiler.set_stance("force_eager") if run.config.model.compile else nullcontext()
 
 
 @contextmanager

@@ -30,7 +30,8 @@ class Tracker(Hook):
     priority = -15  # after the line of metrics
     package = ""
 
-    def __init__(self) -> None:
+    def __init__(self, settings: Wandb | Trackio) -> None:
+        self.settings: Any = settings
         self.run: Any = None  # the tracker's
         self.sent_step = 0
 
@@ -91,10 +92,6 @@ class WandbHook(Tracker):
 
     package = "wandb"
 
-    def __init__(self, settings: Wandb) -> None:
-        super().__init__()
-        self.settings = settings
-
     def open(self, run: Run, package: Any) -> Any:
         """The run there. Its name and first start make its id. Without a network it logs offline."""
         settings, name = self.settings, self.settings.name or run.config.general.run
@@ -140,10 +137,6 @@ class TrackioHook(Tracker):
     """Trackio: in a database of this machine, or with `space_id` in a Space of Hugging Face."""
 
     package = "trackio"
-
-    def __init__(self, settings: Trackio) -> None:
-        super().__init__()
-        self.settings = settings
 
     def open(self, run: Run, package: Any) -> Any:
         """The run there: the newest of its name, if it continues."""

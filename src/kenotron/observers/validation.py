@@ -104,10 +104,15 @@ def evaluating(run: Run) -> Iterator[None]:
 
 def evaluate(run: Run, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor] | None:
     """(loss, its z part), forward only; None on pipeline ranks without the last part."""
+    found = forward(run, micro_batch)
+    assert not isinstance(found, torch.Tensor), "with labels the last part returns losses"
+    return found
+
+
+def forward(run: Run, micro_batch: MicroBatch) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None:
+    """What the model returns, or with pp its last part: (loss, its z part), or logits without labels; else None."""
     if run.pipeline is not None:
-        found = run.pipeline.forward(micro_batch)
-        assert not isinstance(found, torch.Tensor), "with labels the last part returns losses"
-        return found
+        return run.pipeline.forward(micro_batch)
     return run.model(micro_batch.tokens, micro_batch.ctx, micro_batch.labels)
 
 
