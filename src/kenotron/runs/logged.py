@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from kenotron.config.errors import InputError, no_such_path, os_errors
-from kenotron.runs.files import METRICS, logged_lines, logged_steps
+from kenotron.runs.files import HISTORY, METRICS, SAMPLES, logged_lines, logged_steps
 
 GROUPS = {
     "layers": ("grad_norm/", "weight_norm/", "update_ratio/", "activation_rms/", "attention_", "logit_max"),
@@ -40,9 +41,20 @@ class LoggedRun:
     steps: dict[int, dict[str, Any]]
     config: dict[str, Any]
 
-    def lines(self, file: str) -> list[dict[str, Any]]:
-        """What another file of the folder has of its steps (`HISTORY`, `SAMPLES`)."""
-        return [line for _, line in logged_lines(self.folder / file)]
+    @cached_property
+    def history(self) -> list[dict[str, Any]]:
+        """Its starts and ends, in their order."""
+        return [line for _, line in logged_lines(self.folder / HISTORY)]
+
+    @property
+    def last_start(self) -> dict[str, Any]:
+        """The newest start; empty where the folder has none."""
+        return next((line for line in reversed(self.history) if line.get("event") == "start"), {})
+
+    @property
+    def samples(self) -> list[dict[str, Any]]:
+        """Completions of `logging.sample_prompts`."""
+        return [line for _, line in logged_lines(self.folder / SAMPLES)]
 
     def setting(self, path: str, default: Any = None) -> Any:
         """The value of a dotted key of the config; `default` where it has none."""
@@ -67,12 +79,13 @@ def read_run(path: Path) -> LoggedRun:
     if not steps and not empty:
         raise InputError(f"{metrics}: expected the {METRICS} of a run")
     folder = metrics.absolute().parent
-    return LoggedRun(folder, path.name if path.is_dir() else folder.name, steps, _config(folder / "config.yaml"))
+    return LoggedRun(folder, path.name if path.is_dir() else folder.name, steps, plain_config(folder))
 
 
-def _config(path: Path) -> dict[str, Any]:
+def plain_config(folder: Path) -> dict[str, Any]:
+    """The values of a folder's config.yaml; empty where there is none that can be read."""
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        found = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -19,8 +19,7 @@ import yaml
 
 from kenotron.config.errors import counted
 from kenotron.config.writing import differences, flatten
-from kenotron.runs.files import HISTORY, SAMPLES
-from kenotron.runs.logged import LoggedRun, tag_of
+from kenotron.runs.logged import LoggedRun, plain_config, tag_of
 from kenotron.runs.summary import is_number, numbers, summary_of
 
 POINTS = 500  # of a curve
@@ -46,8 +45,8 @@ def _run(run: LoggedRun, first: LoggedRun) -> dict[str, Any]:
         "name": run.name,
         "summary": asdict(summary),
         "facts": list(_facts(run)),
-        "history": run.lines(HISTORY),
-        "samples": run.lines(SAMPLES),
+        "history": run.history,
+        "samples": run.samples,
         "config": yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True) if run.config else "",
         "changes": _changes(run, first),
         **_curves(run),
@@ -56,8 +55,7 @@ def _run(run: LoggedRun, first: LoggedRun) -> dict[str, Any]:
 
 def _facts(run: LoggedRun) -> Iterator[tuple[str, str]]:
     """What a reader asks first of the model, the batch, the layout and the machine: label and value."""
-    starts = [line for line in run.lines(HISTORY) if line.get("event") == "start"]
-    start = starts[-1] if starts else {}
+    start = run.last_start
     family = run.setting("model.model_config.family", run.setting("model.model_config.model_type"))
     if parameters := start.get("parameters"):
         yield "Model", f"{family or 'model'}, {parameters:,} parameters"
@@ -88,10 +86,9 @@ def _changes(run: LoggedRun, first: LoggedRun) -> dict[str, Any] | None:
     parent = run.setting("checkpoints.resume_checkpoint_path")
     against, config = f"{first.name}, the first run", first.config
     if run is first:
-        file = Path(str(parent)) / "config.yaml"
-        if parent is None or not file.exists():
+        against, config = f"{parent}, its parent", plain_config(Path(parent)) if parent else {}
+        if not config:
             return None
-        against, config = f"{parent}, its parent", yaml.safe_load(file.read_text(encoding="utf-8"))
     before, after = (dict(flatten(each)) for each in (config, run.config))
     changed = [(path, str(old), str(new)) for path, old, new in differences(before, after)]
     return {"against": against, "keys": changed}

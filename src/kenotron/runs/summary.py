@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any, TypeGuard
 
 from kenotron.config.errors import InputError, no_such_path
-from kenotron.runs.files import HISTORY, METRICS
+from kenotron.runs.files import METRICS
 from kenotron.runs.logged import LoggedRun, read_run
 
 SILENT_STEPS, SILENT_S = 20, 120
@@ -42,15 +42,14 @@ class Summary:
 def summary_of(run: LoggedRun) -> Summary:
     """The line of a run."""
     lines = list(run.steps.values())
-    history = run.lines(HISTORY)
-    starts = [line for line in history if line.get("event") == "start"]
+    history = run.history
     written_at = (run.folder / METRICS).stat().st_mtime
     paces = numbers(lines, "elapsed_time_per_iteration_ms")
     losses = numbers(lines, "lm_loss")
     last = losses[-min(100, math.ceil(len(losses) / 20)) :] if losses else []
     silent_s = max(SILENT_S, SILENT_STEPS * (median(paces) / 1000 if paces else 0))
     step = max(run.steps, default=0)
-    end = starts[-1].get("last_step") if starts else run.setting("tokens.train_steps")
+    end = run.last_start.get("last_step", run.setting("tokens.train_steps"))
     state = history[-1]["event"] if history else "finished" if step == end else "start"
     if state == "start":
         state = "running" if time.time() - written_at < silent_s else "killed"
