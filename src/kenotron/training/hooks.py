@@ -15,10 +15,10 @@ signals, profiler and progress bar are hooks, and so is a user's own:
 
 Hooks are called by descending `priority`, those of equal priority in the order of the list:
 
-    buffers and loads of experts 70 · cause of NaN 65 · spikes 60 · loss scale 55 · profiler 50 · validation 40 · your
-    own, data stalls, same data 0 · state hash -5 · metrics -10 · TensorBoard -15 · non-finite guard -20 · progress -30
-    · slow ranks -35 · signals -40 · replicas -45 · checkpoints -50 · exports -55 · evaluations -65 · generated samples
-    -70 · benchmark row -80 · uploads -90
+    buffers and loads of experts 70 · cause of NaN 65 · spikes 60 · loss scale 55 · profiler 50 · validation 40
+    · statistics of layers 30 · your own, data stalls, same data, history 0 · state hash -5 · metrics -10 · TensorBoard,
+    trackers -15 · non-finite guard -20 · progress -30 · slow ranks -35 · signals -40 · replicas -45 · checkpoints -50
+    · exports -55 · evaluations -65 · generated samples -70 · benchmark row -80 · uploads -90
 
 So what a hook records in `after_step` is part of that step's line, and a checkpoint is the last thing a step does.
 State that has to survive a restart goes through `state_dict`: JSON values, saved in every checkpoint's manifest, and
