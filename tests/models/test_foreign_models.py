@@ -417,7 +417,7 @@ def test_its_config_comes_back_and_its_checkpoint_decodes(user: Path) -> None:
     assert load(yaml.safe_load(dump(config))) == config
     _, said = train_and_listen(config)
     commands = [line.split()[1] for line in said.partition(". Next:\n")[2].splitlines()]
-    assert commands == ["generate", "checkpoint"]  # no export
+    assert commands == ["generate", "report"]  # no export
     model = load_for_generation(user / "checkpoints", "float32").model
     assert isinstance(model, nn.Module)
     (completion,) = generate(model, None, [[3, 1, 4]], SamplingOptions(max_new_tokens=5, stop_at_eos=False))
