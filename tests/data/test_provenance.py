@@ -14,14 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kenotron.checkpoint.start import Start
-from kenotron.cli import main
 from kenotron.config import dump
 from kenotron.config.errors import InputError
 from kenotron.data import NO_LOSS, open_run
 from kenotron.data.provenance import document_ranges, document_sightings, step_origins
-from kenotron.data.sources.text import CachedText
-from kenotron.data.text_records import documents_of, records, records_of, records_of_step
-from kenotron.text.file_documents import FileDocuments
 from support.data_runs import quiet, run_config, write_texts
 from support.tiny_run import Shell
 from support.written_tokens import counting, write_ds
@@ -139,85 +135,6 @@ def test_text_that_was_tokenized_here_is_named_by_its_place_in_the_cache(tmp_pat
         origins = step_origins(data, 2)
         assert [tokens[o.first_token : o.end_token - 1].tolist() for o in origins if o.end_token] == rows
         assert all(origin.documents for origin in origins)
-
-
-TEXTS = {
-    "a.jsonl": "".join(json.dumps({"text": f"line {n} of a"}) + "\n" for n in range(30)),
-    "b.txt": "".join(f"paragraph {n} of a long book {n * 7919}.\n\n" for n in range(9000)),
-    "c.jsonl": "".join(json.dumps({"text": f"line {n} of c" if n % 3 else ""}) + "\n" for n in range(30)),
-    "d.txt": "short",
-    "e.jsonl": "".join(json.dumps({"text": f"line {n} of e"}) + "\n" if n % 3 else " \n" for n in range(30)),
-    "f.jsonl": "".join(
-        ("{\n", '{"text": null}\n', json.dumps({"text": f"line {n} of f"}) + "\n")[n % 3] for n in range(60)
-    ),
-}
-
-
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("packing", ["windows", "best_fit"])
-def test_documents_of_cached_text_are_those_of_their_records(
-    packing: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Checked by the tokens: those of the record, encoded anew."""
-    for name, text in TEXTS.items():
-        (tmp_path / name).write_text(text)
-    dataset = {"text_files": str(tmp_path), "packing": packing, "on_bad_document": "skip"}
-    with open_run(config_of(dataset, val_fraction=0.2), 1, quiet) as data:
-        source = data.stage_of(1).sources[0]
-        assert isinstance(source, CachedText)
-        found = list(records(source))
-        train, tokenizer = source.cache.train, data.tokenizer
-        assert [document for document, _ in found] == list(range(len(train.ends)))
-        assert {Path(record.file).name for _, record in found} >= {*TEXTS} - {"d.txt"}
-        for document, record in found:
-            begin = int(train.ends[document - 1]) if document else 0
-            text = tokenizer.decode(train.tokens[begin : int(train.ends[document]) - 1].tolist())
-            whole = TEXTS[Path(record.file).name]
-            if record.file.endswith(".jsonl"):
-                assert text == json.loads(whole.splitlines()[record.number])["text"]
-            else:
-                assert record.number == 0
-                assert text in whole
-        assert records_of(source, [3, 5]) == {3: found[3][1], 5: found[5][1]}
-        origins = step_origins(data, 1)
-        assert {(each.sample, each.source) for each in origins} == {(n, source.name) for n in range(len(origins))}
-        of_step = records_of_step(data, 1, origins)
-        assert of_step
-        (file, document), record = next(iter(of_step.items()))
-        assert (file, document) in documents_of(data, record)
-        with pytest.raises(InputError, match=r":10000: held out for validation, empty, or no such record"):
-            documents_of(data, record._replace(number=10_000))
-        assert documents_of(data, record._replace(file="elsewhere.jsonl")) == []
-    config = tmp_path / "my.yaml"
-    config.write_text(dump(config_of(dataset, val_fraction=0.2)))
-    seen = {}
-    for name in (f"{file}:{document}", str(record)):
-        with pytest.raises(SystemExit):
-            main(["data", "which", str(config), "--document", name, "--json"])
-        seen[name] = json.loads(capsys.readouterr().out)["seen"]
-    assert all(each in seen[str(record)] for each in seen[f"{file}:{document}"])
-    assert 1 in {each["step"] for each in seen[str(record)]}
-    with pytest.raises(SystemExit):
-        main(["data", "which", str(config), "--step", "1"])
-    assert f" = {record}" in capsys.readouterr().out
-
-
-def test_long_files_that_are_one_document_are_one_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As those of the embedded corpus, in which one is long enough to be cut elsewhere."""
-    for name in ("a", "b", "c", "d"):
-        (tmp_path / f"{name}.py").write_text("".join(f"{name} = {n}\n\n" for n in range(60_000)))
-    (tmp_path / "e.py").write_text("e = 0\n")
-    files = sorted(tmp_path.glob("*.py"))
-    monkeypatch.setattr("kenotron.data.sources.text.python_stdlib", lambda: FileDocuments("x", files, chunk=None))
-    with open_run(config_of({"corpus": "python-stdlib"}, val_fraction=0.5), 1, quiet) as data:
-        source = data.stage_of(1).sources[0]
-        assert isinstance(source, CachedText)
-        train, found = source.cache.train, dict(records(source))
-        assert sorted(found) == list(range(len(train.ends)))
-        for document, record in found.items():
-            begin = int(train.ends[document - 1]) if document else 0
-            text = data.tokenizer.decode(train.tokens[begin : int(train.ends[document]) - 1].tolist())
-            assert text == Path(record.file).read_text()
 
 
 def test_samples_without_a_file_are_reported_by_their_number() -> None:

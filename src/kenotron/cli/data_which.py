@@ -2,7 +2,6 @@
 
 kenotron data which my.yaml --step 100
 kenotron data which my.yaml --document tokens/code/00001.ds:14
-kenotron data which my.yaml --document texts/a.jsonl:3
 kenotron data which my.yaml --step 100 --json tokens.sequence_length=2048
 """
 

@@ -7,7 +7,6 @@ order           which sample of which source comes next: arithmetic
 open_stage      a stage ready to be read: open sources and their order
 run             the batches of a run, and its held-out ones (held_out_batches)
 provenance      which documents a step reads
-text_records    from which files and lines documents of cached text are
 formats/        tokenized files on disk; cache, manifest: what is kept of text
 """
 

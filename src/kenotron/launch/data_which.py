@@ -11,7 +11,6 @@ from kenotron.config import Config
 from kenotron.config.errors import InputError, counted
 from kenotron.data import RunData
 from kenotron.data.provenance import SampleOrigin, document_sightings, step_origins
-from kenotron.data.text_records import Record, documents_of, records_of_step
 
 
 def start_of(config: Config, saved: CheckpointFolder | None) -> Start:
@@ -31,14 +30,9 @@ def start_of(config: Config, saved: CheckpointFolder | None) -> Start:
 def of_step(data: RunData, step: int) -> tuple[dict[str, object], list[str]]:
     """What `step` reads: as a record, and as lines."""
     stage, origins = data.stage_at(step).name, step_origins(data, step)
-    records = records_of_step(data, step, origins)
-    samples = [asdict(origin) for origin in origins]
-    for sample in samples:
-        for each in [*(sample["documents"] or ()), *(sample["pieces"] or ())]:
-            found = records.get((each.get("file") or sample["file"], each["document"]))
-            each["record"] = found and found._asdict()
     head = f"step {step} of stage '{stage}': {counted(len(origins), 'sample')}"
-    return {"step": step, "stage": stage, "samples": samples}, [head, *(_line(origin, records) for origin in origins)]
+    record = {"step": step, "stage": stage, "samples": [asdict(origin) for origin in origins]}
+    return record, [head, *map(_line, origins)]
 
 
 def of_document(data: RunData, document: str) -> tuple[dict[str, object], list[str]]:
@@ -46,8 +40,7 @@ def of_document(data: RunData, document: str) -> tuple[dict[str, object], list[s
     file, _, number = document.rpartition(":")
     if not file or not number.isdecimal():
         raise InputError(f"--document: expected FILE:NUMBER, such as tokens/0.ds:14, found '{document}'")
-    places = documents_of(data, Record(file, int(number))) or [(file, int(number))]
-    found = [each for place in places for each in document_sightings(data, *place)]
+    found = document_sightings(data, file, int(number))
     record = {"file": file, "document": int(number), "seen": [asdict(each) for each in found]}
     steps = len({each.step for each in found})
     head = f"document {number} of {file}: in {counted(len(found), 'sample')} of {counted(steps, 'step')}"
@@ -57,26 +50,15 @@ def of_document(data: RunData, document: str) -> tuple[dict[str, object], list[s
     ]
 
 
-def _line(origin: SampleOrigin, records: dict[tuple[str, int], Record]) -> str:
+def _line(origin: SampleOrigin) -> str:
     head = f"sample {origin.sample}: "
-
-    def source(file: str, document: int) -> str:
-        record = records.get((file, document))
-        return f" = {record}" if record else ""
-
     if origin.pieces is not None:
-        parts = (
-            f"{p.file} document {p.document} ({p.first_token}-{p.end_token - 1}){source(p.file, p.document)}"
-            for p in origin.pieces
-        )
+        parts = (f"{p.file} document {p.document} ({p.first_token}-{p.end_token - 1})" for p in origin.pieces)
         return f"{head}row {origin.index} of {origin.source}: {', '.join(parts)}"
     if origin.file is None or origin.first_token is None or origin.end_token is None:
         return f"{head}{origin.source}[{origin.index}]{', of a stream: documents not known' if origin.stream else ''}"
     line = f"{head}{origin.file} window {origin.window}, tokens {origin.first_token}-{origin.end_token - 1}"
     if origin.documents is None:
         return f"{line}, documents not known"
-    ranges = (
-        f"{each.document} ({each.first_token}-{each.end_token - 1}){source(origin.file, each.document)}"
-        for each in origin.documents
-    )
+    ranges = (f"{each.document} ({each.first_token}-{each.end_token - 1})" for each in origin.documents)
     return f"{line}, {'document' if len(origin.documents) == 1 else 'documents'} {', '.join(ranges)}"

@@ -39,13 +39,11 @@ class NoText(InputError):
 
 
 class DocumentChunk(NamedTuple):
-    """A document or a chunk of one: its text, the work done once it is read, whether it is the document's last, and in
-    which line or row from the beginning of its range it stands."""
+    """A document or a chunk of one: its text, the work done once it is read, and whether it is the document's last."""
 
     text: str
     done: int
     last: bool = True
-    record: int = 0
 
 
 class ByteRange(NamedTuple):

@@ -141,14 +141,14 @@ class FileDocuments(MayBeBad):
         file = self.files[byte_range.part]
         if (rows := ROW_READERS.get(_suffix(file))) is not None:
             for found in rows.read(file, self.column, byte_range.start, byte_range.stop, self.hook, self.bad):
-                yield DocumentChunk(found.text, int(found.share * byte_range.size), record=found.row)
+                yield DocumentChunk(found.text, int(found.share * byte_range.size))
             return
         with _readable(file), file.open("rb") as raw:
             if not byte_range.start:
                 _refuse_other_form(raw, file)
             stream = decompressed(raw, _suffix(file))
-            for text, last, line in (self._rows if is_json(file) else self._chunks)(stream, raw, file, byte_range):
-                yield DocumentChunk(text, min(raw.tell() - byte_range.start, byte_range.size), last, line)
+            for text, last in (self._rows if is_json(file) else self._chunks)(stream, raw, file, byte_range):
+                yield DocumentChunk(text, min(raw.tell() - byte_range.start, byte_range.size), last)
 
     # ---- part by part, for a stream ----
 
@@ -199,17 +199,15 @@ class FileDocuments(MayBeBad):
 
     def _rows(
         self, stream: IO[bytes], raw: IO[bytes], file: AnyPath, byte_range: ByteRange
-    ) -> Iterator[tuple[str, bool, int]]:
+    ) -> Iterator[tuple[str, bool]]:
         with self._damage_reported(raw, file):
-            for text, line in json_documents(
+            for text in json_documents(
                 stream, self.column, file, byte_range.start, byte_range.stop, self.hook, self.bad
             ):
-                yield text, True, line
+                yield text, True
 
-    def _chunks(
-        self, stream: IO[bytes], raw: IO[bytes], file: AnyPath, _: ByteRange
-    ) -> Iterator[tuple[str, bool, int]]:
-        """The chunks of a text file, each with whether it is the last; all are of record 0."""
+    def _chunks(self, stream: IO[bytes], raw: IO[bytes], file: AnyPath, _: ByteRange) -> Iterator[tuple[str, bool]]:
+        """The chunks of a text file, each with whether it is the last."""
         waiting: str | None = None
         reader = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")  # closes `stream` with its own end
         with self._damage_reported(raw, file):
@@ -221,13 +219,13 @@ class FileDocuments(MayBeBad):
                     if waiting is None:
                         self._refuse_other_content(text, file)
                     else:
-                        yield waiting, False, 0
+                        yield waiting, False
                     waiting = text
             except UnicodeDecodeError as error:
                 found, place = error.object[error.start], stream.tell() - len(error.object) + error.start
                 self.bad(f"{file}: not UTF-8 (byte 0x{found:02x} at {place:,}: {error.reason}); convert it first")
         if waiting is not None:
-            yield waiting, True, 0
+            yield waiting, True
 
     def _refuse_other_content(self, text: str, file: AnyPath) -> None:
         """Raises InputError for the start of a text that is no text: JSON, an archive, two bytes a character."""

@@ -122,8 +122,7 @@ class HubDocuments(MayBeBad):
         """The documents of a run of rows."""
         stop = byte_range.stop or 0
         for row, text in self._texts_of(self._parts[byte_range.part].select(range(byte_range.start, stop))):
-            done = byte_range.size * row // (stop - byte_range.start)
-            yield DocumentChunk(text, done, record=byte_range.start + row - 1)
+            yield DocumentChunk(text, byte_range.size * row // (stop - byte_range.start))
 
     # ---- part by part, for a stream ----
 

@@ -22,9 +22,8 @@ def json_documents(
     stop: int | None,
     hook: RowHook | None,
     bad: Callable[[str], None],
-) -> Iterator[tuple[str, int]]:
-    """The documents of the lines that begin between the bytes `start` and `stop`, each with the number of its line from
-    there on. Blank lines are left out.
+) -> Iterator[str]:
+    """The documents of the lines that begin between the bytes `start` and `stop`. Blank lines are left out.
 
     `bad` is called with what is wrong with a line; if it returns, the line is left out.
     """
@@ -46,7 +45,7 @@ def json_documents(
             place += _to_line_end(stream)
             bad(f"{where}: a line of more than {LONGEST_LINE >> 20} MiB (it ends at byte {place:,})")
         elif not line.isspace():
-            yield from ((text, number - 1) for text in _json_row(line, where, column, file, hook, bad))
+            yield from _json_row(line, where, column, file, hook, bad)
 
 
 def _to_line_end(stream: IO[bytes]) -> int:

@@ -9,7 +9,7 @@ Prompts and answers are text, too: only answers carry a loss, and documents are 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import cast
@@ -201,7 +201,7 @@ class TextDataset(TextSpec):
             pack = partial(packed_rows, texts.name, sequence_length=length, padding=run.padding, report=run.report)
             train = pack(parts=[cache.train], keep_rest=not self.has_answers)
             held_out = pack(parts=[cache.validation], keep_rest=False) if self.has_answers else held_out
-        return CachedText(train, held_out, cache, texts, rules, run.val_fraction, chosen)
+        return CachedText(train, held_out, cache, rules.examples)
 
 
 def _paths(section: TextFiles | SFTFiles) -> list[str]:
@@ -226,21 +226,11 @@ def _check_ids(name: str, cache: TokenCache, vocab_size: int, tokenizer: TextTok
 
 
 class CachedText(SampleRange):
-    """Tokenized documents of the cache, held out by the hash of their text; and what they were made of, and how."""
+    """Tokenized documents of the cache, held out by the hash of their text; prompts and answers are masked."""
 
-    def __init__(
-        self,
-        train: TokenSource,
-        held_out: TokenSource,
-        cache: TokenCache,
-        texts: DocumentSource,
-        rules: EncodeRules,
-        val_fraction: float,
-        chosen: Collection[int],
-    ) -> None:
+    def __init__(self, train: TokenSource, held_out: TokenSource, cache: TokenCache, masks_documents: bool) -> None:
         super().__init__(train, 0, len(train), held_out)
-        self.cache, self.masks_documents = cache, rules.examples
-        self.texts, self.rules, self.val_fraction, self.chosen = texts, rules, val_fraction, chosen
+        self.cache, self.masks_documents = cache, masks_documents
         self.size_in_bytes = cache.train.bytes
         if len(held_out):
             held_out.bytes_per_token = cache.validation.bytes / len(cache.validation.tokens)
