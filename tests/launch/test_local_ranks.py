@@ -12,12 +12,11 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import yaml
 
-from kenotron.config import InputError, load
+from kenotron.config import InputError
 from kenotron.launch import environment as share
 from kenotron.launch import launch, local
 from support.nursery import Finished, Nursery
@@ -152,25 +151,6 @@ def test_no_rank_starts_for_a_run_that_has_finished(
     weights.write_bytes(weights.read_bytes()[:-1] + b"!")  # then it is not finished
     with pytest.raises(InputError, match=r"no checkpoint in .* is intact"):
         launch(tiny_config(tmp_path, *TWO))
-
-
-def test_no_rank_starts_for_a_run_whose_data_have_run_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    np.arange(10 * 16 + 1, dtype=np.uint16).tofile(tmp_path / "ids.bin")  # two steps of 4 windows, and a rest
-    content = tiny_dict(tmp_path)
-    once = {"tokens": str(tmp_path / "ids.bin"), "token_dtype": "uint16", "max_epochs": 1}
-    content["data_stages"][0]["data"]["dataset"] = once
-    more = ("model.model_config.vocab_size=256", "tokens.train_steps=9")
-    assert train_quietly(load(content, more)).step == 2
-    started: list[object] = []
-    monkeypatch.setattr(local, "start_ranks", lambda *arguments: started.append(arguments))
-    launch(load(content, (*more, *TWO)))
-    assert not started
-    assert "This run is finished: after step 2 of 9, 'ids.bin' is exhausted after 1 epoch. " in capsys.readouterr().out
-    content["data_stages"].append({"name": "then", "start_training_step": 3, "data": {"dataset": None, "seed": 3}})
-    launch(load(content, (*more, *TWO)))
-    assert started
 
 
 def test_an_error_in_the_config_is_reported_once_before_any_rank_starts(tmp_path: Path, nursery: Nursery) -> None:

@@ -25,9 +25,8 @@ from kenotron.parallel.mesh import Mesh, build_mesh
 from kenotron.parallel.partial_gradients import check_plan
 from kenotron.parallel.ranks import gather, rank_and_size, run_on_rank0, wait_for_all
 from kenotron.training import compare, console
-from kenotron.training.build import open_data
 from kenotron.training.console import logger
-from kenotron.training.report import already_finished, exhausted
+from kenotron.training.report import already_finished
 
 if TYPE_CHECKING:
     import torch
@@ -127,7 +126,7 @@ def name_before_start(config: Config, roots: Iterable[Path]) -> tuple[Config, Pa
 
 
 def finished_before_start(config: Config) -> bool:
-    """Whether the run in `checkpoints_path` has no step left, which is logged: no rank has to start to find that out.
+    """Whether the run in `checkpoints_path` has all steps, which is logged: no rank has to start to find that out.
 
     False as well where something may follow its last checkpoint: an export, an upload, local checkpoints to remove.
     Raises InputError if `config` is another run.
@@ -135,24 +134,15 @@ def finished_before_start(config: Config) -> bool:
     if config.upload_url or config.checkpoints.export_hf or config.checkpoints.local:
         return False
     saved = folders.list_checkpoints(config.checkpoint_folder)
-    if not saved or saved[-1].problem or not _why_finished(Start.at(saved[-1].path, continues=True), config):
+    if not saved or saved[-1].problem or not Start.at(saved[-1].path, continues=True).done(config):
         return False
     console.start_logging(config, build_mesh({}, 1, "cpu"))
     checkpoints = Checkpoints(interop.resolve_architecture(config))
     with checkpoints.held():
-        if why := _why_finished(checkpoints.start(), config):  # that is, if the newest is intact
-            logger.info("%s", why)
-    return why is not None
-
-
-def _why_finished(start: Start, config: Config) -> str | None:
-    """Why the run that continues at `start` has no step left; None if it has one. Opens data that may have run out."""
-    if start.done(config):
-        return already_finished(start)
-    if not start.continues or all(each is None or each.max_epochs is None for each in config.datasets):
-        return None
-    with open_data(interop.resolve_architecture(config), start) as data:
-        return exhausted(data, start) if data.exhausted(start.step + 1) else None
+        start = checkpoints.start()
+    if done := start.done(config):  # that is, if the newest is intact
+        logger.info("%s", already_finished(start))
+    return done
 
 
 def fetch_checkpoints(config: Config, fresh: bool) -> None:
