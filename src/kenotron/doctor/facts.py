@@ -58,7 +58,6 @@ class Torch:
     nccl: str | None = None
     accelerators: list[Accelerator] = field(default_factory=list)
     accelerators_problem: str | None = None  # why there are none in a build for CUDA or ROCm
-    xpu: str | None = None  # Intel's first GPU, which is not supported
 
 
 @dataclass(frozen=True)

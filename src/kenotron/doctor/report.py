@@ -18,7 +18,6 @@ from dataclasses import asdict
 
 from kenotron.config.errors import counted
 from kenotron.doctor.facts import Facts, Finding, Report
-from kenotron.doctor.rules import BINDINGS
 from kenotron.launch.environment import default_variables
 
 LABEL = 16
@@ -144,9 +143,7 @@ def _processor(facts: Facts) -> list[Row]:
         ("usable", f"{counted(processor.usable, 'core')}: {processor.allowed} by affinity, {quota}{load}"),
     ]
     if torch.threads:
-        bound = [f"{name}={value}" for name, value in facts.settings.items() if name in BINDINGS]
-        kernels = f"torch: {torch.threads}, {torch.cpu_capability} kernels"
-        rows.append(("threads", f"{kernels}{DOT}{' '.join(bound) or 'not bound to cores'}"))
+        rows.append(("threads", f"torch: {torch.threads}, {torch.cpu_capability} kernels"))
     return rows
 
 

@@ -27,14 +27,7 @@ FEW_FILES = 4096
 LOCKED_MEMORY = GIB
 SKEW_S = 2.0
 
-# Variables that bind threads to cores, and the values with which they do not.
-BINDINGS: dict[str, set[str]] = {
-    "OMP_PROC_BIND": {"false"},
-    "GOMP_CPU_AFFINITY": set(),
-    "KMP_AFFINITY": {"none", "disabled"},
-}
 ROUNDING = ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NVIDIA_TF32_OVERRIDE")
-ASYNC_ERRORS = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING")
 
 
 def findings(facts: Facts) -> list[Finding]:
@@ -58,9 +51,6 @@ def _versions(facts: Facts) -> Iterator[Finding]:
         packages = " ".join(repr(each.split()[0]) for each in software.unmet)
         what = f"kenotron needs {', '.join(software.unmet)}"
         yield Finding("requirement-not-met", "error", what, f"pip install {packages}")
-    if software.system.startswith("Linux") and numbers(software.system.split()[1])[:2] < (5, 5):
-        what = f"{software.system}: processes are known to hang on kernels before 5.5"
-        yield Finding("old-kernel", "warning", what, "use a newer kernel")
 
 
 def _compilers(facts: Facts) -> Iterator[Finding]:
@@ -135,9 +125,6 @@ def _drivers(facts: Facts) -> Iterator[Finding]:
 
 def _gpus(facts: Facts) -> Iterator[Finding]:
     torch = facts.torch
-    if torch.xpu is not None and facts.settings.get("KENOTRON_DEVICE") != "cpu":
-        what = f"{torch.xpu}: Intel GPUs (XPU) are not supported"
-        yield Finding("intel-gpu", "error", what, "KENOTRON_DEVICE=cpu trains on the CPU")
     for number, gpu in enumerate(torch.accelerators):
         total, taken = gpu.memory_total, gpu.memory_total - gpu.memory_free
         if taken > max(total // 10, CUDA_CONTEXT):
@@ -180,12 +167,6 @@ def _threads(facts: Facts) -> Iterator[Finding]:
         by = f"the cgroup's quota of {processor.quota:g}" if quota else "the affinity"
         what = f"torch starts {threads} threads, but {by} allows {counted(usable, 'core')}: they take turns"
         yield Finding("too-many-threads", "warning", what, f"OMP_NUM_THREADS={usable}")
-    for name, free in BINDINGS.items():
-        if name in settings and not free & set(settings[name].lower().split(",")):
-            what = f"{name}={settings[name]} is inherited by all local ranks, which are bound to the same cores"
-            do = "unset it; bind ranks with taskset, numactl or srun --cpu-bind instead"
-            yield Finding("threads-bound", "warning", what, do)
-            break
 
 
 def _memory(facts: Facts) -> Iterator[Finding]:
@@ -240,10 +221,6 @@ def _ranks_that_meet(facts: Facts) -> Iterator[Finding]:
         what = f"a process may lock {locked >> 10} KiB of memory: InfiniBand cannot register NCCL's buffers"
         do = "ulimit -l unlimited; under Slurm in slurmd's LimitMEMLOCK"
         yield Finding("locked-memory-limited", "warning", what, do)
-    off = next((name for name in ASYNC_ERRORS if settings.get(name) == "0"), None)
-    if off is not None:
-        what = f"{off}=0: ranks wait forever for one that has died"
-        yield Finding("errors-not-handled", "warning", what, "unset it")
     for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         if network.interfaces and not _names_one(variable, settings.get(variable, ""), [*network.interfaces, "lo"]):
             there = ", ".join(network.interfaces)

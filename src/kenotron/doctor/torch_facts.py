@@ -33,7 +33,6 @@ def describe_torch() -> dict[str, Any]:
         nccl=_nccl(torch),
         accelerators=accelerators,
         accelerators_problem=problem,
-        xpu=torch.xpu.get_device_name(0) if torch.xpu.is_available() else None,
     )
     return asdict(found)
 
