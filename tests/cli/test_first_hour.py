@@ -410,7 +410,7 @@ COMMANDS = [
     (("train", "."), "error: .: expected a YAML file, found a folder"),
     (("train", "tini.yaml"), "error: tini.yaml: no such file; did you mean 'tiny.yaml'?"),
     (("trian", "tiny.yaml"), "error: No such command 'trian'. Did you mean 'train'?"),
-    (("config", "show", "tiny.yaml", "--coments"), "error: No such option: --coments (Possible options: --comments)"),
+    (("config", "show", "tiny.yaml", "--multiplies"), "error: No such option: --multiplies (Possible options: --mu"),
     (("init", "tini-llama"), "error: no starter 'tini-llama'; did you mean 'tiny-llama'?"),
     (("convert", "to-hf", "tiny.yaml", "out"), "error: tiny.yaml is a file; expected a checkpoint, or a folder"),
     (("checkpoint", "verify", "tiny.yaml"), "error: tiny.yaml is a file; expected a folder of checkpoints"),

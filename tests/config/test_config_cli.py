@@ -165,11 +165,9 @@ def test_check_refuses_what_is_wrong_and_what_is_not_supported(path: Path) -> No
             output("check", path, override)
 
 
-@pytest.mark.parametrize("comments", [[], ["--comments"]])
-def test_show_prints_a_config_that_loads_to_the_same(path: Path, comments: list[str]) -> None:
-    shown = output("show", path, "tokens.train_steps=100", *comments)
+def test_show_prints_a_config_that_loads_to_the_same(path: Path) -> None:
+    shown = output("show", path, "tokens.train_steps=100")
     assert load(parse(shown).data) == load(path, ["tokens.train_steps=100"])
-    assert ("# Optimizer steps of the whole run." in shown) == bool(comments)
 
 
 def test_upgraded_keys_are_reported_on_stderr_not_in_the_output(path: Path) -> None:

@@ -9,7 +9,6 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 
 from kenotron.config import ABSENT, Config, diff, dump, load, to_dict
-from kenotron.config.commented import dump_commented
 from kenotron.config.document import parse
 from support.config_strategies import configs
 
@@ -19,8 +18,7 @@ SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too
 @settings(suppress_health_check=SLOW)
 @given(configs())
 def test_a_dumped_config_loads_to_an_equal_one(config: Config) -> None:
-    for text in (dump(config), dump_commented(config)):
-        assert Config.model_validate(parse(text).data) == config
+    assert Config.model_validate(parse(dump(config)).data) == config
 
 
 @settings(suppress_health_check=SLOW)
@@ -56,9 +54,3 @@ def test_a_difference_names_the_path_and_both_values(minimal: dict[str, Any]) ->
 def test_text_that_looks_like_something_else_stays_text(minimal: dict[str, Any], value: str) -> None:
     minimal["general"]["project"] = value
     assert parse(dump(load(minimal))).data["general"]["project"] == value
-
-
-def test_comments_hold_each_keys_sentence(minimal: dict[str, Any]) -> None:
-    lines = dump_commented(load(minimal)).splitlines()
-    at = next(i for i, line in enumerate(lines) if line.startswith("  train_steps:"))
-    assert lines[at - 1] == "  # Optimizer steps of the whole run."

@@ -187,7 +187,6 @@ def _next_step(config: Config) -> int:
 def show(
     file: File,
     overrides: Overrides = None,
-    comments: Annotated[bool, typer.Option("--comments", help="Write each key's description above it.")] = False,
     multipliers: Annotated[
         bool,
         typer.Option("--multipliers", help="Print each parameter's initialization and its factors on steps instead."),
@@ -201,10 +200,6 @@ def show(
 
         for line in table(resolve_architecture(config)):
             typer.echo(line)
-    elif comments:
-        from kenotron.config.commented import dump_commented
-
-        typer.echo(dump_commented(config), nl=False)
     else:
         typer.echo(dump(config), nl=False)
 
