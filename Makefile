@@ -75,7 +75,7 @@ leaderboard: setup  ## train the entries of the leaderboard one after another an
 	$(BIN)/python benchmarks/leaderboard.py
 
 reference: $(VENV)/.installed  ## write docs/config-reference.md, docs/commands.md, the JSON schema and the notebook anew
-	$(BIN)/kenotron config reference > docs/config-reference.md
+	$(BIN)/python tests/support/reference_page.py
 	$(BIN)/kenotron config schema > docs/config.schema.json
 	$(BIN)/python tests/support/commands_page.py
 	$(BIN)/python tests/support/notebook.py

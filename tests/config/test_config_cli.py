@@ -187,9 +187,8 @@ def test_diff_prints_one_line_per_key(path: Path, tmp_path: Path) -> None:
     assert output("diff", path, path) == ""
 
 
-def test_schema_and_reference_are_printed() -> None:
+def test_the_schema_is_printed() -> None:
     assert json.loads(output("schema"))["title"] == "Kénotron config"
-    assert output("reference").startswith("# Config reference\n")
 
 
 def test_init_lists_the_starters_with_what_they_are_for() -> None:

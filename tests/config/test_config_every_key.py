@@ -9,6 +9,7 @@ import kenotron.config
 from kenotron.config import decoder
 from kenotron.config.schema import rows
 from kenotron.config.section import EXPORT, NO_EFFECT
+from support.reference_page import mark_of
 
 CONFIG = Path(kenotron.config.__file__).parent
 
@@ -24,7 +25,7 @@ def unread() -> set[str]:
     """Keys that no file outside of the schema names; an architecture refuses what it does not support itself."""
     files = [f for f in CONFIG.parent.rglob("*.py") if CONFIG not in f.parents] + [Path(decoder.__file__)]
     text = "\n".join(file.read_text(encoding="utf-8") for file in files)
-    served = [row.name for row in rows() if row.mark not in (NO_EFFECT, EXPORT)]
+    served = [row.name for row in rows() if mark_of(row) not in (NO_EFFECT, EXPORT)]
     attributes, quoted = set(re.findall(r"\.(\w+)", text)), set(re.findall(r'"(\w+)(?=")', text))
     return {name for name in served if name.lstrip("_") not in attributes and name not in quoted}
 

@@ -7,16 +7,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from kenotron.config.reference import json_schema, json_schema_text, page
-from kenotron.config.schema import rows, section_at, siblings
+from kenotron.config.schema import json_schema, json_schema_text, rows, section_at, siblings
 from kenotron.config.section import EXPORT, NO_EFFECT
+from support.reference_page import PAGE, mark_of, reference_page
 
 DOCS = Path(__file__).parents[2] / "docs"
 
 
 def test_the_reference_page_is_fresh() -> None:
-    stale = "stale: run `kenotron config reference > docs/config-reference.md`"
-    assert (DOCS / "config-reference.md").read_text(encoding="utf-8") == page(), stale
+    assert PAGE.read_text(encoding="utf-8") == reference_page(), "stale: run `make reference`"
 
 
 def test_the_json_schema_is_fresh() -> None:
@@ -25,7 +24,7 @@ def test_the_json_schema_is_fresh() -> None:
 
 
 def test_every_key_says_what_it_does() -> None:
-    written = page()
+    written = reference_page()
     for row in {(row.section, row.name): row for row in rows()}.values():
         assert row.field.description, row.path
         assert row.field.description.endswith((".", ")")), row.path
@@ -33,7 +32,7 @@ def test_every_key_says_what_it_does() -> None:
 
 
 def marked(mark: str) -> set[str]:
-    return {row.name for row in rows() if row.mark == mark}
+    return {row.name for row in rows() if mark_of(row) == mark}
 
 
 def test_the_keys_without_effect_in_training_are_exactly_these() -> None:

@@ -29,6 +29,7 @@ from support.hub_cache import TOKENIZER, make_tokenizer_repository, offline_envi
 from support.key_runs import Runs
 from support.layout_runs import SHORT
 from support.nursery import Nursery
+from support.reference_page import mark_of
 from support.tiny_run import REPOSITORY, TEXTS, tiny_config, tiny_dict, train_and_listen, train_quietly, weights
 from support.written_tokens import write_ds
 
@@ -158,7 +159,7 @@ def test_the_tests_that_the_table_names_are_there_and_know_the_key() -> None:
 
 
 def test_what_is_marked_for_the_export_is_in_its_list() -> None:
-    marked = {f"{every_key.owner(row)}.{row.name}" for row in rows() if row.mark == EXPORT}
+    marked = {f"{every_key.owner(row)}.{row.name}" for row in rows() if mark_of(row) == EXPORT}
     assert marked <= set(EXPORTED)
 
 

@@ -4,7 +4,6 @@ kenotron config check my.yaml                            is it valid, and can it
 kenotron config show my.yaml tokens.train_steps=100      every key, defaults and overrides filled in
 kenotron config diff a.yaml b.yaml                       one line per key that differs
 kenotron config schema > config.schema.json              JSON schema for an editor
-kenotron config reference                                the reference page as Markdown
 """
 
 from __future__ import annotations
@@ -216,14 +215,6 @@ def diff(a: File, b: File) -> None:
 @app.command()
 def schema() -> None:
     """Print the JSON schema of a config, for editors."""
-    from kenotron.config.reference import json_schema_text
+    from kenotron.config.schema import json_schema_text
 
     typer.echo(json_schema_text(), nl=False)
-
-
-@app.command()
-def reference() -> None:
-    """Print the config reference, a Markdown page."""
-    from kenotron.config.reference import page
-
-    typer.echo(page(), nl=False)

@@ -3,11 +3,12 @@
     >>> [row.path for row in rows() if row.path.endswith("lr_warmup_steps")]
     ['optimizer.learning_rate_scheduler.lr_warmup_steps']
 
-Error messages take valid names from here, the reference its tables, tests their lists of keys.
+Error messages take valid names from here, the config reference its tables, tests their lists of keys.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -36,12 +37,6 @@ class Row:
     name: str
     section: type[Section]
     field: FieldInfo
-
-    @property
-    def mark(self) -> str | None:
-        """The mark of the key, such as "no effect"; None for most."""
-        extra = self.field.json_schema_extra
-        return str(extra["mark"]) if isinstance(extra, dict) else None
 
 
 def is_tag(part: str | int) -> bool:
@@ -141,3 +136,16 @@ def paths_by_name() -> dict[str, list[str]]:
         if row.path not in found.setdefault(row.name, []):
             found[row.name].append(row.path)
     return found
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON schema of a config file, for editors."""
+    return Config.model_json_schema(by_alias=True) | {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "Kénotron config",
+    }
+
+
+def json_schema_text() -> str:
+    """`json_schema` as indented JSON."""
+    return json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n"
