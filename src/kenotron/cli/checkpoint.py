@@ -28,7 +28,7 @@ from kenotron.checkpoint.index import DTYPES, Index, read_index
 from kenotron.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from kenotron.checkpoint.retention import superseded, to_prune
 from kenotron.cli.remote import at_hand
-from kenotron.cli.tables import print_table
+from kenotron.cli.tables import print_table, progress_bar
 from kenotron.config.errors import CheckpointError, InputError, byte_size, counted, nearest
 from kenotron.config.remote import is_remote
 
@@ -245,15 +245,10 @@ def _remote_checks(url: str) -> dict[str, Check]:
 
 def verify_one(path: str, check: Check, show_progress: bool) -> list[str]:
     """What `check` finds wrong with the checkpoint, with a bar on a terminal."""
-    if not (show_progress and sys.stderr.isatty()):
+    if not show_progress:
         return check()
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
-    columns = (TextColumn(f"verifying {path}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=None)
-        return check(progress=lambda done, total: bar.update(task, completed=done, total=total))
+    with progress_bar(f"verifying {path}") as progress:
+        return check(progress=progress)
 
 
 def _summary(entry: Entry) -> dict[str, Any]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +10,7 @@ import typer
 
 from kenotron.cli.data import on_this_machine
 from kenotron.cli.remote import at_hand
+from kenotron.cli.tables import progress_bar
 from kenotron.config.errors import InputError, byte_size, no_such_path
 
 app = typer.Typer(help="Convert models to and from Hugging Face's format, and nanotron's runs.", no_args_is_help=True)
@@ -32,7 +31,7 @@ def from_hf(
     find_config(src)
     from kenotron import interop  # which imports torch
 
-    with _progress("Reading") as progress:
+    with progress_bar("Reading") as progress:
         saved = interop.from_hf(src, dst, family=family, report=_say, progress=progress)
     print(f"Wrote {saved.path}: {byte_size(saved.bytes)} in {saved.seconds:.1f} s")
     print(f'Next: kenotron generate {dst} --prompt "Once upon a time"')
@@ -57,7 +56,7 @@ def to_hf(
     source = resolve(at_hand(src).expanduser())
     from kenotron import interop  # which imports torch
 
-    with _progress("Writing") as progress:
+    with progress_bar("Writing") as progress:
         written = interop.to_hf(source, dst, dtype=dtype, max_shard_size=max_shard_size, report=_say, progress=progress)
     files = f"{len(written.files)} files" if len(written.files) > 1 else written.files[0]
     print(f"Wrote {written.path}: {files}, {byte_size(written.bytes)} in {written.dtype}")
@@ -75,7 +74,7 @@ def from_nanotron(
         raise no_such_path("SRC", src)
     from kenotron import interop  # which imports torch
 
-    with _progress("Reading") as progress:
+    with progress_bar("Reading") as progress:
         saved = interop.from_nanotron(src, dst, report=_say, progress=progress)
     print(f"Wrote {saved.path}: {byte_size(saved.bytes)} in {saved.seconds:.1f} s")
     print(f"Next: kenotron train {saved.path / 'config.yaml'}")
@@ -84,17 +83,3 @@ def from_nanotron(
 
 def _say(line: str) -> None:
     print(line, file=sys.stderr)
-
-
-@contextmanager
-def _progress(what: str) -> Iterator[Callable[[int, int], None] | None]:
-    """A bar on a terminal; nothing elsewhere."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
