@@ -3,7 +3,7 @@
     python benchmarks/diagrams.py                  draws all of them into docs/pictures
     python benchmarks/diagrams.py --only mesh      one of zero, mesh, mixture, lazy, schedules, badges
 
-zero       what a rank of dp 8 holds at each `zero_stage`, as torch shards it and `launch.memory` estimates it
+zero       what a rank of dp 8 holds at each `zero_stage`, at the peak of a step, as the planner predicts it
 mesh       the ranks of two machines and the groups that they form, as `parallel.mesh` makes them
 mixture    the samples of every step of two stages, as `data.provenance` looks them up, and the weights of the config
 lazy       a checkpoint of the engine `datastates` beside the steps of a run, timed
@@ -73,7 +73,6 @@ LLAMA_8B = (
     "tie_word_embeddings: false}"
 )
 ADAMW = "optimizer.optimizer_factory={name: adamW, adam_beta1: 0.9, adam_beta2: 0.95, adam_eps: 1.0e-8}"
-PLAIN_SGD = "optimizer.optimizer_factory={name: sgd, momentum: 0}"
 DP = 8
 STAGES = {f"zero_stage {stage}": [f"optimizer.zero_stage={stage}"] for stage in range(4)}
 STAGES["hybrid, dp_shard 4"] = ["optimizer.zero_stage=hybrid", "parallelism.dp_shard=4"]
@@ -83,46 +82,22 @@ def zero(out: Path) -> None:
     """Draw what a rank holds at every ZeRO stage."""
     import kenotron as kn
 
-    same = [LLAMA_8B, ADAMW, "model.dtype=bfloat16", f"parallelism.dp={DP}"]
+    layout = [f"parallelism.dp={DP}", "parallelism.recompute_layer=true"]
+    batch = ["tokens.sequence_length=4096", "tokens.micro_batch_size=1", "tokens.batch_accumulation_per_replica=2"]
+    same = [LLAMA_8B, ADAMW, "model.dtype=bfloat16", *layout, *batch]
     held = {name: bytes_of_rank(kn.load(QUICKSTART, [*same, *stage])) for name, stage in STAGES.items()}
     for theme, colours in THEMES.items():
         draw_zero(held, colours, out / f"zero-{theme}.svg")
 
 
 def bytes_of_rank(config: Config) -> dict[str, float]:
-    """Split `state_bytes`, the estimate of what a rank holds in a step, into its parts.
+    """Predict what the first rank holds at the peak of a step on an H100, by kind."""
+    from kenotron.planner.hardware import GPUS
+    from kenotron.planner.memory import plan_memory
+    from kenotron.planner.verdict import COLUMNS, by_column
 
-    The fp32 weights are what `build_parts` leaves on a rank. Plain SGD has no state, and with offload nothing but the
-    weights at work is counted, so that differences give the other parts.
-    """
-    import kenotron as kn
-    from kenotron.launch.memory import state_bytes
-
-    stage = config.zero_stage
-    everything = state_bytes(config, stage)
-    without_state = state_bytes(kn.load(config, [PLAIN_SGD]), stage)
-    at_work = state_bytes(kn.load(config, ["parallelism.cpu_offload=true"]), stage)
-    weights = bytes_of_shards(config)
-    return {
-        "fp32 weights": weights,
-        "weights at work, bf16": at_work,
-        "fp32 gradients": without_state - at_work - weights,
-        "AdamW's two moments, fp32": everything - without_state,
-    }
-
-
-def bytes_of_shards(config: Config) -> int:
-    """Count the bytes of the weights that rank 0 keeps between steps, sharded on the meta device."""
-    import torch
-
-    from kenotron.parallel.mesh import axes, build_mesh
-    from kenotron.parallel.shards import local_tensor
-    from kenotron.training.model_parts import build_parts
-
-    ranks = config.parallelism.world_size
-    with one_of(ranks, 0):
-        parts, _ = build_parts(config, build_mesh(axes(config), ranks, "cpu"), torch.device("meta"))
-        return sum(local_tensor(parameter).nbytes for part in parts for parameter in part.parameters())
+    (plan,) = plan_memory(config, GPUS["h100"])
+    return dict(zip(COLUMNS, by_column(plan.peak.of), strict=True))
 
 
 def draw_zero(held: dict[str, dict[str, float]], colours: dict[str, str], file: Path) -> None:
@@ -134,13 +109,13 @@ def draw_zero(held: dict[str, dict[str, float]], colours: dict[str, str], file: 
             widths = [bytes_[part] / GIB for bytes_ in held.values()]
             axes.barh(bars, widths, 0.7, ends, color=COLOURS[number], label=part, edgecolor=colours["paper"])
             for bar, end, width in zip(bars, ends, widths):
-                if width > 0:
+                if width > 1:
                     size = 7.5 if width < 5 else 10
                     axes.text(end + width / 2, bar, f"{width:.1f}", color=ON_COLOUR, fontsize=size, **MIDDLE)
             ends = [end + width for end, width in zip(ends, widths)]
         for bar, end in zip(bars, ends):
             axes.text(end + 1, bar, f"{end:.1f} GiB", va="center", weight="bold")
-        axes.set_title(f"Llama 3.1 8B in bf16, dp {DP}: GiB on each rank in a step, without activations (estimate)")
+        axes.set_title(f"Llama 3.1 8B in bf16, dp {DP}, 4096 tokens, recomputed: GiB on a rank at the peak of a step")
         axes.set_yticks(bars, held)
         axes.invert_yaxis()
         axes.set_xlim(0, 1.1 * max(ends))

@@ -29,31 +29,43 @@ NAMES = {
     "torch._foreach_mul_": "optim/clip.py optim/lion.py optim/muon.py optim/soap.py",
     "torch._foreach_norm": "optim/clip.py",
     "torch._foreach_sign_": "optim/lion.py",
-    "torch._subclasses.fake_tensor.FakeTensorMode": "parallel/partial_gradients.py",
+    "torch._C._current_autograd_node": "planner/ledger.py",
+    "torch._subclasses.fake_tensor.FakeTensor": "kernels/rms_norm.py planner/ledger.py planner/stand_in.py",
+    "torch._subclasses.fake_tensor.FakeTensorMode": "parallel/partial_gradients.py planner/stand_in.py",
+    "torch._subclasses.fake_tensor.unset_fake_temporarily": "planner/stand_in.py",
     "torch.cuda.memory._dump_snapshot": "observers/profiler.py",
     "torch.cuda.memory._record_memory_history": "observers/profiler.py",
+    "torch.distributed.fsdp._fully_shard._fsdp_param": "planner/stand_in.py",
     "torch.distributed.distributed_c10d._get_default_store": "parallel/torch_internals.py",
     "torch.distributed.distributed_c10d._set_pg_timeout": "parallel/torch_internals.py",
     "torch.distributed.distributed_c10d._world.pg_map": "parallel/torch_internals.py",
     "torch.distributed.distributed_c10d._world.pg_names.items": "parallel/torch_internals.py",
     "torch.ops._c10d_functional": "parallel/collectives.py",
-    "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu": "kernels/attention.py launch/memory.py",
+    "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu": "kernels/attention.py",
+    "torch.ops.aten._scaled_dot_product_flash_attention": "planner/stand_in.py",
     "torch.ops.aten._softmax_backward_data.out": "kernels/attention.py",
     "torch.ops.mkldnn._linear_pointwise": "kernels/products.py",
-    "torch.utils._python_dispatch.TorchDispatchMode": "launch/memory.py",
-    "torch.utils._pytree.tree_leaves": "launch/memory.py models/document_separation.py observers/nonfinite.py "
-    "parallel/partial_gradients.py",
+    "torch.optim.optimizer._get_fused_kernels_supported_devices": "planner/stand_in.py",
+    "torch.testing._internal.distributed.fake_pg.FakeStore": "planner/rehearsal.py",
+    "torch.utils._python_dispatch.TorchDispatchMode": "planner/ledger.py",
+    "torch.utils._pytree.tree_leaves": "models/document_separation.py observers/nonfinite.py "
+    "parallel/partial_gradients.py planner/ledger.py",
+    "torch.utils.backend_registration._DummyBackendModule": "planner/stand_in.py",
+    "torch.utils.backend_registration._setup_privateuseone_for_python_backend": "planner/stand_in.py",
     "gcsfs.core.GCSFileSystem._request.__wrapped__": "storage/google.py",
 }
 """Those that are imported, or reached from what is: their files."""
 
 ATTRIBUTES = {
     "_apply": "models/__init__.py",
-    "_buffers": "models/foreign_model.py models/module_state.py",
+    "_buffers": "models/foreign_model.py models/module_state.py planner/stand_in.py",
+    "_cdata": "planner/ledger.py",
     "_compiled_call_impl": "generation/ranks.py",
     "_concatenate": "parallel/torch_internals.py",
     "_fingerprint": "text/hub_datasets.py",
     "_flatten": "parallel/torch_internals.py",
+    "_local_scalar_dense": "planner/ledger.py",
+    "_parameters": "planner/stand_in.py",
     "_info": "storage/drivers.py",
     "_scaled_dot_product_flash_attention": "kernels/blockwise_attention.py",
     "_scaled_dot_product_flash_attention_backward": "kernels/blockwise_attention.py",
@@ -64,7 +76,13 @@ ATTRIBUTES = {
 }
 """Those of objects: their files."""
 
-PUBLIC = {"_replace", "_asdict", "os._exit", "sys._current_frames"}  # documented, whatever they are called
+PUBLIC = {
+    "_replace",
+    "_asdict",
+    "os._exit",
+    "sys._current_frames",
+    "sys._getframe",
+}  # documented, whatever they are called
 OVERRIDDEN = ("_get_init_p2p_neighbors_ops", "forward_maybe_with_nosync")  # in parallel/pipeline.py
 
 

@@ -117,12 +117,4 @@ MUTANTS = [
         why="a run of a thousand ranks is reported by an error that followed from the first",
         tests=("launch/test_calls_of_the_store.py::test_the_failure_that_came_first_is_the_cause_for_all",),
     ),
-    Mutant(
-        name="states-of-adam-take-one-moment",
-        file="launch/memory.py",
-        find='"normuon") else 2.0',
-        replace='"normuon") else 1.0',
-        why="a run is advised a size that does not fit",
-        tests=("launch/test_memory.py::test_states_are_the_bytes_of_each_parameter",),
-    ),
 ]

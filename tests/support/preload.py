@@ -10,6 +10,7 @@ PRELOAD = (
     "kenotron.generation",
     "kenotron.launch.training",
     "kenotron.models.families.llama",
+    "kenotron.planner.memory",
     "kenotron.training.build",
     "torch._dynamo",
     "torch.distributed.fsdp",

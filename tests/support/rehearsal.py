@@ -2,8 +2,7 @@
 
     python -m support.rehearsal "llama|tp=2|model.dtype=bfloat16" …    # a line of JSON for each
 
-The model, its layout on ranks that are not there either (torch's "fake" process group), the initial weights, the
-optimizer and the step are those of a run. What is missing are values: a loss is 1.
+They are those of the planner (`kenotron.planner.rehearsal`), with batches of documents and a hook.
 """
 
 from __future__ import annotations
@@ -13,27 +12,18 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from kenotron.checkpoint.checkpoints import Checkpoints
 from kenotron.config import Config
 from kenotron.data.batch import TokenBatch
 from kenotron.kernels.attention import attention as sdpa
 from kenotron.kernels.attentions.choice import by_documents
 from kenotron.kernels.attentions.packed import torch_flash
-from kenotron.models import build, named_parameters
 from kenotron.observers.consistency import StateHash
-from kenotron.optim.build import build_optimizer
-from kenotron.parallel.mesh import Mesh, axes, build_mesh
-from kenotron.training.hooks import Hook
-from kenotron.training.initial_weights import fill_weights
-from kenotron.training.model_parts import build_parts
-from kenotron.training.run import Run
+from kenotron.planner.rehearsal import build_on, on_fake_rank
 from kenotron.training.step import train_step
 from support import stand_in
 from support.layout_runs import problem_of_family
@@ -44,44 +34,21 @@ STEPS = 3
 def rehearse(family: str, layout: str, overrides: Sequence[str], device: torch.device) -> list[stand_in.HostWaits]:
     """What the host waited for in each of `STEPS` steps."""
     config = problem_of_family(family, *overrides).config(layout, Path("never-written"))
-    ranks = config.parallelism.world_size
-    if ranks > 1:
-        backends = f"cpu:fake,{device.type}:fake"
-        dist.init_process_group(backends, rank=0, world_size=ranks, store=FakeStore())
-    try:
-        mesh = build_mesh(axes(config), ranks, device.type)
-        with stand_in.memoryless():
-            run = run_without_files(config, mesh, device)
-            micro_batches, waited = config.tokens.batch_accumulation_per_replica, []
-            for _ in range(STEPS):
-                with stand_in.HostWaits() as waits:
-                    run.hooks[0].before_step(run)
-                    result = train_step(run, [_batch(config, number) for number in range(micro_batches)])
-                    run.step += 1
-                    run.hooks[0].after_step(run, result)
-                    for loads in result.expert_loads or ():
-                        loads.tolist()  # `observers.expert_load` computes with them on the host
-                waited.append(waits)
-                run.recorded.clear()
-            return waited
-    finally:
-        if ranks > 1:
-            dist.destroy_process_group()
-
-
-def run_without_files(config: Config, mesh: Mesh, device: torch.device) -> Run:
-    """`training.build.build_run` without data, logs and checkpoints."""
-    with torch.device("meta"):
-        skeleton = build(config.model)
-    parts, pipeline = build_parts(config, mesh, device)
-    fill_weights(parts, config.model.init_method, config.general.seed)
-    names = [name for name, _ in named_parameters(skeleton)]
-    optimizer = build_optimizer(named_parameters(*parts), config.optimizer, all_names=names, padded=False)
-    attention = by_documents(sdpa, torch_flash)
-    data = cast(Any, None)
-    hooks: list[Hook] = [StateHash()]
-    rest = {"attention": attention, "checkpoints": Checkpoints(config)}
-    return Run(config, mesh, device, skeleton, parts, optimizer, data, hooks, pipeline, **cast(Any, rest))
+    micro_batches, waited = config.tokens.batch_accumulation_per_replica, []
+    with on_fake_rank(config, 0, device) as mesh:
+        hook = StateHash()
+        run = build_on(config, mesh, device, by_documents(sdpa, torch_flash), [hook])
+        for _ in range(STEPS):
+            with stand_in.HostWaits() as waits:
+                hook.before_step(run)
+                result = train_step(run, [_batch(config, number) for number in range(micro_batches)])
+                run.step += 1
+                hook.after_step(run, result)
+                for loads in result.expert_loads or ():
+                    loads.tolist()  # `observers.expert_load` computes with them on the host
+            waited.append(waits)
+            run.recorded.clear()
+    return waited
 
 
 def _batch(config: Config, number: int) -> TokenBatch:

@@ -107,14 +107,14 @@ def test_the_host_waits_once_a_step_and_nothing_is_computed_in_float64(
 def test_experts_on_other_ranks_cost_one_wait_a_layer_and_micro_batch(rehearsed: Callable[[str], Any]) -> None:
     steps = rehearsed(EXPERTS_APART)
     assert isinstance(steps, list), steps
-    assert steps[1:] == [ONCE | {"parallel.experts:exchange reads": 4 * 2}] * 2
+    assert steps[1:] == [ONCE | {"kernels.experts:counts_on_host reads": 4 * 2}] * 2
 
 
 @pytest.mark.parametrize("case", OFFLOADED)
 def test_offloaded_weights_are_read_by_nothing_but_their_copies(case: str, rehearsed: Callable[[str], Any]) -> None:
     steps = rehearsed(case)
     assert isinstance(steps, list), steps
-    expected = ONCE | ({"parallel.experts:exchange reads": 4 * 2} if "ep=2" in case else {})
+    expected = ONCE | ({"kernels.experts:counts_on_host reads": 4 * 2} if "ep=2" in case else {})
     reads = [{site: n for site, n in step.items() if site.endswith("reads") or site in ONCE} for step in steps]
     assert reads == [expected] * 3
     assert any("copies to standin" in site for site in steps[2])
@@ -131,11 +131,11 @@ def test_the_next_layers_weights_travel_while_the_host_waits_for_the_counts_of_e
     assert isinstance(steps, list), steps
     calls, gathered = steps[2][: steps[2].index("_reduce_scatter_base_")], []
     for number, call in enumerate(calls):
-        if call == "parallel.experts:exchange reads":
+        if call == "kernels.experts:counts_on_host reads":
             gathered.append(calls[:number].count("_allgather_base_"))
     # The root, then two a layer, block and experts: in the first layer those of the second, too. Two micro-batches.
     assert gathered == [5, 7, 9, 9]
-    backward = calls[len(calls) - calls[::-1].index("parallel.experts:exchange reads") :]
+    backward = calls[len(calls) - calls[::-1].index("kernels.experts:counts_on_host reads") :]
     assert backward.count("_allgather_base_") == 4  # as the last layer's gradients are summed, of it and the one before
 
 

@@ -22,6 +22,7 @@ from kenotron.cli.doctor import doctor
 from kenotron.cli.evaluate import evaluate
 from kenotron.cli.generate import generate
 from kenotron.cli.init import init
+from kenotron.cli.plan import plan
 from kenotron.cli.plot import plot
 from kenotron.cli.replay import replay
 from kenotron.cli.runs import report, runs
@@ -73,6 +74,7 @@ OTHER_NAMES = {
     "doctor": "test env",
     "evaluate": "eval",
     "generate": "inference sample",
+    "plan": "estimate memory predict",
     "report": "dashboard",
     "runs": "list ls",
     "train": "run pretrain fit finetune resume launch",
@@ -84,7 +86,7 @@ def all_commands() -> typer.Typer:
     app = typer.Typer(help=HELP, no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False)
     app.info.context_settings = {"help_option_names": ["-h", "--help"]}
     app.callback()(_options)
-    trained = (init, train, branch, generate, chat, evaluate, compare, runs, report, plot)
+    trained = (init, plan, train, branch, generate, chat, evaluate, compare, runs, report, plot)
     for command in (*trained, replay, doctor, submit, status, logs, cancel):
         app.command()(command)
     for group in (config, checkpoint, convert, data, mup):

@@ -59,6 +59,11 @@ def slots_by_expert(experts: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return order, ends.diff(prepend=ends.new_zeros(1))
 
 
+def counts_on_host(counts: Tensor, total: int) -> Any:
+    """``counts.tolist()``: the last dimension adds up to `total`, of which the planner makes equal parts."""
+    return counts.tolist()
+
+
 class _ExpertMLP(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -68,7 +73,7 @@ class _ExpertMLP(torch.autograd.Function):
         order, counts = slots_by_expert(experts, up.shape[0] + 1)
         sizes, dropped = counts[:-1], counts[-1]  # whose slots are the last of `order`
         if reads_are_free(sizes):
-            order = order[: len(order) - int(dropped)]
+            order = order[: sum(counts_on_host(sizes, len(order)))]
         else:  # the host waits for no count: they are rows of the last expert, of weight 0
             sizes[-1] += dropped
         slot, w, at, room = _with_room(order, weights, sizes, x.dtype)
@@ -109,12 +114,16 @@ def _with_room(order: Tensor, weights: Tensor, sizes: Tensor, dtype: torch.dtype
     routing has ever new ones. Eight numbers between powers of two stay in its cache. Else the third is None.
     """
     w = weights.reshape(-1).index_select(0, order).to(dtype)
-    if not reads_are_free(sizes) or not (dtype.itemsize == 2 or (products.ONEDNN and dtype == torch.float32)):
+    if not reads_are_free(sizes):  # `grouped_mm` takes them from the device
         return order, w[:, None], None, sizes
-    room = sizes + -sizes % torch.tensor([max(16, 1 << max(count.bit_length() - 4, 0)) for count in sizes.tolist()])
-    before = (room - sizes).cumsum(0) - (room - sizes)
-    at = torch.arange(len(order)) + before.repeat_interleave(sizes)
-    slot, w = (each.new_zeros(int(room.sum())).index_copy_(0, at, each) for each in (order, w))
+    counts = counts_on_host(sizes, len(order))
+    if not (dtype.itemsize == 2 or (products.ONEDNN and dtype == torch.float32)):
+        return order, w[:, None], None, counts
+    room = [count + -count % max(16, 1 << max(count.bit_length() - 4, 0)) for count in counts]
+    more = torch.tensor(room) - sizes
+    before = more.cumsum(0) - more
+    at = torch.arange(len(order)) + before.repeat_interleave(sizes, output_size=len(order))
+    slot, w = (each.new_zeros(sum(room)).index_copy_(0, at, each) for each in (order, w))
     return slot, w[:, None], at, room
 
 
@@ -149,16 +158,17 @@ def _in_triton(name: str, g: Tensor, u: Tensor | None, act: str) -> Callable[...
 class _Groups:
     """Consecutive rows that belong to one expert each, and the products of such rows."""
 
-    def __init__(self, sizes: Tensor) -> None:
-        self.on_host = reads_are_free(sizes)  # `grouped_mm` takes them from the device
-        self.sizes: list[int] = sizes.tolist() if self.on_host else []
-        self.ends = None if self.on_host else sizes.cumsum(0).to(torch.int32)
+    def __init__(self, sizes: Tensor | list[int]) -> None:
+        if isinstance(sizes, list):
+            self.sizes, self.ends = sizes, None
+            return
+        self.ends = sizes.cumsum(0).to(torch.int32)
         zeros = sizes.is_cuda and torch.cuda.get_device_capability() == (9, 0)  # else torch's issue 172439: any number
         self.empty = None if zeros else (sizes == 0)[:, None, None]
 
     def rows_by_matrix(self, x: Tensor, matrices: Tensor, onto: Tensor | None = None) -> Tensor:
         """x ``[rows, in]``, matrices ``[groups, out, in]`` → x_i M_i^T, ``[rows, out]``; `onto`: added to it."""
-        if not self.on_host:
+        if self.ends is not None:
             y = F.grouped_mm(x, matrices.transpose(1, 2), offs=self.ends)
             return y if onto is None else onto.add_(y)
         y = x.new_empty(x.shape[0], matrices.shape[1]) if onto is None else onto
@@ -171,7 +181,7 @@ class _Groups:
 
     def rows_by_rows(self, y: Tensor, x: Tensor) -> Tensor:
         """y ``[rows, out]``, x ``[rows, in]`` → y_i^T x_i, ``[groups, out, in]``; zeros for a group without rows."""
-        if not self.on_host:
+        if self.ends is not None:
             found = F.grouped_mm(y.t(), x, offs=self.ends)
             return found if self.empty is None else found.masked_fill_(self.empty, 0)
         found = x.new_empty(len(self.sizes), y.shape[1], x.shape[1])

@@ -21,18 +21,21 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from kenotron.kernels.fused import fused
 from kenotron.kernels.shortcuts import is_small
 
 BLOCK = 1 << 19  # elements of one round of passes: 2 MiB in fp32
 
+PLAIN = (Tensor, FakeTensor)  # the planner's tensors take the way of real ones, those of subclasses do not
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x ``[..., hidden]``, weight ``[hidden]`` → x's shape and dtype; everything inside in fp32."""
     if kernel := fused("rms_norm.rms_norm", x):
         return kernel(x, weight, eps)
-    ours = x.device.type == "cpu" and x.dtype in (torch.float32, torch.bfloat16) and type(x) is Tensor
+    ours = x.device.type == "cpu" and x.dtype in (torch.float32, torch.bfloat16) and type(x) in PLAIN
     if not ours or torch.compiler.is_compiling():
         return F.rms_norm(x, (x.shape[-1],), weight, eps)  # fused on CUDA; fused by the compiler on CPU
     return _of_few_rows(x, weight, eps) if is_small(x) else _RMSNorm.apply(x, weight, eps)

@@ -19,7 +19,7 @@ agreement.py        whether all ranks were started alike
 shared_folder.py    whether all machines see one folder of checkpoints
 environment.py      torchrun's variables; devices and threads shared among the ranks
 failures.py         a rank that raises or dies ends all of them, and is reported as the cause
-memory.py           what a rank needs, what would fit, and a memory or disk that is too small
+memory.py           a memory or disk that is too small
 machine_memory.py   what the machine has
 error_records.py    how a rank's error reaches the launcher
 hangs.py            a collective that some rank does not join: which one, and who

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.func import functional_call
 
-from kenotron.kernels.experts import slots_by_expert
+from kenotron.kernels.experts import counts_on_host, slots_by_expert
 from kenotron.kernels.products import linear
 from kenotron.kernels.token_slots import Collect, Spread
 from kenotron.models.plan import Plan, modules
@@ -177,7 +177,7 @@ def exchange(
     counts = counts[:-1].contiguous()
     arriving = torch.empty_like(counts)  # [ranks, here]: rows from each rank for each expert here
     dist.all_to_all_single(arriving, counts, group=group)
-    send, receive = torch.stack((counts, arriving)).view(2, ranks, here).sum(2).tolist()
+    send, receive = counts_on_host(torch.stack((counts, arriving)).view(2, ranks, here).sum(2), len(order))
     order = order[: sum(send)]
     local = torch.arange(here, device=x.device).repeat(ranks).repeat_interleave(arriving, output_size=sum(receive))
     rows = exchange_rows(Spread.apply(x, order, slots), send, receive, group)

@@ -76,13 +76,7 @@ def build_run(
         fill_weights(parts, init, seed, open_weights, lambda name: factors[name].std if factors else 1.0)
         if pipeline is not None:
             pipeline.share_tied_weights()
-    optimizer = build_optimizer(
-        named_parameters(*parts),
-        config.optimizer,
-        all_names=[name for name, _ in named_parameters(skeleton)],
-        padded=config.model.decoder.vocab_size % config.model.make_vocab_size_divisible_by > 0,
-        factors=factors,
-    )
+    optimizer = optimizer_of(config, skeleton, parts, factors)
     log.model_size(skeleton, parts, device)
     if "model" not in start.loads:
         log.first_weights()
@@ -110,6 +104,19 @@ def build_run(
         close(run)
         raise
     return run
+
+
+def optimizer_of(
+    config: Config, skeleton: Decoder, parts: Sequence[Decoder], factors: dict[str, Factors]
+) -> torch.optim.Optimizer:
+    """The optimizer of this rank's parameters."""
+    return build_optimizer(
+        named_parameters(*parts),
+        config.optimizer,
+        all_names=[name for name, _ in named_parameters(skeleton)],
+        padded=config.model.decoder.vocab_size % config.model.make_vocab_size_divisible_by > 0,
+        factors=factors,
+    )
 
 
 def factors_of(skeleton: Decoder, config: Config) -> dict[str, Factors]:

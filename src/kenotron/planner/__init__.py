@@ -1,0 +1,9 @@
+"""What a run will need, predicted by running its own code on ranks that are not there.
+
+memory.py        the peak of every kind of rank, by what it consists of: read `plan_memory` first
+verdict.py       whether that fits, and the nearest change that does
+hardware.py      GPUs that a run may be planned for
+rehearsal.py     a rank of a layout, built and stepped without memory
+ledger.py        follows every storage: its bytes, its life, and what made it
+stand_in.py      a GPU that is not there
+"""

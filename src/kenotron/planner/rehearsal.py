@@ -1,0 +1,126 @@
+"""A rank of any layout, built and stepped by the code of training, without memory and without the other ranks.
+
+    with on_fake_rank(config, 7, device) as mesh:      # of 2,048
+        run = build(config, mesh, device, attention)
+        steps(run, 2)
+
+The model, its layout, the weights' places, the optimizer and the step are those of a run. What is missing are values (a
+loss is 1), the data, logs and checkpoints, and the other ranks: torch's "fake" process group sends nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from math import prod
+from typing import TYPE_CHECKING, Any, cast
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import kenotron.kernels.experts as experts_kernels
+import kenotron.parallel.experts as experts_over_ranks
+from kenotron.checkpoint.checkpoints import Checkpoints
+from kenotron.data.batch import TokenBatch
+from kenotron.models import build
+from kenotron.parallel.mesh import Mesh, axes, build_mesh
+from kenotron.planner.stand_in import memoryless
+from kenotron.training.build import factors_of, optimizer_of
+from kenotron.training.model_parts import build_parts
+from kenotron.training.run import Run
+
+if TYPE_CHECKING:
+    from kenotron.config import Config
+    from kenotron.training.hooks import Hook
+
+
+class Sent:
+    """A send, which holds what it sends until the schedule of a pipeline forgets it, as those of gloo and NCCL do."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self.tensors = tensors
+
+    def wait(self, *args: object) -> bool:
+        """It was sent."""
+        return True
+
+
+@contextlib.contextmanager
+def on_fake_rank(config: Config, rank: int, device: torch.device) -> Iterator[Mesh]:
+    """Within, this process is `rank` of the config's layout, and tensors have no memory."""
+    ranks = config.parallelism.world_size
+    if ranks > 1:
+        dist.Backend.backend_capability["fake"] = ["cpu", device.type]
+        dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
+    try:
+        mesh = build_mesh(axes(config), ranks, device.type)
+        send = patch.object(dist.ProcessGroup, "send", lambda group, tensors, *args: Sent(tensors))
+        with memoryless(), send:
+            yield mesh
+    finally:
+        if ranks > 1:
+            dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def routing_in_balance() -> Iterator[None]:
+    """Within, every expert gets as many tokens, and every rank of ep sends and gets as many."""
+
+    def counts_on_host(counts: torch.Tensor, total: int) -> Any:
+        *others, parts = counts.shape
+        equal = [total // parts + (number < total % parts) for number in range(parts)]
+        return [equal for _ in range(others[0])] if others else equal
+
+    with (
+        patch.object(experts_kernels, "counts_on_host", counts_on_host),
+        patch.object(experts_over_ranks, "counts_on_host", counts_on_host),
+    ):
+        yield
+
+
+def build_on(
+    config: Config,
+    mesh: Mesh,
+    device: torch.device,
+    attention: Callable[..., torch.Tensor],
+    hooks: Sequence[Hook] = (),
+) -> Run:
+    """`training.build.build_run` without data, logs, checkpoints and initial values."""
+    with torch.device("meta"):
+        skeleton = build(config.model)
+    parts, pipeline = build_parts(config, mesh, device)
+    optimizer = optimizer_of(config, skeleton, parts, factors_of(skeleton, config))
+    return Run(
+        config=config,
+        mesh=mesh,
+        device=device,
+        skeleton=skeleton,
+        parts=parts,
+        optimizer=optimizer,
+        data=cast(Any, None),
+        hooks=list(hooks),
+        pipeline=pipeline,
+        attention=attention,
+        checkpoints=Checkpoints(config),
+    )
+
+
+def batch_of(config: Config) -> TokenBatch:
+    """A micro-batch of the longest sequences, each of one document."""
+    shape = config.tokens.micro_batch_size, max(config.sequence_lengths.values())
+    tokens = np.arange(prod(shape)).reshape(shape) % config.model.decoder.vocab_size
+    documents = np.zeros_like(tokens) if config.model.document_masking else None
+    return TokenBatch(tokens, tokens, np.arange(shape[0]), documents=documents)
+
+
+def micro_batches_to_follow(config: Config) -> int:
+    """As many micro-batches as a step needs until it holds the most at once."""
+    layout, count = config.parallelism, config.tokens.batch_accumulation_per_replica
+    if layout.pp == 1:
+        return min(count, 2)
+    if layout.pp_engine == "afab":
+        return count
+    return min(count, (2 * layout.stages_per_rank + 1) * layout.pp)

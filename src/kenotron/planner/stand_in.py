@@ -1,0 +1,231 @@
+"""A GPU that is not there: tensors without memory on a device of its own, on any machine.
+
+    device = stand_in.install()
+    with stand_in.memoryless():
+        …                                   # tensors of two devices in one operator are an error, as on a GPU
+
+Fake tensors have shapes, dtypes and devices, and no values: an operator whose result's shape depends on values is an
+error, because on a GPU the host waits for it.
+
+torch's backend for devices in Python is experimental; it is used here alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from types import ModuleType
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import backend_registration
+
+from kenotron.kernels import blockwise_attention
+from kenotron.kernels.attentions import choice
+from kenotron.kernels.attentions.choice import Facts
+from kenotron.optim import matrices, matrix_owners
+
+NAME = "standin"
+when_host_waits: list[Callable[[], None]] = []
+"""Called at every wait of the host for the device."""
+
+
+class Stream:
+    """A queue of a device that has none."""
+
+    def __init__(self, *args: Any, **options: Any) -> None: ...
+
+    def wait_stream(self, other: Any = None) -> None:
+        """The device waits, not the host."""
+
+    wait_event = wait_stream
+
+    def record_event(self, event: Any = None) -> Event:
+        """Return a place in the queue."""
+        return event or Event()
+
+    def synchronize(self, *args: Any) -> None:
+        """The host waits."""
+        for each in when_host_waits:
+            each()
+
+
+class Event(Stream):
+    """A place in a queue."""
+
+    record = wait = Stream.wait_stream
+
+    def query(self) -> bool:
+        """Whether the queue is past it."""
+        return True
+
+
+class _Module(backend_registration._DummyBackendModule):
+    """What `torch.cuda` is to CUDA, as far as FSDP2, torch's pipelines and its recomputation ask."""
+
+    Stream, Event, synchronize = Stream, Event, staticmethod(Stream().synchronize)
+
+    def current_device(self) -> int:
+        return 0
+
+    def device_count(self) -> int:
+        return 1
+
+    def set_device(self, *args: Any) -> None: ...
+
+    def current_stream(self, *args: Any) -> Stream:
+        return Stream()
+
+    def stream(self, stream: Stream) -> Any:
+        return contextlib.nullcontext()
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+    def get_rng_state(self, *args: Any) -> Tensor:
+        return torch.zeros(16, dtype=torch.uint8)
+
+    def set_rng_state(self, *args: Any) -> None: ...
+
+
+def install() -> torch.device:
+    """Register the device, once a process. Backward runs on the caller's thread, where fake tensors are known."""
+    backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=_Module())
+    torch.autograd.set_multithreading_enabled(False)
+    return torch.device(NAME, 0)
+
+
+@cache
+def _values_unknown() -> FakeTensorMode:
+    """One for the process: tables that modules keep belong to it."""
+    return FakeTensorMode()
+
+
+@contextlib.contextmanager
+def memoryless() -> Iterator[None]:
+    """Within, tensors have no memory."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
+    from torch.optim import adam, adamw, optimizer
+
+    devices = [*optimizer._get_fused_kernels_supported_devices(), NAME]
+    with contextlib.ExitStack() as stack:
+        for module in (adam, adamw, optimizer):
+            if hasattr(module, "_get_fused_kernels_supported_devices"):
+                name = "_get_fused_kernels_supported_devices"
+                stack.enter_context(patch.object(module, name, lambda: devices))
+        stack.enter_context(patch.object(FakeTensorMode, "avoid_device_init", True))  # torch.tensor(…, device=…)
+        stack.enter_context(patch.object(nn.Module, "_apply", _apply))
+        stack.enter_context(patch.object(Tensor, "pin_memory", _pinned))
+        stack.enter_context(patch.object(FakeTensor, "record_stream", lambda tensor, stream: None, create=True))
+        stack.enter_context(patch.object(FakeTensorMode, "__deepcopy__", lambda mode, memo: mode, create=True))
+        stack.enter_context(patch.object(DeviceMesh, "mesh", property(_with_values(DeviceMesh.mesh.fget))))
+        numbering_ranks = ((DeviceMesh, "__init__"), (matrix_owners, "_places"), (matrices, "mesh_group"))
+        for place, name in numbering_ranks:
+            stack.enter_context(patch.object(place, name, _with_values(getattr(place, name))))
+        stack.enter_context(patch.object(_fsdp_param, "_chunk_with_empty", _Chunks))
+        stack.enter_context(_values_unknown())
+        yield
+
+
+@contextlib.contextmanager
+def kernels_of_a_gpu(facts: Facts) -> Iterator[None]:
+    """Within, the stand-in has what a GPU of such `facts` has: kernels in Triton, and flash attention."""
+    triton, language = ModuleType("triton"), ModuleType("triton.language")
+    vars(language).update(constexpr=object)
+    vars(triton).update(jit=_Launch, cdiv=lambda a, b: -(-a // b), next_power_of_2=_power_of_2, language=language)
+    with (
+        _modules({"triton": triton, "triton.language": language}, "kenotron.kernels.triton."),
+        patch.object(choice, "facts_of", lambda device: facts),
+        patch.object(F, "scaled_dot_product_attention", _flash),
+        patch.object(blockwise_attention, "_kernel", lambda q: "flash"),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _modules(modules: dict[str, ModuleType], importers: str) -> Iterator[None]:
+    """Within, these are imported by their names; modules whose names begin with `importers` are imported anew."""
+
+    def forget() -> dict[str, ModuleType]:
+        names = [name for name in sys.modules if name in modules or name.startswith(importers)]
+        return {name: sys.modules.pop(name) for name in names}
+
+    before = forget()
+    sys.modules.update(modules)
+    try:
+        yield
+    finally:
+        forget()
+        sys.modules.update(before)
+
+
+def _power_of_2(number: int) -> int:
+    return 1 << (number - 1).bit_length()
+
+
+class _Launch:
+    """A kernel in Triton whose launches do nothing: what they write to exists already."""
+
+    def __init__(self, function: Any) -> None: ...
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        return lambda *args, **options: None
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, *, scale: float, **options: Any) -> Tensor:
+    """Attention by the flash kernel, which keeps no matrix of scores."""
+    out = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, False, scale=scale)[0]
+    assert isinstance(out, Tensor)
+    return out
+
+
+def _with_values(function: Any) -> Any:
+    """`function` of tensors that have values: those that number the ranks of a mesh."""
+
+    def call(*args: Any, **options: Any) -> Any:
+        with unset_fake_temporarily():
+            return function(*args, **options)
+
+    return call
+
+
+def _apply(module: nn.Module, change: Any, recurse: bool = True) -> nn.Module:
+    """`nn.Module._apply` (which `to` and `to_empty` call) by replacing parameters: torch cannot swap fake ones."""
+    for child in module.children():
+        child._apply(change)
+    for name, old in module._parameters.items():
+        if old is not None:
+            module._parameters[name] = nn.Parameter(change(old), old.requires_grad)
+    for name, buffer in module._buffers.items():
+        module._buffers[name] = None if buffer is None else change(buffer)
+    return module
+
+
+def _pinned(tensor: Tensor) -> Tensor:
+    tensor.is_pinned_here = True  # type: ignore[attr-defined]
+    return tensor
+
+
+class _Chunks(Sequence[Tensor]):
+    """What FSDP2 makes of a parameter, without a list of every rank's part, of which it reads its own and the first.
+
+    With 8,192 ranks these lists take 200 s for a model of 8B.
+    """
+
+    def __init__(self, tensor: Tensor, count: int, dim: int) -> None:
+        self.tensor, self.count, self.dim = tensor, count, dim
+        self.size = -(-tensor.shape[dim] // count)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, number: Any) -> Any:
+        begin = min(number * self.size, self.tensor.shape[self.dim])
+        return self.tensor.narrow(self.dim, begin, min(self.size, self.tensor.shape[self.dim] - begin))

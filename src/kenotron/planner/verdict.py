@@ -1,0 +1,120 @@
+"""Whether a plan fits, and the nearest change that makes it fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from kenotron.config.errors import InputError
+from kenotron.planner.hardware import GIB
+from kenotron.planner.memory import first_ranks, plan_memory
+
+if TYPE_CHECKING:
+    from kenotron.config import Config
+    from kenotron.models.recomputation import Recompute
+    from kenotron.planner.hardware import Gpu
+    from kenotron.planner.memory import RankMemory
+
+COLUMNS = ("weights", "gradients", "optimizer", "activations", "logits", "communication", "other")
+LESS_AND_LESS_KEPT: tuple[Recompute, ...] = (False, "elementwise", "selective", True)
+STATES = ("weights", "gradients", "optimizer")
+
+
+class Verdict(NamedTuple):
+    """Bytes of the largest rank beside those that there are and that can be planned for; None: not known."""
+
+    peak: int
+    memory: int | None
+    usable: int | None
+    fits: bool | None
+
+
+def by_column(of: Mapping[str, int]) -> list[int]:
+    """The bytes of each of `COLUMNS`."""
+    named = [of.get(column, 0) for column in COLUMNS[:-1]]
+    return [*named, sum(of.values()) - sum(named)]
+
+
+def usable(memory: int) -> int:
+    """What to plan for: the driver, libraries and communicators take some, and some lies between tensors."""
+    return int(max(0.85 * (memory - GIB / 4), memory / 4))
+
+
+def verdict_of(plans: Sequence[RankMemory], memory: int | None) -> Verdict:
+    """Of ranks that have `memory` bytes each."""
+    peak = max(each.peak.bytes for each in plans)
+    return Verdict(peak, memory, memory and usable(memory), memory and peak < usable(memory))
+
+
+def in_words(verdict: Verdict) -> str:
+    """A line for people."""
+    needs = f"the largest rank needs {verdict.peak / GIB:.3g} GiB"
+    if verdict.memory is None or verdict.usable is None:
+        return f"{needs[0].upper()}{needs[1:]}; how much there is, is not known."
+    of = f"{verdict.memory / GIB:.3g}, of which {verdict.usable / GIB:.3g} can be planned for"
+    return f"{'It fits' if verdict.fits else 'It does not fit'}: {needs} of {of}."
+
+
+# What to change -----------------------------------------------------------------------------------
+
+
+def nearest_that_fits(
+    config: Config,
+    changed: Callable[[list[str]], Config],
+    gpu: Gpu | None,
+    plans: Sequence[RankMemory],
+    usable: int,
+    say: Callable[[str], None],
+) -> list[str] | None:
+    """The first of `changes` with which the largest rank of `plans` holds at most `usable` bytes; None: none does.
+
+    `changed` makes a config with some overrides. `say` is told what is tried.
+    """
+    largest = max(plans, key=lambda each: each.peak.bytes)
+    states = sum(largest.peak.of.get(kind, 0) for kind in STATES)
+    for overrides in changes(config, states < usable):
+        try:
+            other = changed(overrides)
+        except InputError:  # what this model or layout does not allow
+            continue
+        say(f"trying {' '.join(overrides)}")
+        rank = first_ranks(other)[largest.stage * other.parallelism.pp // config.parallelism.pp]
+        if plan_memory(other, gpu, [rank])[0].peak.bytes < usable:
+            return overrides
+    return None
+
+
+def changes(config: Config, states_fit: bool) -> Iterator[list[str]]:
+    """Overrides with the same global batch and as many ranks or a few times as many, in the order of what they cost."""
+    tokens, layout, at_least = config.tokens, config.parallelism, ["parallelism.recompute_layer=true"]
+    micro, count = tokens.micro_batch_size, tokens.batch_accumulation_per_replica
+    halves = [micro >> times for times in range(micro.bit_length()) if micro % (1 << times) == 0]
+    if states_fit:
+        if layout.pp_engine == "afab" and count > layout.pp > 1:
+            yield ["parallelism.pp_engine=1f1b"]
+        for recompute in LESS_AND_LESS_KEPT[LESS_AND_LESS_KEPT.index(layout.recompute_layer) :]:
+            kept = [] if recompute == layout.recompute_layer else [f"parallelism.recompute_layer={recompute}".lower()]
+            for size in halves:
+                if kept or size < micro:
+                    yield [*_in_batches_of(config, size), *kept]
+    at_least += _in_batches_of(config, halves[-1])
+    for stage in range(1, 4):
+        if layout.dp > 1 and config.zero_stage in range(stage):
+            yield [f"optimizer.zero_stage={stage}"]
+            yield [f"optimizer.zero_stage={stage}", *at_least]
+    for times in (2, 4, 8):
+        if layout.tp * times <= 8:
+            yield [f"parallelism.tp={layout.tp * times}", *at_least]
+    for times in (2, 4, 8, 16, 32, 64):
+        if config.zero_stage == 3 and layout.dp_shard is None and count % times == 0:
+            dp = [f"parallelism.dp={layout.dp * times}", f"tokens.batch_accumulation_per_replica={count // times}"]
+            yield ["parallelism.recompute_layer=true", *dp]
+
+
+def _in_batches_of(config: Config, size: int) -> list[str]:
+    """Micro-batches of `size` sequences, and as many more of them."""
+    tokens = config.tokens
+    count = tokens.batch_accumulation_per_replica * tokens.micro_batch_size // size
+    if size == tokens.micro_batch_size:
+        return []
+    return [f"tokens.micro_batch_size={size}", f"tokens.batch_accumulation_per_replica={count}"]

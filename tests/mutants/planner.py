@@ -1,0 +1,50 @@
+"""Bugs of the planner: a run that is said to fit and does not, or the other way round."""
+
+from __future__ import annotations
+
+from mutants.mutant import Mutant
+
+PEAK = "planner/test_memory.py::test_the_peak_of_a_step_is_that_of_real_ranks"
+
+MUTANTS = [
+    Mutant(
+        name="gathered-weights-are-never-freed",
+        file="planner/ledger.py",
+        find="                self._born(storage._cdata, size)\n",
+        replace="                self._born(storage._cdata, known.size or size)\n",
+        why="a plan for ZeRO 3 holds the weights of all layers at once: FSDP2 frees by resizing storages",
+        tests=(f"{PEAK}[llama|dp=2 zero=3]",),
+    ),
+    Mutant(
+        name="a-send-holds-nothing",
+        file="planner/rehearsal.py",
+        find="        self.tensors = tensors\n",
+        replace="        self.tensors = []\n",
+        why="a plan for an interleaved pipeline is a tenth too small: what is sent lives until the schedule is done",
+        tests=(f"{PEAK}[llama|pp=2 engine=interleaved_1f1b accum=8]",),
+    ),
+    Mutant(
+        name="dtensors-count-whole",
+        file="planner/ledger.py",
+        find="        if not PLAIN.issuperset(types):",
+        replace="        if False:",
+        why="each rank is planned to hold the moments of all shards",
+        tests=("planner/test_memory.py::test_a_large_model_on_thousands_of_gpus",),
+    ),
+    Mutant(
+        name="fake-tensors-take-another-kernel",
+        file="kernels/rms_norm.py",
+        find="PLAIN = (Tensor, FakeTensor)",
+        replace="PLAIN = (Tensor,)",
+        why="a plan counts torch's composition of RMSNorm, which keeps more than the kernel of the run",
+        tests=(f"{PEAK}[llama|dp=1 accum=1]",),
+    ),
+    Mutant(
+        name="attention-planned-with-a-matrix-of-scores",
+        file="planner/stand_in.py",
+        find='        patch.object(F, "scaled_dot_product_attention", _flash),\n',
+        replace="",
+        why="plans for GPUs are twice too large at long sequences",
+        tests=("planner/test_memory.py::test_a_large_model_on_thousands_of_gpus",),
+    ),
+]

@@ -1,0 +1,155 @@
+"""What the planner predicts is what real ranks hold, and what formulas say; on GPUs, by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kenotron.planner.hardware import GPUS
+from kenotron.planner.memory import first_ranks, plan_memory
+from support.plans import config_of, measure, predict
+from support.ranks import run_ranks
+from support.tiny_run import tiny_config
+
+# Of every family, axis, engine, stage, optimizer and kind of recomputation; quick tests take some of them.
+CASES = (
+    "llama|dp=2 zero=3",
+    "llama|dp=1 accum=1",
+    "llama|dp=1 recompute=true",
+    "llama|dp=1 recompute=selective",
+    "llama|dp=1 recompute=elementwise",
+    "llama|dp=1|model.dtype=bfloat16",
+    "llama|pp=2 engine=interleaved_1f1b accum=8",
+    "llama|dp=1|optimizer.optimizer_factory={name: sgd}",
+    "llama|dp=1|optimizer.optimizer_factory={name: lion}",
+    "llama|dp=1|optimizer.optimizer_factory={name: muon}",
+    "llama|dp=2 zero=1|optimizer.optimizer_factory={name: soap}",
+    "llama|dp=2 zero=0",
+    "llama|dp=2 zero=1|model.dtype=bfloat16",
+    "llama|tp=2 recompute=selective",
+    "llama|dp=2 zero=2",
+    "llama|dp=2 zero=3 recompute=true|model.dtype=bfloat16",
+    "llama|dp=2 zero=1|optimizer.optimizer_factory={name: muon}",
+    "llama|dp=2 zero=3|optimizer.optimizer_factory={name: muon}",
+    "llama|dp=2 shard=1 zero=3",
+    "llama|dp=4 shard=2 zero=3",
+    "mixtral|dp=1",
+    "llama|tp=2",
+    "llama|tp=2 mode=ALL_REDUCE async=false",
+    "llama|tp=4|model.dtype=bfloat16",
+    "llama|tp=2 dp=2 zero=1",
+    "llama|tp=2 dp=2 zero=3",
+    "llama|pp=2 engine=afab accum=4",
+    "llama|pp=2 engine=1f1b accum=8",
+    "llama|pp=2 engine=interleaved_zero_bubble accum=8",
+    "llama|pp=2 engine=zbv_zero_bubble accum=8",
+    "llama|pp=2 engine=dualpipev accum=8",
+    "llama|pp=4 engine=1f1b accum=16",
+    "llama|pp=2 dp=2 zero=1 engine=1f1b accum=4",
+    "llama|pp=2 tp=2 engine=1f1b accum=4",
+    "llama|cp=2",
+    "llama|cp=2 method=allgather",
+    "llama|cp=2 method=ulysses",
+    "llama|cp=2 dp=2 zero=3",
+    "mistral|dp=2 zero=1",
+    "qwen2|tp=2",
+    "olmo2|dp=2 zero=3",
+    "qwen3|tp=2",
+    "smollm3|dp=1",
+    "starcoder2|tp=2",
+    "gpt_neox|dp=2 zero=1",
+    "nano|dp=2 zero=1",
+    "nano_with_value_embeddings|pp=2 engine=1f1b",
+    "mamba|dp=1",
+    "mamba|tp=2",
+    "mamba2|tp=2|model.model_config.expand=1",
+    "mamba2_in_groups|dp=2 zero=3|model.model_config.expand=1",
+    "nemotron_h|tp=2",
+    "nemotron_h|pp=2 engine=1f1b accum=4",
+    "nemotron_h|dp=2 zero=3",
+    "mixtral|pp=2 engine=1f1b",
+    "mixtral|dp=2 zero=3",
+    "olmoe|dp=2 zero=1",
+    "qwen2_moe|dp=2 zero=3",
+    "qwen3_moe|tp=2",
+    "deepseek_v3|dp=1",
+    "deepseek_v3|dp=2 zero=1",
+    "nemotron_h_of_experts|dp=2 zero=1",
+)
+
+
+@pytest.mark.cases(4)
+@pytest.mark.parametrize("case", CASES)
+def test_the_peak_of_a_step_is_that_of_real_ranks(case: str) -> None:
+    """Every storage of torch's counted, on every rank; worst allowed: 0.5%."""
+    ranks = config_of(case).parallelism.world_size
+    measured = run_ranks(ranks, measure, case)
+    for (peak, between), (real_peak, real_between) in zip(predict(case), measured, strict=True):
+        assert peak == pytest.approx(real_peak, rel=0.005)
+        assert between == pytest.approx(real_between, rel=0.0001)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "nemotron_h_of_experts"])
+def test_over_ranks_of_experts_the_mean_is_that_of_real_ranks(family: str) -> None:
+    """Which rank gets more tokens than another depends on the data: for the planner all get as many."""
+    case = f"{family}|dp=2 ep=2"
+    measured = [peak for peak, _ in run_ranks(2, measure, case)]
+    assert sum(peak for peak, _ in predict(case)) == pytest.approx(sum(measured), rel=0.03)
+
+
+# ---- by hand -----------------------------------------------------------------------------------------------------
+
+
+PARAMETERS = 2 * 64 * 16 + 2 * (2 * 16 * 16 + 2 * 16 * 8 + 3 * 16 * 24 + 2 * 16) + 16  # of `tiny_config`'s Llama
+
+
+@pytest.mark.parametrize(
+    ("overrides", "bytes_of_a_parameter"),
+    [
+        ((), 4 + 8),
+        (("model.dtype=bfloat16",), 4 + 8),
+        (("parallelism.dp=4", "optimizer.zero_stage=1"), (4 + 8) / 4),
+        (("parallelism.dp=4", "optimizer.zero_stage=3"), (4 + 8) / 4),
+        (("optimizer.optimizer_factory={name: sgd, momentum: 0.9}",), 4 + 4),
+    ],
+)
+def test_between_steps_are_weights_and_moments(
+    tmp_path: Path, overrides: tuple[str, ...], bytes_of_a_parameter: float
+) -> None:
+    (plan,) = plan_memory(tiny_config(tmp_path, *overrides), None)
+    assert plan.between_steps == pytest.approx(PARAMETERS * bytes_of_a_parameter, rel=0.03)
+
+
+LLAMA_8B = (
+    "model.model_config.hidden_size=4096",
+    "model.model_config.intermediate_size=14336",
+    "model.model_config.num_attention_heads=32",
+    "model.model_config.num_key_value_heads=8",
+    "model.model_config.num_hidden_layers=4",  # of 32
+    "model.model_config.vocab_size=128256",
+    "model.model_config.max_position_embeddings=8192",
+    "tokens.sequence_length=4096",
+    "model.dtype=bfloat16",
+)
+
+
+def test_a_large_model_on_thousands_of_gpus(tmp_path: Path) -> None:
+    """States by hand on 10,240 ranks; activations have flash attention's sizes, not those of a matrix of scores."""
+    layout = ("parallelism.dp=1280", "parallelism.tp=8", "optimizer.zero_stage=3", "tokens.micro_batch_size=1")
+    config = tiny_config(tmp_path, *LLAMA_8B, *layout, "parallelism.recompute_layer=true")
+    (plan,) = plan_memory(config, GPUS["h100"])
+    # The first of 1,280 parts of the rows that tp leaves of each matrix: q, k, v, o, gate, up, down, two norms.
+    layer = (1 + 1 + 1) * 4096 + 4 * 512 + (2 + 2) * 4096 + 4 * 1792 + 2 * 4
+    share = 2 * 13 * 4096 + 4 * layer + 4  # 13 of the 16,032 rows of embedding and head
+    assert plan.peak.of["weights"] == 4 * share
+    assert plan.peak.of["optimizer"] == pytest.approx(8 * share, rel=0.001)
+    scores = 4 * 4096 * 4096 * 2  # of four heads in bf16
+    assert 0 < plan.peak.of["activations"] < scores
+
+
+def test_the_first_rank_of_every_stage_is_followed(tmp_path: Path) -> None:
+    layout = ("parallelism.pp=2", "parallelism.dp=2", "tokens.batch_accumulation_per_replica=2")
+    config = tiny_config(tmp_path, *layout)
+    assert first_ranks(config) == [0, 2]
+    assert [(plan.rank, plan.stage) for plan in plan_memory(config, None)] == [(0, 0), (2, 1)]
