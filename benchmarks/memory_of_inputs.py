@@ -203,15 +203,12 @@ def cases(folder: Path, inputs: Inputs, tokenizer: str) -> Iterator[Case]:
             lambda how=how: [*CLI, "data", "merge", inputs.tokens(), "--output", out, *how],
         )
     for packing in ("windows", "best_fit"):
-        for asked in (("--step", "1000"), ("--document", "0")):
 
-            def which(packing: str = packing, asked: tuple[str, str] = asked) -> list[str]:
-                path = inputs.tokens()
-                if asked[0] == "--document":
-                    asked = ("--document", f"{path}:0")
-                return [*CLI, "data", "which", run_of(folder, {"tokens": path, "packing": packing}, tokenizer), *asked]
+        def which(packing: str = packing) -> list[str]:
+            run = run_of(folder, {"tokens": inputs.tokens(), "packing": packing}, tokenizer)
+            return [*CLI, "data", "which", run, "--step", "1000"]
 
-            yield f"which {packing} {asked[0]}", which
+        yield f"which {packing}", which
 
 
 def measure(command: list[str], environment: dict[str, str]) -> tuple[float, float, int, str]:

@@ -92,21 +92,7 @@ def test_the_run_stops_before_the_batch_that_a_source_may_not_fill(files: dict[s
         (line,) = [line for line in data.describe() if "reaches" in line]
         assert line.endswith(f"the run ends after step {step - 1}")
         assert f"a.npy reaches its {epochs:g} epoch{'s' * (epochs != 1)} at step {step}" in line
-        assert max(seen.step for seen in sightings(data, files, "b")) == step - 1
-
-
-def sightings(data: RunData, files: dict[str, str], name: str) -> list[Any]:
-    """Through the order itself: .npy files know no documents."""
-    from types import SimpleNamespace
-
-    found = []
-    for stage in data.stages:
-        opened_stage = data.stage_of(stage.start)
-        number = [Path(s.name).stem for s in opened_stage.sources].index(name)
-        for index in range(LENGTHS[name]):
-            for position in opened_stage.order.find(number, index, stage.samples_before(opened_stage.stop)):
-                found.append(SimpleNamespace(step=stage.step_of(position), index=index))
-    return found
+        assert of(data, range(step - 1, step), "b")
 
 
 def test_the_others_share_on_when_a_source_has_given_its_epochs(files: dict[str, str]) -> None:

@@ -45,13 +45,6 @@ def test_permute_stays_inside_and_repeats_nothing_in_huge_ranges(length, key, st
     assert len(set(image.tolist())) == 2000
 
 
-@given(st.integers(1, 2**48), keys, st.integers(0, 2**48))
-def test_the_inverse_of_permute_gives_back_what_was_permuted(length, key, start):
-    index = np.arange(start % length, min(start % length + 50, length))
-    shuffled = permute(index, length, np.full(len(index), key, np.uint64))
-    assert permute(shuffled, length, np.full(len(index), key, np.uint64), inverse=True).tolist() == index.tolist()
-
-
 def test_every_order_of_three_samples_comes_equally_often():
     trials = 6000
     seen: dict[tuple[int, ...], int] = {}
@@ -144,18 +137,6 @@ def test_the_place_of_a_draw_is_where_interleave_draws_it(weights, start):
     assert position_of(tree, len(weights), 0) is None
 
 
-@given(st.lists(st.tuples(st.integers(1, 60), st.integers(0, 100)), min_size=1, max_size=4), keys, st.integers(0, 400))
-def test_a_sample_is_found_wherever_it_is_drawn(sources, key, stop):
-    lengths, offsets = zip(*sources)
-    order = Order(
-        lengths, [key ^ s for s in range(len(lengths))], Mixing([1.0 + s for s in range(len(lengths))], offsets)
-    )
-    source, index = order.locate(np.arange(stop))
-    for s, length in enumerate(lengths):
-        for i in (0, length // 2, length - 1):
-            assert list(order.find(s, i, stop)) == np.flatnonzero((source == s) & (index == i)).tolist()
-
-
 def test_epochs_are_shuffled_anew():
     order = Order([1000], [derive_key("epochs")], Mixing([1.0]))
     _, index = order.locate(np.arange(3000))
@@ -242,13 +223,6 @@ def test_limits_hold_and_phases_are_those_of_a_plain_simulation(sources, policy)
     for place in (0, len(expected) // 2, len(expected)):
         so_far = [s for s, _ in expected[:place]]
         assert mixing.drawn(place) == [offset + so_far.count(s) for s, offset in enumerate(offsets)]
-    for place, (s, d) in enumerate(expected):
-        assert mixing.position(s, d) == place
-    for s, limit in enumerate(limits):
-        if limit is not None:
-            assert mixing.position(s, max(limit, offsets[s])) is None
-        if offsets[s]:
-            assert mixing.position(s, offsets[s] - 1) is None
 
 
 @given(limited)
@@ -267,14 +241,16 @@ def test_every_prefix_of_a_phase_holds_each_share(sources):
 
 
 @pytest.mark.parametrize("policy", ["stop", "renormalise"])
-def test_samples_are_found_and_placed_alike_across_phases(policy):
+def test_no_sample_comes_twice_in_an_epoch_across_phases(policy):
     lengths, limits = [50, 7, 20], [None if policy == "renormalise" else 400, 21, 30]
     order = Order(lengths, [1, 2, 3], Mixing([3.0, 1.0, 2.0], [5, 3, 0], limits, policy))
     stop = min(order.mixing.end or 3 * BOUND.numerator, 500)
     source, index = order.locate(np.arange(stop))
     for s, length in enumerate(lengths):
-        for i in range(length):
-            assert list(order.find(s, i, stop)) == np.flatnonzero((source == s) & (index == i)).tolist()
+        drawn = index[source == s]
+        epoch = (order.mixing.offsets[s] + np.arange(len(drawn))) // length
+        assert len(set(zip(epoch.tolist(), drawn.tolist()))) == len(drawn)
+        assert all(sorted(drawn[epoch == e]) == list(range(length)) for e in range(1, epoch[-1]))
     for s in (1, 2):
         assert (source == s).sum() <= limits[s] - order.mixing.offsets[s]
 

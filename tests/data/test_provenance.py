@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 
 from kenotron.checkpoint.start import Start
 from kenotron.config import dump
-from kenotron.config.errors import InputError
 from kenotron.data import NO_LOSS, open_run
-from kenotron.data.provenance import document_ranges, document_sightings, step_origins
+from kenotron.data.provenance import document_ranges, step_origins
 from support.data_runs import quiet, run_config, write_texts
 from support.tiny_run import Shell
 from support.written_tokens import counting, write_ds
@@ -30,17 +29,14 @@ def config_of(dataset: Any, **changes: Any) -> Any:
     return run_config(dataset, sequence_length=L, arch__vocab_size=4096, **changes)
 
 
-def test_steps_of_the_parent_whose_data_continue_are_not_the_runs(tmp_path: Path) -> None:
+def test_a_run_that_continues_its_parents_data_counts_its_own_steps(tmp_path: Path) -> None:
     """`load_mode: model_data` after 4 steps: the run's step 1 has the parent's fifth samples."""
     write_ds(tmp_path / "a" / "0.ds", counting(0, LENGTHS))
     folder = {"dataset_folder": [str(tmp_path / "a")]}
     restarted = Start(data_start=-4).in_run_steps(config_of(folder))
     with open_run(config_of(folder, train_steps=16), 1, quiet) as parent, open_run(restarted, 1, quiet) as run:
-        before, after = (document_sightings(data, str(tmp_path / "a" / "0.ds"), 5) for data in (parent, run))
-        assert {each.step for each in before} & {1, 2, 3, 4}
-        assert [(each.step + 4, each.sample) for each in after] == [
-            (each.step, each.sample) for each in before if each.step > 4
-        ]
+        for step in range(1, 13):
+            assert step_origins(run, step) == step_origins(parent, step + 4)
 
 
 @pytest.fixture
@@ -75,43 +71,6 @@ def test_the_tokens_that_are_named_are_those_that_the_step_reads(mixed: dict[str
                 of = np.repeat(np.arange(8), lengths[name])[origin.first_token : origin.end_token]
                 expected = [(d, int((of == d).sum())) for d in sorted(set(of.tolist()))]
                 assert [(r.document, r.end_token - r.first_token) for r in origin.documents or []] == expected
-
-
-def test_a_document_is_seen_where_steps_say_that_they_read_it(mixed: dict[str, Any], tmp_path: Path) -> None:
-    """Over two stages and several epochs, against a look at every step."""
-    folder = str(tmp_path / "a")
-    with open_run(config_of({"dataset": mixed}, val_fraction=0.2), 1, quiet) as data:
-        check_sightings(data, folder)
-    config = run_config(
-        mixed, {"dataset": {"tokens": folder}, "start": 8}, sequence_length=L, arch__vocab_size=4096, train_steps=20
-    )
-    ramped = {"dataset": mixed, "batch_size_ramp": {"start": 2, "increment": 2, "samples": 9}}
-    with open_run(config_of(ramped, val_fraction=0.2), 1, quiet) as data:
-        check_sightings(data, folder)
-    with open_run(config, 1, quiet) as data:
-        check_sightings(data, folder)
-        for wrong, message in (
-            ((f"{folder}/0.dx", 0), r"no source of this run reads .*0.dx; did you mean '.*0.ds'"),
-            ((f"{folder}/0.ds", 8), "has documents 0 to 7, found 8"),
-            ((str(tmp_path / "b.npy"), 0), "does not say where documents end"),
-        ):
-            with pytest.raises(InputError, match=message):
-                document_sightings(data, *wrong)
-
-
-def check_sightings(data: Any, folder: str) -> None:
-    expected: dict[tuple[str, int], list[tuple[int, int, int, int]]] = {}
-    for step in range(1, data.config.tokens.train_steps + 1):
-        for origin in step_origins(data, step):
-            for part in origin.documents or []:
-                seen = (step, origin.sample, part.first_token, part.end_token)
-                expected.setdefault((origin.file or "", part.document), []).append(seen)
-    assert max(map(len, expected.values())) > 2
-    for name in ("0.ds", "1.ds"):
-        for document in range(8):
-            found = document_sightings(data, f"{folder}/{name}", document)
-            seen = [(each.step, each.sample, each.first_token, each.end_token) for each in found]
-            assert seen == expected.get((f"{folder}/{name}", document), [])
 
 
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=12), st.data())
@@ -167,15 +126,9 @@ def test_the_command_prints_lines_and_json(mixed: dict[str, Any], tmp_path: Path
     first = expected[0]
     assert lines[1].startswith(f"sample 12: {first.file} window {first.window}, tokens {first.first_token}-")
     assert sum("documents not known" in line for line in lines) == 1
-    assert first.file is not None
-    assert first.documents
-    document = f"{first.file}:{first.documents[0].document}"
-    code, out, err = run("--document", document)
-    assert (code, err) == (0, "")
-    assert out.startswith(f"document {first.documents[0].document} of {first.file}: in ")
-    assert any(line.startswith("step 4: sample 12, tokens ") for line in out.splitlines())
-    assert run("--document", "0.ds")[0] == 2
-    assert run() == (2, "", "error: expected either --step or --document\n")
+    code, _, err = run()
+    assert code == 2
+    assert "--step" in err
     code, _, err = run("--step", "13")
     assert (code, err) == (2, "error: step 13 is not in the run: its steps are 1 to 12\n")
 
@@ -197,10 +150,6 @@ def test_beside_a_stream_the_other_sources_are_reported(mixed, tmp_path, monkeyp
     assert [sample["stream"] for sample in samples].count(True) == 2
     assert all((sample["file"] is None) == sample["stream"] for sample in samples)
     assert "texts[2], of a stream: documents not known" in which(both, "--step", "2")[1]
-    assert ": in 1 sample of 1 step" in which(both, "--document", f"{tmp_path / 'a' / '0.ds'}:2")[1]
-    code, _, error = which(both, "--document", "x:2")
-    assert code == 2
-    assert "no source of this run reads x (what the streams" in error
     code, _, error = which(stream, "--step", "2")
     assert code == 2
     assert "a stream is shuffled while it is read" in error

@@ -35,18 +35,6 @@ def test_windows_share_one_token_and_only_the_tail_is_left_out(lengths, size):
         assert row == list(range(i * size, i * size + size + 1))
 
 
-@given(streams, st.integers(1, 9), st.data())
-def test_the_windows_with_given_tokens_are_those_of_a_search(lengths, size, data):
-    source = TokenFolder("made", [made_split(lengths)], size, 1 << 16)
-    start = data.draw(st.integers(0, sum(lengths) - 1))
-    given_tokens = set(range(start, data.draw(st.integers(start + 1, sum(lengths)))))
-    held = [
-        (i, sorted(given_tokens & {*row})) for i, row in enumerate(source.read(np.arange(len(source))).tokens.tolist())
-    ]
-    expected = [(i, tokens[0], tokens[-1] + 1) for i, tokens in held if tokens]
-    assert list(source.samples_holding(0, start, max(given_tokens) + 1)) == expected
-
-
 @given(streams, st.integers(1, 9), st.randoms())
 def test_documents_number_every_token_also_past_empty_documents(lengths, size, random):
     source = TokenFolder("made", [made_split(lengths)], size, 1 << 16)

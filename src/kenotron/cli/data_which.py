@@ -1,7 +1,6 @@
-"""`kenotron data which CONFIG`: the files, windows and documents that a step of a run reads, or a document's steps.
+"""`kenotron data which CONFIG`: the files, windows and documents that a step of a run reads.
 
 kenotron data which my.yaml --step 100
-kenotron data which my.yaml --document tokens/code/00001.ds:14
 kenotron data which my.yaml --step 100 --json tokens.sequence_length=2048
 """
 
@@ -14,33 +13,28 @@ from typing import Annotated
 import typer
 
 from kenotron.cli.data import app
-from kenotron.config.errors import InputError
 
 
 @app.command()
 def which(
     config: Annotated[Path, typer.Argument(help="The YAML file of the run.")],
+    step: Annotated[int, typer.Option(help="Print what this step reads; steps count from 1.", min=1)],
     overrides: Annotated[list[str] | None, typer.Argument(help="Overrides: dotted.path=value.")] = None,
-    step: Annotated[int | None, typer.Option(help="Print what this step reads; steps count from 1.", min=1)] = None,
-    document: Annotated[str | None, typer.Option(help="FILE:NUMBER: print the steps that read this document.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Print what a step reads, or at which steps a document is read, from the data order alone."""
+    """Print what a step reads, from the data order alone."""
     from kenotron.checkpoint.folders import list_checkpoints
     from kenotron.config import load, refuse_unsupported
     from kenotron.data import open_run
-    from kenotron.launch.data_which import of_document, of_step, start_of
+    from kenotron.launch.data_which import of_step, start_of
 
-    if (step is None) == (document is None):
-        raise InputError("expected either --step or --document")
     run = load(config, overrides or ())
     refuse_unsupported(run)
     saved = [entry for entry in list_checkpoints(run.checkpoint_folder) if entry.problem is None]
     start = start_of(run, saved[-1] if saved else None)
     run = start.in_run_steps(run)
-    first = step or max(run.data_stages[0].start_training_step, 1)
-    with open_run(run, first, _quiet, held_out=start.held_out) as data:
-        record, lines = of_step(data, first) if document is None else of_document(data, document)
+    with open_run(run, step, _quiet, held_out=start.held_out) as data:
+        record, lines = of_step(data, step)
     print(json.dumps(record, indent=2) if as_json else "\n".join(lines))
 
 

@@ -35,11 +35,10 @@ There a *phase* ends; the next one shares among the sources that are left, each 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
-from itertools import count, pairwise
 from typing import Literal
 
 import numpy as np
@@ -62,29 +61,26 @@ _ROUND_KEYS = [np.uint64(int(_GOLDEN) * (number + 1) % 2**64) for number in rang
 # ---- permute -----------------------------------------------------------------------------------------------
 
 
-def permute(index: Int64, length: int, keys: UInt64, inverse: bool = False) -> Int64:
-    """The image of every `index` ``[n]`` under the bijection of [0, length) that its key ``[n]`` names, or (`inverse`)
-    what has it as its image.
-    """
+def permute(index: Int64, length: int, keys: UInt64) -> Int64:
+    """The image of every `index` ``[n]`` under the bijection of [0, length) that its key ``[n]`` names."""
     x = index.astype(np.uint64)
     bits = max(2, (length - 1).bit_length())
     size = np.uint64(length)
-    rounds = range(ROUNDS)[::-1] if inverse else range(ROUNDS)
-    x = _feistel(x, keys, bits, rounds)
+    x = _feistel(x, keys, bits)
     outside = np.flatnonzero(x >= size)
     while outside.size:
-        x[outside] = _feistel(x[outside], keys[outside], bits, rounds)
+        x[outside] = _feistel(x[outside], keys[outside], bits)
         outside = outside[x[outside] >= size]
     return x.astype(np.int64)
 
 
-def _feistel(x: UInt64, keys: UInt64, bits: int, rounds: range) -> UInt64:
-    """A bijection of [0, 2^bits): each half in turn is xor-ed with a hash of the other. A round undoes itself."""
+def _feistel(x: UInt64, keys: UInt64, bits: int) -> UInt64:
+    """A bijection of [0, 2^bits): each half in turn is xor-ed with a hash of the other."""
     low_bits = np.uint64(bits // 2)
     low_mask = np.uint64((1 << (bits // 2)) - 1)
     high_mask = np.uint64((1 << (bits - bits // 2)) - 1)
     high, low = x >> low_bits, x & low_mask
-    for number in rounds:
+    for number in range(ROUNDS):
         key = keys + _ROUND_KEYS[number]
         if number % 2 == 0:
             high = high ^ (mix64(low ^ key) & high_mask)
@@ -273,18 +269,6 @@ class Mixing:
         drawn = counts(phase.tree, samples - phase.start)
         return [before + drawn.get(s, 0) for s, before in enumerate(phase.drawn)]
 
-    def position(self, source: int, draw: int) -> int | None:
-        """The sample that is this draw of `source`; None: it is an earlier stage's, or is never drawn."""
-        for phase, following in pairwise([*self.phases, None]):
-            assert phase is not None
-            if draw < phase.drawn[source]:
-                return None
-            if following is None or draw < following.drawn[source]:
-                within = position_of(phase.tree, source, draw - phase.drawn[source])
-                position = None if within is None else phase.start + within
-                return None if position is None or (self.end is not None and position >= self.end) else position
-        return None
-
 
 # ---- both --------------------------------------------------------------------------------------------------
 
@@ -335,17 +319,3 @@ class Order:
 
     def _epoch_keys(self, source: int, epoch: Int64) -> UInt64:
         return mix64(np.uint64(self.keys[source]) ^ mix64(epoch.astype(np.uint64) + _GOLDEN))
-
-    def find(self, source: int, index: int, stop: int) -> Iterator[int]:
-        """The positions in [0, stop), ascending, at which `locate` returns this `index` of this `source`."""
-        length, offset = self.lengths[source], self.mixing.offsets[source]
-        assert length is not None, "a stream is not read backwards"
-        for epoch in count(offset // length):
-            keys = self._epoch_keys(source, np.array([epoch], dtype=np.int64))
-            draw = epoch * length + int(permute(np.array([index]), length, keys, inverse=True)[0])
-            if draw < offset:  # an earlier stage's
-                continue
-            position = self.mixing.position(source, draw)
-            if position is None or position >= stop:
-                return
-            yield position

@@ -3,10 +3,6 @@
     step 3 ──order──▶ (source, index) of every sample ──▶ file code/0.ds, window 7, tokens 231-263
                                                           document 4: 231-250, document 5: 251-263
 
-and the other way round, the steps at which a document is seen:
-
-    document 4 of code/0.ds ──▶ windows 6, 7 ──order backwards──▶ sample 40 (step 3), 212 (step 14), …
-
 Nothing of this is recorded while training: the order is arithmetic, so the past and the future of a run can be looked
 up alike, on any machine that has the data. No token is read, only the ends of documents.
 """
@@ -21,10 +17,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kenotron.config.errors import InputError, nearest
+from kenotron.config.errors import InputError
 from kenotron.data.open_stage import OpenStage
 from kenotron.data.run import RunData
-from kenotron.data.source import Origin, SourceFile, TokenSource
+from kenotron.data.source import Origin, TokenSource
 
 
 @dataclass(frozen=True)
@@ -123,55 +119,6 @@ def _fragments(origin: Origin) -> list[Fragment]:
         document = int(np.searchsorted(file.ends, np.uint64(start), side="right"))
         found.append(Fragment(file.name, document, start, start + length))
     return found
-
-
-@dataclass(frozen=True)
-class Sighting:
-    """A sample of the run that holds tokens [first_token, end_token) of a document's file, all of the document."""
-
-    step: int
-    sample: int
-    first_token: int
-    end_token: int
-
-
-def document_sightings(data: RunData, file: str, document: int) -> list[Sighting]:
-    """Every sample of the run, in order, that holds a part of this document of `file`, as `step_origins` names it.
-
-    Streams are left out, and steps before the first: where old data continue, those were another run's. Raises
-    InputError: no such file, or no such document in it; ends of documents are not known.
-    """
-    found: list[Sighting] = []
-    known: set[str] = set()
-    streamed: set[str] = set()
-    for stage in data.stages:
-        if not stage.steps:
-            continue
-        opened, before = data.stage_of(stage.start), data.samples_before(stage.start)
-        streamed |= {source.name for source in opened.sources if source.is_stream}
-        for number, source in enumerate(opened.sources):
-            known |= {each.name for each in source.files}
-            for place, each in enumerate(source.files):
-                if each.name != file:
-                    continue
-                for sample, first, end in source.samples_holding(place, *_document(each, document)):
-                    for position in opened.order.find(number, sample, stage.samples_before(opened.stop)):
-                        found.append(Sighting(stage.step_of(position), before + position, first, end))
-        if opened.stop < stage.stop:  # the run ends there
-            break
-    if file not in known:
-        unknown = f" (what the streams {', '.join(sorted(streamed))} read is not known in advance)" if streamed else ""
-        raise InputError(f"--document: no source of this run reads {file}{unknown}{nearest(file, known)}")
-    return sorted((each for each in found if each.step > 0), key=lambda each: (each.sample, each.first_token))
-
-
-def _document(file: SourceFile, document: int) -> tuple[int, int]:
-    """The tokens [start, stop) of a document."""
-    if file.ends is None:
-        raise InputError(f"--document: {file.name} does not say where documents end")
-    if not 0 <= document < len(file.ends):
-        raise InputError(f"--document: {file.name} has documents 0 to {len(file.ends) - 1}, found {document}")
-    return int(file.ends[document - 1]) if document else 0, int(file.ends[document])
 
 
 def document_ranges(ends: NDArray[np.uint64], start: int, stop: int) -> list[DocumentRange]:

@@ -107,19 +107,9 @@ class TokenSource(ABC):
         """A key that changes with the data; None where nothing identifies the data (random, a user's own)."""
         return None
 
-    @property
-    def files(self) -> Sequence[SourceFile]:
-        """The files that `locate` refers to; empty where samples are not cut from files."""
-        return ()
-
     def locate(self, indices: Int64) -> Origin | None:
         """Where the samples `indices` come from, without reading a token; None: unknown."""
         return None
-
-    def samples_holding(self, file: int, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """`locate` backwards: every sample with tokens of [start, stop) of ``files[file]``, and which, as (sample,
-        first token, end)."""
-        yield from ()
 
     def training_ends(self) -> Sequence[tuple[str, str, int]]:
         """For every file whose last tokens are held out: its real path, its name, and the tokens before them."""
@@ -174,20 +164,9 @@ class SampleRange(TokenSource):
         """The samples to validate on."""
         return super().held_out if self._held_out is None else self._held_out
 
-    @property
-    def files(self) -> Sequence[SourceFile]:
-        """The files of the complete source."""
-        return self.whole.files
-
     def locate(self, indices: Int64) -> Origin | None:
         """Where the samples come from."""
         return self.whole.locate(indices + self.start)
-
-    def samples_holding(self, file: int, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """The samples of the range with tokens of [start, stop) of a file."""
-        for sample, first, end in self.whole.samples_holding(file, start, stop):
-            if self.start <= sample < self.stop:
-                yield sample - self.start, first, end
 
     def fetch_ahead(self, indices: Int64) -> list[Future[bytes]]:
         """Start downloading what `read` will need."""

@@ -1,4 +1,4 @@
-"""What a step of a run reads, and at which steps a document is read: from the data order alone."""
+"""What a step of a run reads, from the data order alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kenotron.checkpoint.start import Start
 from kenotron.config import Config
 from kenotron.config.errors import InputError, counted
 from kenotron.data import RunData
-from kenotron.data.provenance import SampleOrigin, document_sightings, step_origins
+from kenotron.data.provenance import SampleOrigin, step_origins
 
 
 def start_of(config: Config, saved: CheckpointFolder | None) -> Start:
@@ -33,21 +33,6 @@ def of_step(data: RunData, step: int) -> tuple[dict[str, object], list[str]]:
     head = f"step {step} of stage '{stage}': {counted(len(origins), 'sample')}"
     record = {"step": step, "stage": stage, "samples": [asdict(origin) for origin in origins]}
     return record, [head, *map(_line, origins)]
-
-
-def of_document(data: RunData, document: str) -> tuple[dict[str, object], list[str]]:
-    """At which steps the document ``FILE:NUMBER`` is read: as a record, and as lines. Raises InputError."""
-    file, _, number = document.rpartition(":")
-    if not file or not number.isdecimal():
-        raise InputError(f"--document: expected FILE:NUMBER, such as tokens/0.ds:14, found '{document}'")
-    found = document_sightings(data, file, int(number))
-    record = {"file": file, "document": int(number), "seen": [asdict(each) for each in found]}
-    steps = len({each.step for each in found})
-    head = f"document {number} of {file}: in {counted(len(found), 'sample')} of {counted(steps, 'step')}"
-    return record, [
-        head,
-        *(f"step {each.step}: sample {each.sample}, tokens {each.first_token}-{each.end_token - 1}" for each in found),
-    ]
 
 
 def _line(origin: SampleOrigin) -> str:

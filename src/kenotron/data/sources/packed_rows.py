@@ -262,11 +262,6 @@ class PackedRows(TokenSource):
     def __len__(self) -> int:
         return len(self.plan.first) - 1
 
-    @property
-    def files(self) -> Sequence[SourceFile]:
-        """The files that rows are packed from."""
-        return self._files
-
     def locate(self, indices: Int64) -> Origin:
         """The fragments of the rows `indices`, row by row."""
         first = np.asarray(self.plan.first[indices])
@@ -276,15 +271,6 @@ class PackedRows(TokenSource):
         starts, lengths = np.asarray(self.plan.starts[number]), np.asarray(self.plan.lengths[number])
         file = np.searchsorted(self.bases, starts, side="right") - 1
         return Origin(self._files, file, starts - self.bases[file], lengths, row=row)
-
-    def samples_holding(self, file: int, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """The rows with fragments that begin in [start, stop) of a file: a fragment is all of one document."""
-        starts, base = np.asarray(self.plan.starts), int(self.bases[file])
-        fragments = np.flatnonzero((starts >= base + start) & (starts < base + stop))
-        rows = np.searchsorted(self.plan.first, fragments, side="right") - 1
-        for fragment, row in zip(fragments.tolist(), rows.tolist()):
-            first = int(starts[fragment]) - base
-            yield row, first, first + int(self.plan.lengths[fragment])
 
     def fetch_ahead(self, indices: Int64) -> list[Future[bytes]]:
         """Start downloading the fragments of the rows `indices`."""

@@ -17,7 +17,7 @@ import hashlib
 import math
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import cached_property
 from pathlib import Path
@@ -29,7 +29,7 @@ from kenotron.config.errors import InputError, counted
 from kenotron.data.batch import Int64
 from kenotron.data.formats.token_file import TokenFile, check_loss, checked_loss
 from kenotron.data.source import Origin, Samples, SourceFile, TokenSource
-from kenotron.data.sources.windows import document_numbers, windows_holding
+from kenotron.data.sources.windows import document_numbers
 from kenotron.storage.arrays import fetch_ahead, read_rows
 from kenotron.storage.paths import AnyPath, RemoteArray
 
@@ -58,7 +58,7 @@ class TokenFolder(TokenSource):
     ) -> None:
         self.name, self.token_files = name, list(files)
         self.sequence_length, self.vocab_size, self._watched = sequence_length, vocab_size, watched
-        self._files = [SourceFile(str(file.path), file.ends) for file in files]
+        self.files = [SourceFile(str(file.path), file.ends) for file in files]
         self.boundaries = boundaries and any(file.ends is not None for file in self.token_files)
         self.steps = np.array([window_step(file.format, sequence_length) for file in self.token_files], dtype=np.int64)
         counts = [count_windows(len(file.tokens), file.format, sequence_length) for file in self.token_files]
@@ -77,24 +77,11 @@ class TokenFolder(TokenSource):
     def __len__(self) -> int:
         return int(self.first[-1])
 
-    @property
-    def files(self) -> Sequence[SourceFile]:
-        """The files, in order."""
-        return self._files
-
     def locate(self, indices: Int64) -> Origin:
         """The file and the window of each sample, by bisection."""
         file = np.searchsorted(self.first, indices, side="right") - 1
         window = indices - self.first[file]
-        return Origin(self._files, file, window * self.steps[file], self.sequence_length + 1, window=window)
-
-    def samples_holding(self, file: int, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """The windows of a file with tokens of [start, stop)."""
-        first, step = int(self.first[file]), int(self.steps[file])
-        windows = windows_holding(start, stop, step, self.sequence_length)
-        for window in range(windows.start, min(windows.stop, int(self.first[file + 1]) - first)):
-            begin = window * step
-            yield first + window, max(start, begin), min(stop, begin + self.sequence_length + 1)
+        return Origin(self.files, file, window * self.steps[file], self.sequence_length + 1, window=window)
 
     def read(self, indices: Int64, document_ids: bool = True) -> Samples:
         """The windows `indices` ``[n]``, with every id checked."""
@@ -126,7 +113,7 @@ class TokenFolder(TokenSource):
             return None
         numbers = np.zeros((len(origin.file), self.sequence_length + 1), dtype=np.int64)
         for number in np.unique(origin.file):
-            where, file = np.flatnonzero(origin.file == number), self._files[number]
+            where, file = np.flatnonzero(origin.file == number), self.files[number]
             if file.ends is not None:
                 numbers[where] = document_numbers(file.ends, origin.start[where], numbers.shape[1], file.name)
         return numbers

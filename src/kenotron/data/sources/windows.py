@@ -68,8 +68,3 @@ def document_numbers(ends: NDArray[np.uint64], starts: Int64, size: int, name: s
     numbers[:, 0] = first
     np.add.at(numbers, (row, place), 1)
     return np.cumsum(numbers, axis=1, out=numbers)
-
-
-def windows_holding(start: int, stop: int, step: int, sequence_length: int) -> range:
-    """Numbers of the windows, of ``sequence_length + 1`` tokens each `step`, that hold tokens of [start, stop)."""
-    return range(max(0, -(-(start - sequence_length) // step)), (stop - 1) // step + 1)
