@@ -10,11 +10,9 @@ import platform
 import re
 import resource
 import shutil
-import socket
 import subprocess
 import sysconfig
 import tempfile
-import threading
 import time
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
@@ -30,7 +28,6 @@ PACKAGES = ["torch", "triton", "numpy", "transformers", "tokenizers", "datasets"
 KERNEL_PACKAGES = ["flash-attn", "mamba-ssm", "causal-conv1d"]  # which a run uses where they are installed
 # Of hundreds of flags, those that matrix products choose their kernels by.
 INSTRUCTIONS = ["avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "asimd", "sve", "sve2", "bf16", "i8mm"]
-NAME_RESOLVES_WITHIN_S = 3.0
 DISK_LIMIT_S = 15.0
 NVIDIA_SMI_LIMIT_S = 15.0  # a driver with a GPU that fell off the bus never answers
 
@@ -189,7 +186,7 @@ def _is_below(folder: Path, mount: str) -> bool:
 
 
 def network() -> Network:
-    """Interfaces that are up, InfiniBand ports, and whether this machine finds itself by its name."""
+    """Interfaces that are up, and InfiniBand ports."""
     links = sorted(Path("/sys/class/net").glob("*"))
     ports = sorted(Path("/sys/class/infiniband").glob("*/ports/*"))
     return Network(
@@ -201,27 +198,7 @@ def network() -> Network:
             for port in ports
             if "ACTIVE" in (system_file(port / "state") or "")
         ],
-        own_name=_own_name(),
     )
-
-
-def _own_name() -> str | None:
-    """What the machine's name resolves to; None when there is no answer in time."""
-    found: list[str] = []
-
-    def resolve() -> None:
-        try:
-            addresses = {entry[4][0] for entry in socket.getaddrinfo(socket.gethostname(), None)}
-        except OSError:
-            found.append("nothing")
-            return
-        loopback = all(str(address).startswith("127.") or address == "::1" for address in addresses)
-        found.append("loopback" if loopback else "address")
-
-    thread = threading.Thread(target=resolve, daemon=True)
-    thread.start()
-    thread.join(NAME_RESOLVES_WITHIN_S)
-    return found[0] if found else None
 
 
 def limits() -> Limits:

@@ -116,7 +116,6 @@ class Network:
 
     interfaces: list[str] = field(default_factory=list)  # that are up
     infiniband: list[str] = field(default_factory=list)  # active ports, of InfiniBand or RoCE
-    own_name: str | None = None  # what this machine's name resolves to: address, loopback, nothing
 
 
 @dataclass(frozen=True)

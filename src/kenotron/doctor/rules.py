@@ -227,14 +227,6 @@ def _ranks_that_meet(facts: Facts) -> Iterator[Finding]:
             what = f"{variable}={settings[variable]}: no such interface is up, only {there}"
             yield Finding("no-such-interface", "error", what, "name one of these")
             break
-    meaning = {"loopback": "resolves to the loopback address", "nothing": "does not resolve"}
-    if network.own_name in meaning:
-        what = (
-            f"this machine's name {meaning[network.own_name]}: ranks of several machines do not find each other with "
-            "gloo (one machine is fine)"
-        )
-        do = "for several machines: GLOO_SOCKET_IFNAME, or an address for the name in /etc/hosts"
-        yield Finding("own-name-unknown", "hint", what, do)
 
 
 def _names_one(variable: str, value: str, interfaces: list[str]) -> bool:
