@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import webbrowser
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -47,7 +46,6 @@ def runs(
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Folders of runs, such as logs/my_run, or metrics.jsonl files.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="The HTML file.")] = Path("report.html"),
-    show: Annotated[bool, typer.Option("--open", help="Open it in a browser.")] = False,
 ) -> None:
     """Write one HTML page of runs: curves, samples, configs, and what differs between them. It needs no network."""
     from kenotron.runs.logged import read_run
@@ -59,5 +57,3 @@ def report(
     with os_errors(f"--output: cannot write {output}"):
         output.write_text(page, encoding="utf-8")
     typer.echo(f"Page: {output}")
-    if show:
-        webbrowser.open(output.absolute().as_uri())
