@@ -68,11 +68,4 @@ def _line(found: ResolvedFile) -> str:
     if required.download is None:
         status = f"{byte_size(found.size)}, read during training" if required.measure else "user code, not checked"
         return f"{required.kind} {required.name}: {status}"
-    size = byte_size(found.size)
-    if not found.downloaded:
-        status = f"already here, {size}"
-    elif found.downloaded < found.size:
-        status = f"downloaded {byte_size(found.downloaded)} of {size}"
-    else:
-        status = f"downloaded {size}"
-    return f"{required.kind} {required.name}: {status}, {found.place}"
+    return f"{required.kind} {required.name}: {byte_size(found.size)}, {found.place}"

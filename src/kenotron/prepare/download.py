@@ -12,7 +12,6 @@ here succeeds in the run with HF_HUB_OFFLINE=1. With that variable set, nothing 
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,9 +26,6 @@ from kenotron.data.stage_plan import all_datasets_of, complete_keys
 from kenotron.storage.hub import cached_revision, offline_variable, unreachable
 from kenotron.storage.paths import RemotePath, as_path
 from kenotron.text.progress import Report
-
-CLOCK = 0.02
-"""Seconds by which file timestamps may lag behind the clock."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +42,11 @@ class RequiredFile:
 
 @dataclass(frozen=True)
 class ResolvedFile:
-    """A resolved input: its file or folder, its size in bytes, and how many of them were downloaded just now."""
+    """A resolved input: its file or folder, and its size in bytes."""
 
     required: RequiredFile
     place: Path | None
     size: int
-    downloaded: int
 
 
 def fetch(requirements: Iterable[RequiredFile], report: Report) -> list[ResolvedFile]:
@@ -63,19 +58,16 @@ def fetch(requirements: Iterable[RequiredFile], report: Report) -> list[Resolved
     for required in dict.fromkeys(requirements):
         if required.kind != "path" and (required.download or required.measure):
             report(f"{required.kind} {required.name} …")
-        start = time.time() - CLOCK
         try:
             if required.download is None:
-                found.append(ResolvedFile(required, None, required.measure() if required.measure else 0, 0))
+                found.append(ResolvedFile(required, None, required.measure() if required.measure else 0))
                 continue
             files = sorted({file.resolve(): file for file in required.download()}.values())
         except InputError as error:
             problems.append(str(error))
             continue
-        sizes = {file: file.stat() for file in files}
-        new = sum(stat.st_size for stat in sizes.values() if stat.st_ctime >= start)
         place = Path(os.path.commonpath(files)) if files else None
-        found.append(ResolvedFile(required, place, sum(stat.st_size for stat in sizes.values()), new))
+        found.append(ResolvedFile(required, place, sum(file.stat().st_size for file in files)))
     if problems:
         raise InputError("\n".join(problems))
     return found
