@@ -48,11 +48,7 @@ def test_show_prints_tensors_with_their_sizes(root: Path) -> None:
     assert "model: 3 tensors, 10.4 kB\n" in text  # 64*32*4 + 32*32*2 + 32*4 bytes
     (line,) = (line for line in text.splitlines() if "q_proj.weight " in line and "exp_avg" not in line)
     assert line.split() == ["model.layers.0.self_attn.q_proj.weight", "[32,", "32]", "bfloat16", "2.05", "kB", "1"]
-    code, text = run_command("show", root / "10", "--json")
-    content = json.loads(text)
-    assert content["step"] == 10
-    assert content["tensors"]["model"]["model.norm.weight"] == {"shape": [32], "dtype": "float32", "bytes": 128}
-    assert content["state"]["consumed_tokens"] == 5120
+    assert f"checkpoint 10 in {root / '10'}" in run_command("show", root / "10")[1]
 
 
 def test_verify_exits_with_1_and_names_the_file(root: Path) -> None:
@@ -76,8 +72,8 @@ def test_prune_says_what_it_would_remove_and_then_removes_it(root: Path) -> None
     assert code == 0
     assert f"would remove {root / '10'}" in text
     assert (root / "10").exists()
-    code, text = run_command("prune", root, "--keep-last", 1, "--keep-every", 20, "--json")
-    assert json.loads(text)["removed"] == [str(root / "10")]
+    code, text = run_command("prune", root, "--keep-last", 1, "--keep-every", 20)
+    assert (code, text.splitlines()[0]) == (0, f"removed {root / '10'}")
     assert sorted(path.name for path in root.iterdir()) == [".lock", "20", "30", "latest.txt"]
     assert run_command("prune", root, "--keep-last", 0)[0] == 2
     assert run_command("prune", root)[0] == 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -327,7 +326,7 @@ def test_commands_take_urls(tmp_path: Path, bucket: dict[str, Any]) -> None:
     lines = run_command("list", URL)[1].splitlines()
     assert [line.split()[0] for line in lines[1:]] == ["10", "20", "30"]
     assert f"checkpoint 20 in {tmp_path}/cache/checkpoints/memory/robots/run/20" in run_command("show", f"{URL}/20")[1]
-    assert json.loads(run_command("show", URL, "--json")[1])["step"] == 30
+    assert run_command("show", URL)[1].startswith("checkpoint 30 in ")
     assert run_command("verify", URL) == (0, "".join(f"{URL}/{step} is intact\n" for step in (10, 20, 30)))
     name = next(name for name in bucket if "/20/optimizer" in name and name.endswith(".safetensors"))
     bucket[name].seek(-1, 2)

@@ -7,7 +7,7 @@
     kenotron checkpoint upload checkpoints s3://bucket/run
     kenotron checkpoint average checkpoints/10 checkpoints/20 --output mean
 
-Each but the last two takes `--json`. A table on a terminal, plain columns elsewhere. Only `average` imports torch.
+`list` and `verify` take `--json`. A table on a terminal, plain columns elsewhere. Only `average` imports torch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import typer
 
 from kenotron.checkpoint.durable import discard
 from kenotron.checkpoint.folders import CheckpointFolder, RemoteCheckpoint, list_checkpoints, resolve
-from kenotron.checkpoint.index import DTYPES, Index, read_index
+from kenotron.checkpoint.index import DTYPES, read_index
 from kenotron.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from kenotron.checkpoint.retention import superseded, to_prune
 from kenotron.cli.remote import at_hand
@@ -57,16 +57,12 @@ def list_(folder: Folder, as_json: AsJson = False) -> None:
 @app.command()
 def show(
     path: Annotated[str, typer.Argument(help="A checkpoint's folder, or the folder of checkpoints for the newest.")],
-    as_json: AsJson = False,
 ) -> None:
     """Print the contents of a checkpoint: step, counters, files, and the shape, dtype and size of each tensor."""
     here = resolve(at_hand(path))
     manifest = read_manifest(here)
     folders = [folder for folder in ("model", "optimizer", "hooks") if manifest.below(folder)]
     indexes = {folder: read_index(here / folder, manifest.files) for folder in folders}
-    if as_json:
-        _print_json(_everything(here, manifest, indexes))
-        return
     print(f"checkpoint {manifest.step} in {here}, saved {_date(manifest)}, {_size(manifest)}")
     print(f"config: {here / 'config.yaml'}")
     print(f"state: {json.dumps(manifest.state)}")
@@ -105,7 +101,6 @@ def prune(
         int | None, typer.Option(help="Also keep every step that is a multiple of this.", min=1)
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be removed.")] = False,
-    as_json: AsJson = False,
 ) -> None:
     """Remove old checkpoints. The newest one and damaged ones are never removed.
 
@@ -123,13 +118,10 @@ def prune(
     else:
         doomed = to_prune(folder, keep_last, keep_every)
         if doomed:
-            doomed = to_prune(folder, keep_last, keep_every, damaged=_damaged_among_newest(folder, keep_last, as_json))
+            doomed = to_prune(folder, keep_last, keep_every, damaged=_damaged_among_newest(folder, keep_last))
         for path in () if dry_run else [Path(entry.path) for entry in doomed]:
             discard(path)
     freed = sum(entry.manifest.bytes for entry in doomed if entry.manifest)
-    if as_json:
-        _print_json({"removed": [str(entry.path) for entry in doomed], "bytes": freed, "dry_run": dry_run})
-        return
     for entry in doomed:
         print(f"{'would remove' if dry_run else 'removed'} {entry.path}")
     print(f"{counted(len(doomed), 'checkpoint')}, {byte_size(freed)}")
@@ -189,13 +181,13 @@ def upload(
     print(f"{url} has every complete checkpoint of {folder}")
 
 
-def _damaged_among_newest(folder: str, keep_last: int, quiet: bool) -> list[int]:
+def _damaged_among_newest(folder: str, keep_last: int) -> list[int]:
     """The steps of damaged checkpoints that are newer than the oldest of `keep_last` intact ones."""
     from kenotron.checkpoint.folders import verify as verify_checkpoint
 
     damaged, intact = [], 0
     for entry in reversed([entry for entry in list_checkpoints(folder) if entry.manifest]):
-        problems = verify_one(str(entry.path), partial(verify_checkpoint, entry.path), show_progress=not quiet)
+        problems = verify_one(str(entry.path), partial(verify_checkpoint, entry.path), show_progress=True)
         if problems:
             damaged.append(entry.step)
             print(f"warning: {problems[0]}; checkpoint {entry.step} is kept and not counted", file=sys.stderr)
@@ -259,26 +251,6 @@ def _summary(entry: Entry) -> dict[str, Any]:
         "saved_at": manifest.saved_at if manifest else None,
         "bytes": manifest.bytes if manifest else None,
         "problem": entry.problem,
-    }
-
-
-def _everything(path: Path, manifest: Manifest, indexes: dict[str, Index]) -> dict[str, Any]:
-    tensors = {
-        folder: {
-            name: {"shape": list(entry.shape), "dtype": DTYPES[entry.dtype][0], "bytes": entry.bytes}
-            for name, entry in index.items()
-        }
-        for folder, index in indexes.items()
-    }
-    return {
-        "step": manifest.step,
-        "path": str(path),
-        "saved_at": manifest.saved_at,
-        "bytes": manifest.bytes,
-        "config": str(path / "config.yaml"),
-        "state": manifest.state,
-        "files": {name: record._asdict() for name, record in manifest.files.items()},
-        "tensors": tensors,
     }
 
 
