@@ -24,6 +24,7 @@ import typer
 
 from kenotron.checkpoint.durable import discard
 from kenotron.checkpoint.folders import CheckpointFolder, RemoteCheckpoint, list_checkpoints, resolve
+from kenotron.checkpoint.folders import verify as verify_checkpoint
 from kenotron.checkpoint.index import DTYPES, read_index
 from kenotron.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from kenotron.checkpoint.retention import superseded, to_prune
@@ -146,7 +147,6 @@ def average(
     """Average the weights of checkpoints, or merge them: a checkpoint without optimizer state."""
     from kenotron.checkpoint.averaging import average
     from kenotron.cli.data import on_this_machine
-    from kenotron.cli.remote import at_hand
 
     try:
         numbers = None if weights is None else [float(weight) for weight in weights.split(",")]
@@ -183,8 +183,6 @@ def upload(
 
 def _damaged_among_newest(folder: str, keep_last: int) -> list[int]:
     """The steps of damaged checkpoints that are newer than the oldest of `keep_last` intact ones."""
-    from kenotron.checkpoint.folders import verify as verify_checkpoint
-
     damaged, intact = [], 0
     for entry in reversed([entry for entry in list_checkpoints(folder) if entry.manifest]):
         problems = verify_one(str(entry.path), partial(verify_checkpoint, entry.path), show_progress=True)
@@ -218,8 +216,6 @@ def _all_in(place: str) -> Sequence[Entry]:
 
 
 def _local_checks(path: Path) -> dict[str, Check]:
-    from kenotron.checkpoint.folders import verify as verify_checkpoint
-
     unfinished = path.name.isdigit() and path.is_dir() and not list_checkpoints(path)
     paths = [path] if unfinished or (path / MANIFEST).exists() else [entry.path for entry in _all_in(str(path))]
     return {str(each): partial(verify_checkpoint, each) for each in paths}
