@@ -51,7 +51,7 @@ def test_a_package_that_lists_its_modules_lists_all_of_them() -> None:
 
 def test_the_package_stays_small() -> None:
     """Lines of code, without blank ones, comments and docstrings: what enters pays for itself by what goes."""
-    assert sum(lines_of_code(path.read_text()) for path in (REPOSITORY / "src").rglob("*.py")) <= 35_983
+    assert sum(lines_of_code(path.read_text()) for path in (REPOSITORY / "src").rglob("*.py")) <= 35_994
 
 
 def lines_of_code(source: str) -> int:
@@ -83,7 +83,7 @@ def test_what_has_to_be_read_to_understand_a_training_run_stays_small() -> None:
         found.add(module)
         packages = {package for package in MODULES if module.startswith(f"{package}.")}
         pending |= (imported_by(module) | packages) - found
-    assert sum(len(MODULES[module].read_text().splitlines()) for module in found) <= 17_359
+    assert sum(len(MODULES[module].read_text().splitlines()) for module in found) <= 17_327
 
 
 def imported_by(module: str) -> set[str]:

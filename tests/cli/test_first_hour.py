@@ -348,9 +348,8 @@ class FullDisk(kn.Hook):
     [
         (
             OutOfMemory,
-            r"^out of memory \(.*\); try tokens.micro_batch_size=2 tokens.batch_accumulation_per_replica=2 \(weights, "
-            r"gradients and optimizer state need .* GiB a rank, and each sequence .* GiB\); or split the model: "
-            r"parallelism.tp, parallelism.pp, optimizer.zero_stage: 3$",
+            r"^out of memory \(.*\); try tokens.micro_batch_size=2 tokens.batch_accumulation_per_replica=2; "
+            r"`kenotron plan` predicts what fits$",
         ),
         (
             FullDisk,

@@ -11,9 +11,16 @@ import torch
 
 from kenotron.config import Config
 from kenotron.kernels import rms_norm, rope, swiglu
+from kenotron.kernels.attentions.choice import attention_of_run
 from kenotron.parallel.device import vendor_peak
+from kenotron.parallel.mesh import Mesh
+from kenotron.planner.hardware import gpu_here
+from kenotron.planner.memory import plan_memory
+from kenotron.planner.rehearsal import batch_of, build_on
+from kenotron.training.initial_weights import fill_weights
+from kenotron.training.step import train_step
 from support.device_runs import STEPS, train_on
-from support.tiny_run import equal_bits, losses, metrics, saved_weights
+from support.tiny_run import equal_bits, losses, metrics, saved_weights, tiny_config
 
 CPU = torch.device("cpu")
 CLOSE = 1e-4  # of losses near 4: fp32 sums in another order differ by 1e-6; Adam makes that grow with the steps
@@ -201,3 +208,23 @@ def test_statistics_of_layers_are_the_cpus(layout: str, device: torch.device, tm
     assert len(names) > 10
     for name in names:
         assert found[name] == pytest.approx(expected[name], rel=1e-3), name
+
+
+@pytest.mark.parametrize("overrides", [(), ("parallelism.recompute_layer=true",)], ids=["plain", "recompute"])
+def test_the_planned_peak_is_near_that_of_the_allocator(overrides: tuple[str, ...], gpu_only: torch.device) -> None:
+    """Within 5%: the allocator rounds up to 512 bytes, and kernels have workspaces."""
+    sizes = ("hidden_size=1024", "intermediate_size=2816", "num_hidden_layers=4", "num_attention_heads=16")
+    shapes = [f"model.model_config.{each}" for each in (*sizes, "num_key_value_heads=16", "vocab_size=32000")]
+    lengths = ("model.model_config.max_position_embeddings=1024", "tokens.sequence_length=1024")
+    batch = ("tokens.micro_batch_size=4", "model.dtype=bfloat16", "tokens.batch_accumulation_per_replica=2")
+    config = tiny_config(Path("never-written"), *shapes, *lengths, *batch, *overrides)
+    (plan,) = plan_memory(config, gpu_here())
+    attention, _ = attention_of_run(config, gpu_only)
+    run = build_on(config, Mesh(), gpu_only, attention)
+    fill_weights(run.parts, config.model.init_method, config.general.seed)
+    for _ in range(3):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        train_step(run, [batch_of(config)] * 2)
+        run.step += 1
+    assert torch.cuda.max_memory_allocated() == pytest.approx(plan.peak.bytes, rel=0.05)

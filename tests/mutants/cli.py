@@ -88,22 +88,6 @@ MUTANTS = [
         tests=("cli/test_branch.py::test_a_branch_anneals_from_the_rate_of_its_step_and_leaves_its_parent_alone",),
     ),
     Mutant(
-        name="curves-over-steps-and-tokens-swapped",
-        file="cli/plot.py",
-        find='"iteration" if steps else "consumed_tokens"',
-        replace='"consumed_tokens" if steps else "iteration"',
-        why="runs of other batch sizes are compared by steps under an axis that says tokens",
-        tests=("cli/test_plot.py::test_curves_in_the_terminal_go_from_the_highest_loss_to_the_lowest",),
-    ),
-    Mutant(
-        name="a-column-of-a-curve-shows-its-last-step",
-        file="cli/plot.py",
-        find="(at, sum(some) / len(some), MARKS",
-        replace="(at, some[-1], MARKS",
-        why="the curve in the terminal has the noise of single steps, and two equal runs look different",
-        tests=("cli/test_plot.py::test_a_column_shows_the_mean_of_its_steps",),
-    ),
-    Mutant(
         name="a-shuffle-of-tokenize-forgets-its-seed",
         file="cli/data_prepare.py",
         find="        seed=seed or 0,\n",

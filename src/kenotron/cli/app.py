@@ -23,7 +23,6 @@ from kenotron.cli.evaluate import evaluate
 from kenotron.cli.generate import generate
 from kenotron.cli.init import init
 from kenotron.cli.plan import plan
-from kenotron.cli.plot import plot
 from kenotron.cli.replay import replay
 from kenotron.cli.runs import report, runs
 from kenotron.cli.slurm import cancel, logs, status, submit
@@ -75,7 +74,7 @@ OTHER_NAMES = {
     "evaluate": "eval",
     "generate": "inference sample",
     "plan": "estimate memory predict",
-    "report": "dashboard",
+    "report": "dashboard plot",
     "runs": "list ls",
     "train": "run pretrain fit finetune resume launch",
 }
@@ -86,7 +85,7 @@ def all_commands() -> typer.Typer:
     app = typer.Typer(help=HELP, no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False)
     app.info.context_settings = {"help_option_names": ["-h", "--help"]}
     app.callback()(_options)
-    trained = (init, plan, train, branch, generate, chat, evaluate, compare, runs, report, plot)
+    trained = (init, plan, train, branch, generate, chat, evaluate, compare, runs, report)
     for command in (*trained, replay, doctor, submit, status, logs, cancel):
         app.command()(command)
     for group in (config, checkpoint, convert, data, mup):

@@ -73,7 +73,7 @@ def inspect(
     dtype: RawDtype = None,
     as_json: AsJson = False,
 ) -> None:
-    """Report on token files: counts, document lengths, duplicates, samples.
+    """Report on token files: counts, document lengths, samples.
 
     Exit code 2 if an id is out of range, or a file differs from its manifest's checksum. Of the folder of a text in the
     token cache only the checksums are compared.
@@ -159,9 +159,6 @@ def _print_report(report: dict[str, Any]) -> None:
     )
     print(f"tokens: {report['tokens']:,}   documents: {documents}   largest id: {report['largest_id']}")
     print(f"tokenizer: {report['tokenizer'] or 'unknown'}   tokens without loss: {report['no_loss_tokens']:,}")
-    about = "" if report["duplicates_exact"] else "about "
-    if report["duplicate_documents"] is not None:
-        print(f"duplicate documents: {about}{report['duplicate_documents']:,}")
     if sums := report["checksums"]:
         print(f"checksums: {sums['files'] - len(sums['different'])} of {counted(sums['files'], 'file')} as recorded")
     if lengths := report["document_lengths"]:

@@ -35,6 +35,7 @@ def plan(
     import torch
 
     from kenotron.config import load, refuse_unsupported
+    from kenotron.config.errors import InputError
     from kenotron.launch.memory import free_memory
     from kenotron.planner.hardware import GIB, gpu_called, gpu_here
     from kenotron.planner.memory import plan_memory
@@ -49,6 +50,8 @@ def plan(
     device = gpu_here() if gpu is None else gpu_called(gpu)
     cpu, ranks = torch.device("cpu"), config.parallelism.world_size
     memory = free_memory(cpu, ranks) if device is None else int(device.memory_gib * GIB)
+    if not set(rank or ()) <= set(range(ranks)):
+        raise InputError(f"--rank: expected ranks from 0 to {ranks - 1}, found {', '.join(map(str, rank or ()))}")
     plans = plan_memory(config, device, rank, show=_with_progress)
     verdict = verdict_of(plans, memory)
     nearest = None

@@ -1,13 +1,7 @@
-"""What tokens on disk hold, in one pass and bounded memory.
-
-Documents are hashed to find the ones that are there twice. Of more than four million only the hashes below half of the
-range are kept, of more than eight million those below a quarter, …, and what is counted among them is scaled up: then
-the count is an estimate from a fair sample.
-"""
+"""What tokens on disk hold, in one pass and bounded memory."""
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 
 import numpy as np
@@ -19,34 +13,9 @@ from kenotron.data.formats import TokenFile, documents_between, open_token_files
 from kenotron.data.formats.token_file import TokenChunk
 from kenotron.data.manifest import Json, checksums, recorded_checksums
 from kenotron.data.sources.token_folder import count_windows, window_step
-from kenotron.storage.arrays import release
 from kenotron.storage.paths import AnyPath
 
 CHUNK_TOKENS = 1 << 20
-HASHES = 1 << 22
-
-
-class Duplicates:
-    """Counts hashes that come again among `total` ones; a sample of them, if there are more than `kept`."""
-
-    def __init__(self, total: int, kept: int = HASHES) -> None:
-        self.halvings = (max(total - 1, 0) // kept).bit_length()
-        self._hashes = array("Q")
-
-    def add(self, tokens: NDArray[np.integer], start: int, stop: int) -> None:
-        """Count what tokens [start, stop) are, read in chunks."""
-        digest = xxhash.xxh3_64()
-        for first in range(start, stop, CHUNK_TOKENS):
-            digest.update(tokens[first : min(first + CHUNK_TOKENS, stop)].tobytes())
-            if stop - start > CHUNK_TOKENS:
-                release(tokens)
-        found = digest.intdigest()
-        if found < 1 << (64 - self.halvings):
-            self._hashes.append(found)
-
-    def count(self) -> int:
-        """How many were there before; exact where `halvings` is 0."""
-        return (len(self._hashes) - len(np.unique(np.array(self._hashes)))) << self.halvings
 
 
 def inspect(path: str | AnyPath, dtype: str | None = None, vocab_size: int | None = None) -> Json:
@@ -56,7 +25,7 @@ def inspect(path: str | AnyPath, dtype: str | None = None, vocab_size: int | Non
     """
     files = open_token_files(path, "token files", dtype)
     known = all(file.ends is not None for file in files)
-    tokens, documents = _Tokens(vocab_size), _Documents(sum(len(file.ends) for file in files if file.ends is not None))
+    tokens, documents = _Tokens(vocab_size), _Documents()
     recorded, found = recorded_checksums(files), {}
     for file in files:
         digest = xxhash.xxh3_128() if file.path in recorded else None
@@ -64,7 +33,7 @@ def inspect(path: str | AnyPath, dtype: str | None = None, vocab_size: int | Non
             if digest:
                 digest.update(chunk.ids.tobytes())
             tokens.add(file, chunk)
-            documents.add(file, chunk)
+            documents.add(chunk)
         if digest and file.tokens.nbytes == file.path.stat().st_size:  # its bytes are the ids, and nothing else
             found[file.path] = digest.hexdigest()
     return {
@@ -82,9 +51,7 @@ def inspect(path: str | AnyPath, dtype: str | None = None, vocab_size: int | Non
         "first_beyond_vocab": tokens.first_beyond,
         "no_loss_tokens": tokens.without_loss,
         "document_lengths": documents.summary() if known and documents.count else None,
-        "duplicate_documents": documents.duplicates.count() if known else None,
         "checksums": _compared(recorded, found) if recorded else None,
-        "duplicates_exact": not documents.duplicates.halvings,
     }
 
 
@@ -129,16 +96,15 @@ class _Tokens:
 
 
 class _Documents:
-    """Shortest, mean and longest document, how many there are in each power of two, and which come again."""
+    """Shortest, mean and longest document, and how many there are in each power of two."""
 
-    def __init__(self, total: int) -> None:
+    def __init__(self) -> None:
         self.count = self.tokens = self.longest = 0
         self.shortest: int | None = None
         self.buckets = np.zeros(64, np.int64)
-        self.duplicates = Duplicates(total)
         self._start = 0  # of the document that the next chunk goes on with
 
-    def add(self, file: TokenFile, chunk: TokenChunk) -> None:
+    def add(self, chunk: TokenChunk) -> None:
         if chunk.start == 0:
             self._start = 0
         if chunk.ends is None or not len(chunk.ends):
@@ -151,9 +117,7 @@ class _Documents:
         self.shortest = min(int(lengths.min()), self.longest if self.shortest is None else self.shortest)
         # frexp gives the bits of a number: 0 → 0, 1 → 1, 2..3 → 2, 4..7 → 3, …
         self.buckets += np.bincount(np.frexp(lengths.astype(np.float64))[1], minlength=64)
-        for end in ends.tolist():
-            self.duplicates.add(file.tokens, self._start, end)
-            self._start = end
+        self._start = int(ends[-1])
 
     def summary(self) -> Json:
         used = np.flatnonzero(self.buckets)

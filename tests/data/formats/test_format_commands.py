@@ -10,7 +10,6 @@ import pytest
 
 from kenotron.data.formats import open_token_files
 from kenotron.data.formats.datatrove import TokenWriter
-from kenotron.prepare.inspect import Duplicates
 from support.megatron_files import write_megatron
 from support.tiny_run import Shell
 
@@ -48,7 +47,6 @@ def test_inspect_counts(corpus: Path, shell: Shell) -> None:
     expected = {"tokens": 13, "documents": 4, "dtype": "uint16", "format": "datatrove", "files": 1, "tokenizer": "gpt2"}
     assert {key: report[key] for key in expected} == expected
     assert report["largest_id"] == 9
-    assert report["duplicate_documents"] == 1
     lengths = report["document_lengths"]
     assert (lengths["shortest"], lengths["mean"], lengths["longest"]) == (2, 13 / 4, 5)
     assert [(b["from"], b["below"], b["documents"]) for b in lengths["histogram"]] == [(2, 4, 3), (4, 8, 1)]
@@ -69,24 +67,6 @@ def test_a_format_that_is_only_read_is_refused(corpus: Path, tmp_path: Path, she
     code, _, err = shell("data", "merge", corpus, "--output", tmp_path / f"out{suffix}")
     assert code == 2
     assert f"--output: expected a folder, or a file that ends in .ds, found {tmp_path}/out{suffix}" in err
-
-
-def test_duplicates_are_estimated_where_there_are_many() -> None:
-    ids = np.concatenate([np.arange(20_000), np.arange(10_000)])
-    counted = Duplicates(len(ids), kept=1000)
-    for place in range(len(ids)):
-        counted.add(ids, place, place + 1)
-    assert counted.halvings == 5
-    assert counted.count() == pytest.approx(10_000, rel=0.25)
-
-
-def test_copies_of_documents_longer_than_a_piece_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kenotron.prepare.inspect.CHUNK_TOKENS", 8)
-    ids = np.arange(100) % 30
-    counted = Duplicates(5)
-    for start, stop in ((0, 25), (30, 55), (60, 85), (0, 24), (31, 56)):
-        counted.add(ids, start, stop)
-    assert counted.count() == 2
 
 
 def test_a_folder_is_read_in_order_of_path_without_hidden_folders_and_links_once(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`kenotron plot`, and `compare` and `config diff` of what runs have written."""
+"""`kenotron compare` and `config diff` of what runs have written, and what is no run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from kenotron.cli import main
-from kenotron.cli.plot import HEIGHT, WIDTH
 from support.tiny_run import tiny_config, tiny_yaml, train_quietly
 
 
@@ -29,37 +28,7 @@ def written(folder: Path, losses: list[float | None], val: dict[int, float]) -> 
     return folder
 
 
-def test_curves_in_the_terminal_go_from_the_highest_loss_to_the_lowest(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    falls = written(tmp_path / "falls", [8.0, 6.0, None, 2.0], {4: 4.0})
-    flat = written(tmp_path / "flat", [5.0] * 4, {})
-    assert call("plot", falls, flat / "metrics.jsonl") == 0
-    lines = capsys.readouterr().out.splitlines()
-    rows = [line[10:] for line in lines[:HEIGHT]]
-    assert rows[0] == "*"  # step 1, loss 8
-    assert rows[-1] == " " * (WIDTH - 1) + "*"  # step 4, loss 2
-    (validation,) = (number for number, row in enumerate(rows) if "v" in row)
-    assert validation == round((8 - 4) / (8 - 2) * (HEIGHT - 1))
-    assert [row.count("o") for row in rows if "o" in row] == [4]
-    assert lines[HEIGHT + 1].split() == ["1K", "4K", "tokens"]
-    assert lines[-2:] == ["* falls: last loss 2, validation 4 (v)", "o flat: last loss 5"]
-    assert call("plot", falls, "--steps") == 0
-    assert "4 steps" in capsys.readouterr().out
-
-
-def test_a_column_shows_the_mean_of_its_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Losses of 1 and 3 in turn: three steps or more have a mean between 5/3 and 7/3."""
-    noisy = written(tmp_path / "noisy", [1.0, 3.0] * (4 * WIDTH), {})
-    assert call("plot", noisy) == 0
-    lines = capsys.readouterr().out.splitlines()
-    highest, lowest = (float(lines[row].split()[0]) for row in (0, HEIGHT - 1))
-    assert 1.66 <= lowest <= highest <= 2.34
-
-
-def test_losses_that_are_not_finite_are_neither_equal_nor_drawn(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_losses_that_are_not_finite_are_not_equal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = [written(tmp_path / "a", [2.0, None, 1.0], {}), written(tmp_path / "b", [2.0, 3.0, 1.0], {})]
     for run in runs:
         tiny_yaml(run).rename(run / "config.yaml")
@@ -67,12 +36,6 @@ def test_losses_that_are_not_finite_are_neither_equal_nor_drawn(
     said = capsys.readouterr().out
     assert "lm_loss: equal until step 2" in said
     assert "  step 2: nan  3  difference +nan" in said
-    text = (runs[0] / "metrics.jsonl").read_text()
-    (runs[0] / "metrics.jsonl").write_text(
-        text.replace("null", "NaN") + '{"iteration": 4, "lm_loss": "x", "consumed_tokens": 4000}\n'
-    )
-    assert call("plot", runs[0]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "* a: last loss 1"
 
 
 def test_what_is_no_run_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -80,21 +43,14 @@ def test_what_is_no_run_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[s
     for path, expected in (
         (tmp_path / "logs", "expected the folder of a run, with metrics.jsonl; it has the runs a"),
         (tmp_path / "log", "no such file or folder"),
-        (written(tmp_path / "nan", [None], {}), "no losses yet"),
     ):
-        assert call("plot", path) == 2
+        assert call("report", path) == 2
         assert expected in capsys.readouterr().err
 
 
-def test_a_line_that_a_crash_cut_short_is_passed_over_and_another_file_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    metrics = written(tmp_path / "a", [8.0, 6.0], {}) / "metrics.jsonl"
-    metrics.write_text(metrics.read_text() + '{"iteration": 3, "lm_l')
-    assert call("plot", metrics, "--steps") == 0
-    assert "2 steps" in capsys.readouterr().out
+def test_another_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "notes.txt").write_text("not a number\n")
-    assert call("plot", tmp_path / "notes.txt") == 2
+    assert call("report", tmp_path / "notes.txt") == 2
     assert "notes.txt: expected the metrics.jsonl of a run" in capsys.readouterr().err
 
 

@@ -1,0 +1,76 @@
+"""`kenotron plan` as people and programs read it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+from kenotron.cli import main
+from kenotron.launch import memory
+from support.tiny_run import tiny_yaml
+
+
+def plan(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", *map(str, arguments)])
+    return int(ended.value.code or 0)
+
+
+def test_a_run_that_fits_is_a_table_with_what_is_largest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(tiny_yaml(tmp_path), "--gpu", "H100") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "1 rank on H100 80 GB. GiB at the peak of a step:"
+    assert lines[1].split()[:5] == ["rank", "stage", "sum", "weights", "gradients"]
+    sizes = [float(each) for each in lines[2].split()[2:]]
+    assert sizes[0] == pytest.approx(sum(sizes[1:]), rel=0.01)
+    assert re.fullmatch(r"It fits: the largest rank needs \S+ GiB of 79.1, of which 67 can be planned for.", lines[-1])
+
+
+@pytest.mark.budget(10, reason="plans several layouts")
+def test_the_nearest_change_that_fits_is_named_for_people_and_programs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With half of the peak to plan for, the changes are tried in their order, and the last one fits."""
+    arguments = tiny_yaml(tmp_path), "model.model_config.max_position_embeddings=512", "tokens.sequence_length=512"
+    assert plan(*arguments, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"]
+    assert found["nearest"] is None
+    (rank,) = found["ranks"]
+    assert found["peak"] == rank["peak"]["bytes"] == sum(rank["peak"]["of"].values())
+    with patch.object(memory, "free_memory", lambda *_: 2 * found["peak"]):  # of so little, a quarter is planned for
+        assert plan(*arguments, "--json") == 1
+    said = capsys.readouterr()
+    assert re.fullmatch(r"(trying .*\n)+", said.err)
+    tried = [line.removeprefix("trying ").split() for line in said.err.splitlines()]
+    nearest = json.loads(said.out)["nearest"]
+    assert nearest == tried[-1]
+    assert plan(*arguments, *nearest, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["peak"] < found["peak"] // 2
+
+
+@pytest.mark.budget(10, reason="plans several layouts")
+def test_what_fits_nowhere_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with patch.object(memory, "free_memory", lambda *_: 1000):
+        assert plan(tiny_yaml(tmp_path), "parallelism.recompute_layer=true", "tokens.micro_batch_size=1") == 1
+    assert capsys.readouterr().out.splitlines()[-1] == "Nothing tried fits; it takes more ranks."
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (("--gpu", "h10"), r"error: --gpu: expected rtx4090, .*, found 'h10'; did you mean 'h100'\?"),
+        (("--rank", "1"), r"error: --rank: expected ranks from 0 to 0, found 1"),
+        (("parallelism.tp=3",), r"error: .*tp.*3.*"),
+        (("parallelism.tb=2",), r"error: .*unknown key 'parallelism.tb'.*"),
+    ],
+)
+def test_bad_input_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], line: str
+) -> None:
+    assert plan(tiny_yaml(tmp_path), *arguments) == 2
+    assert re.fullmatch(line, capsys.readouterr().err.strip())
