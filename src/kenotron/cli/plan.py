@@ -58,8 +58,8 @@ def plan(
     if verdict.usable is not None and not verdict.fits:
         nearest = nearest_that_fits(config, changed, device, plans, verdict.usable, to_stderr)
     if as_json:
-        ranks = [each._asdict() | {"peak": each.peak._asdict()} for each in plans]
-        print(json.dumps(verdict._asdict() | {"nearest": nearest, "ranks": ranks}, indent=2))
+        followed = [each._asdict() | {"peak": each.peak._asdict()} for each in plans]
+        print(json.dumps(verdict._asdict() | {"nearest": nearest, "ranks": followed}, indent=2))
     else:
         _print(config, device, plans, verdict, nearest)
     raise typer.Exit(1 if verdict.fits is False else 0)

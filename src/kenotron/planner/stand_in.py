@@ -80,10 +80,10 @@ class _Module(backend_registration._DummyBackendModule):
 
     def set_device(self, *args: Any) -> None: ...
 
-    def current_stream(self, *args: Any) -> Stream:
+    def current_stream(self, *args: Any) -> Any:
         return Stream()
 
-    def stream(self, stream: Stream) -> Any:
+    def stream(self, stream: Any) -> Any:
         return contextlib.nullcontext()
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
@@ -125,7 +125,7 @@ def memoryless() -> Iterator[None]:
         stack.enter_context(patch.object(Tensor, "pin_memory", _pinned))
         stack.enter_context(patch.object(FakeTensor, "record_stream", lambda tensor, stream: None, create=True))
         stack.enter_context(patch.object(FakeTensorMode, "__deepcopy__", lambda mode, memo: mode, create=True))
-        stack.enter_context(patch.object(DeviceMesh, "mesh", property(_with_values(DeviceMesh.mesh.fget))))
+        stack.enter_context(patch.object(DeviceMesh, "mesh", property(_with_values(vars(DeviceMesh)["mesh"].fget))))
         numbering_ranks = ((DeviceMesh, "__init__"), (matrix_owners, "_places"), (matrices, "mesh_group"))
         for place, name in numbering_ranks:
             stack.enter_context(patch.object(place, name, _with_values(getattr(place, name))))
@@ -219,12 +219,12 @@ class _Chunks(Sequence[Tensor]):
     With 8,192 ranks these lists take 200 s for a model of 8B.
     """
 
-    def __init__(self, tensor: Tensor, count: int, dim: int) -> None:
-        self.tensor, self.count, self.dim = tensor, count, dim
-        self.size = -(-tensor.shape[dim] // count)
+    def __init__(self, tensor: Tensor, parts: int, dim: int) -> None:
+        self.tensor, self.parts, self.dim = tensor, parts, dim
+        self.size = -(-tensor.shape[dim] // parts)
 
     def __len__(self) -> int:
-        return self.count
+        return self.parts
 
     def __getitem__(self, number: Any) -> Any:
         begin = min(number * self.size, self.tensor.shape[self.dim])

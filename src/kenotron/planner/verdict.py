@@ -43,7 +43,9 @@ def usable(memory: int) -> int:
 def verdict_of(plans: Sequence[RankMemory], memory: int | None) -> Verdict:
     """Of ranks that have `memory` bytes each."""
     peak = max(each.peak.bytes for each in plans)
-    return Verdict(peak, memory, memory and usable(memory), memory and peak < usable(memory))
+    if memory is None:
+        return Verdict(peak, None, None, None)
+    return Verdict(peak, memory, usable(memory), peak < usable(memory))
 
 
 def in_words(verdict: Verdict) -> str:
