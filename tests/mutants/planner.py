@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mutants.mutant import Mutant
 
-PEAK = "planner/test_memory.py::test_the_peak_of_a_step_is_that_of_real_ranks"
+PEAK = "planner/test_planned_memory.py::test_the_peak_of_a_step_is_that_of_real_ranks"
 
 MUTANTS = [
     Mutant(
@@ -29,7 +29,7 @@ MUTANTS = [
         find="        if not PLAIN.issuperset(types):",
         replace="        if False:",
         why="each rank is planned to hold the moments of all shards",
-        tests=("planner/test_memory.py::test_a_large_model_on_thousands_of_gpus",),
+        tests=("planner/test_planned_memory.py::test_a_large_model_on_thousands_of_gpus",),
     ),
     Mutant(
         name="fake-tensors-take-another-kernel",
@@ -45,6 +45,6 @@ MUTANTS = [
         find='        patch.object(F, "scaled_dot_product_attention", _flash),\n',
         replace="",
         why="plans for GPUs are twice too large at long sequences",
-        tests=("planner/test_memory.py::test_a_large_model_on_thousands_of_gpus",),
+        tests=("planner/test_planned_memory.py::test_a_large_model_on_thousands_of_gpus",),
     ),
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -34,8 +34,10 @@ def plan(
     """
     import torch
 
+    from kenotron.cli.tables import progress_bar
     from kenotron.config import load, refuse_unsupported
     from kenotron.config.errors import InputError
+    from kenotron.interop import resolve_architecture
     from kenotron.launch.memory import free_memory
     from kenotron.planner.hardware import GIB, gpu_called, gpu_here
     from kenotron.planner.memory import plan_memory
@@ -44,7 +46,7 @@ def plan(
     def changed(more: list[str]) -> Config:
         config = load(file, [*(overrides or []), *more], report=to_stderr)
         refuse_unsupported(config)
-        return config
+        return resolve_architecture(config)
 
     config = changed([])
     device = gpu_here() if gpu is None else gpu_called(gpu)
@@ -52,7 +54,8 @@ def plan(
     memory = free_memory(cpu, ranks) if device is None else int(device.memory_gib * GIB)
     if not set(rank or ()) <= set(range(ranks)):
         raise InputError(f"--rank: expected ranks from 0 to {ranks - 1}, found {', '.join(map(str, rank or ()))}")
-    plans = plan_memory(config, device, rank, show=_with_progress)
+    with progress_bar("Following ranks") as report:
+        plans = plan_memory(config, device, rank, report)
     verdict = verdict_of(plans, memory)
     nearest = None
     if verdict.usable is not None and not verdict.fits:
@@ -87,12 +90,3 @@ def _print(
     print(in_words(verdict))
     if verdict.fits is False:
         print(f"The nearest that fits: {' '.join(nearest)}" if nearest else "Nothing tried fits; it takes more ranks.")
-
-
-def _with_progress(plans: Iterable[RankMemory], count: int) -> Iterator[RankMemory]:
-    from kenotron.text.progress import progress
-
-    with progress("Following ranks", count, to_stderr) as update:
-        for done, each in enumerate(plans, start=1):
-            update(done)
-            yield each

@@ -16,7 +16,7 @@ import resource
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,7 +32,6 @@ from kenotron.storage.hub import first_line
 if TYPE_CHECKING:
     from kenotron.config import Config
 
-GIB = 1 << 30
 OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
 SPLIT = "split the model: parallelism.tp, parallelism.pp, optimizer.zero_stage: 3"
 
@@ -119,13 +118,12 @@ def too_large(config: Config, free: int) -> str | None:
     shards = (layout.dp_shard or layout.dp) * layout.context_parallel_size if config.zero_stage in (3, "hybrid") else 1
     if 16 * count / (layout.tp * layout.pp * shards) < free / 2:
         return None
-    from kenotron.planner.hardware import gpu_here
+    from kenotron.planner.hardware import GIB, gpu_here
     from kenotron.planner.memory import plan_memory
 
-    try:
+    peak = 0
+    with suppress(Exception):  # a prediction must not end a run
         peak = plan_memory(config, gpu_here(), [0])[0].peak.bytes
-    except Exception:  # a prediction must not end a run
-        return None
     if peak < free:
         return None
     return f"rank 0 will need {peak / GIB:.3g} GiB of {free / GIB:.3g}; `kenotron plan` says what it is, and what fits"

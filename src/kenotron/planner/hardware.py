@@ -8,7 +8,6 @@ import torch
 
 from kenotron.config.errors import InputError, nearest
 from kenotron.config.parallelism import stays_on_cpu
-from kenotron.kernels.attentions.choice import Facts
 
 GIB = 1 << 30
 
@@ -20,11 +19,6 @@ class Gpu(NamedTuple):
     memory_gib: float
     vendor: str
     capability: tuple[int, int] = (0, 0)
-
-    @property
-    def facts(self) -> Facts:
-        """What attention is chosen by."""
-        return Facts(self.vendor, self.capability)
 
 
 GPUS = {
@@ -52,7 +46,7 @@ def gpu_here() -> Gpu | None:
     """The first GPU of this machine; None where runs use the CPU."""
     if stays_on_cpu() or not torch.cuda.is_available():
         return None
-    properties = torch.cuda.get_device_properties(0)
-    vendor = "amd" if torch.version.hip else "nvidia"
-    capability = properties.major, properties.minor
-    return Gpu(properties.name, properties.total_memory / GIB, vendor, capability if vendor == "nvidia" else (0, 0))
+    found = torch.cuda.get_device_properties(0)
+    if torch.version.hip:
+        return Gpu(found.name, found.total_memory / GIB, "amd")
+    return Gpu(found.name, found.total_memory / GIB, "nvidia", (found.major, found.minor))

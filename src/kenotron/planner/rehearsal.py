@@ -112,8 +112,7 @@ def batch_of(config: Config) -> TokenBatch:
     """A micro-batch of the longest sequences, each of one document."""
     shape = config.tokens.micro_batch_size, max(config.sequence_lengths.values())
     tokens = np.arange(prod(shape)).reshape(shape) % config.model.decoder.vocab_size
-    documents = np.zeros_like(tokens) if config.model.document_masking else None
-    return TokenBatch(tokens, tokens, np.arange(shape[0]), documents=documents)
+    return TokenBatch(tokens, tokens, np.arange(shape[0]))
 
 
 def micro_batches_to_follow(config: Config) -> int:

@@ -62,10 +62,6 @@ class Event(Stream):
 
     record = wait = Stream.wait_stream
 
-    def query(self) -> bool:
-        """Whether the queue is past it."""
-        return True
-
 
 class _Module(backend_registration._DummyBackendModule):
     """What `torch.cuda` is to CUDA, as far as FSDP2, torch's pipelines and its recomputation ask."""
@@ -139,7 +135,8 @@ def kernels_of_a_gpu(facts: Facts) -> Iterator[None]:
     """Within, the stand-in has what a GPU of such `facts` has: kernels in Triton, and flash attention."""
     triton, language = ModuleType("triton"), ModuleType("triton.language")
     vars(language).update(constexpr=object)
-    vars(triton).update(jit=_Launch, cdiv=lambda a, b: -(-a // b), next_power_of_2=_power_of_2, language=language)
+    vars(triton).update(jit=_Launch, language=language, cdiv=lambda a, b: -(-a // b))
+    vars(triton).update(next_power_of_2=lambda number: 1 << (number - 1).bit_length())
     with (
         _modules({"triton": triton, "triton.language": language}, "kenotron.kernels.triton."),
         patch.object(choice, "facts_of", lambda device: facts),
@@ -164,10 +161,6 @@ def _modules(modules: dict[str, ModuleType], importers: str) -> Iterator[None]:
     finally:
         forget()
         sys.modules.update(before)
-
-
-def _power_of_2(number: int) -> int:
-    return 1 << (number - 1).bit_length()
 
 
 class _Launch:

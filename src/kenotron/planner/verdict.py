@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 COLUMNS = ("weights", "gradients", "optimizer", "activations", "logits", "communication", "other")
 LESS_AND_LESS_KEPT: tuple[Recompute, ...] = (False, "elementwise", "selective", True)
-STATES = ("weights", "gradients", "optimizer")
 
 
 class Verdict(NamedTuple):
@@ -73,7 +72,7 @@ def nearest_that_fits(
     `changed` makes a config with some overrides. `say` is told what is tried.
     """
     largest = max(plans, key=lambda each: each.peak.bytes)
-    states = sum(largest.peak.of.get(kind, 0) for kind in STATES)
+    states = sum(largest.peak.of.get(kind, 0) for kind in COLUMNS[:3])
     for overrides in changes(config, states < usable):
         try:
             other = changed(overrides)
@@ -87,7 +86,7 @@ def nearest_that_fits(
 
 
 def changes(config: Config, states_fit: bool) -> Iterator[list[str]]:
-    """Overrides with the same global batch and as many ranks or a few times as many, in the order of what they cost."""
+    """Overrides with the same global batch, by what they cost; the last ones have more ranks."""
     tokens, layout, at_least = config.tokens, config.parallelism, ["parallelism.recompute_layer=true"]
     micro, count = tokens.micro_batch_size, tokens.batch_accumulation_per_replica
     halves = [micro >> times for times in range(micro.bit_length()) if micro % (1 << times) == 0]
@@ -107,10 +106,6 @@ def changes(config: Config, states_fit: bool) -> Iterator[list[str]]:
     for times in (2, 4, 8):
         if layout.tp * times <= 8:
             yield [f"parallelism.tp={layout.tp * times}", *at_least]
-    for times in (2, 4, 8, 16, 32, 64):
-        if config.zero_stage == 3 and layout.dp_shard is None and count % times == 0:
-            dp = [f"parallelism.dp={layout.dp * times}", f"tokens.batch_accumulation_per_replica={count // times}"]
-            yield ["parallelism.recompute_layer=true", *dp]
 
 
 def _in_batches_of(config: Config, size: int) -> list[str]:

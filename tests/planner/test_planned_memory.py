@@ -79,6 +79,7 @@ CASES = (
 )
 
 
+@pytest.mark.budget(10, reason="trains on ranks, and plans each")
 @pytest.mark.cases(4)
 @pytest.mark.parametrize("case", CASES)
 def test_the_peak_of_a_step_is_that_of_real_ranks(case: str) -> None:
@@ -90,6 +91,8 @@ def test_the_peak_of_a_step_is_that_of_real_ranks(case: str) -> None:
         assert between == pytest.approx(real_between, rel=0.0001)
 
 
+@pytest.mark.budget(10, reason="trains on ranks, and plans each")
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("family", ["mixtral", "nemotron_h_of_experts"])
 def test_over_ranks_of_experts_the_mean_is_that_of_real_ranks(family: str) -> None:
     """Which rank gets more tokens than another depends on the data: for the planner all get as many."""
