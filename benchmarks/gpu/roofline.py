@@ -40,9 +40,9 @@ from kenotron.kernels import rms_norm
 from kenotron.kernels.attentions.packed import torch_flash
 from kenotron.parallel.device import PEAK_BF16
 from kenotron.parallel.mesh import Mesh
+from kenotron.planner.rehearsal import build_on
 from kenotron.training.step import train_step
 from support import stand_in
-from support.rehearsal import run_without_files
 
 BANDWIDTH = {"A100": 2.04e12, "H100": 3.35e12, "H200": 4.8e12, "B200": 8.0e12, "MI300X": 5.3e12}  # by the data sheets
 PRODUCTS, ATTENTION, MEMORY = 0.75, {64: 0.31, 128: 0.44}, 0.71  # of these, an H200 by its traces of Llama 1B and 8B
@@ -122,8 +122,7 @@ def second_step(case: Case) -> tuple[Costs, dict[str, int]]:
     """The costs of the second step of `case`, and where the host waited for the device in it."""
     there, config = device(), case.config(Path("/nowhere"))
     with stand_in.memoryless(), _fused_norms():
-        run = run_without_files(config, Mesh(), there)
-        run.attention = torch_flash  # one launch for whole sequences, too, as SDPA's is on a GPU
+        run = build_on(config, Mesh(), there, torch_flash)  # a launch for whole sequences, too, as SDPA's is on a GPU
         batches = [case.batch(config.model.decoder.vocab_size)] * case.accumulation
         with stand_in.HostWaits():
             train_step(run, batches)
