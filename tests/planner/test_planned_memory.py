@@ -138,7 +138,7 @@ LLAMA_8B = (
 
 
 def test_a_large_model_on_thousands_of_gpus(tmp_path: Path) -> None:
-    """States by hand on 10,240 ranks; activations have flash attention's sizes, not those of a matrix of scores."""
+    """States by hand on 10,240 ranks."""
     layout = ("parallelism.dp=1280", "parallelism.tp=8", "optimizer.zero_stage=3", "tokens.micro_batch_size=1")
     config = tiny_config(tmp_path, *LLAMA_8B, *layout, "parallelism.recompute_layer=true")
     (plan,) = plan_memory(config, GPUS["h100"])
@@ -147,8 +147,17 @@ def test_a_large_model_on_thousands_of_gpus(tmp_path: Path) -> None:
     share = 2 * 13 * 4096 + 4 * layer + 4  # 13 of the 16,032 rows of embedding and head
     assert plan.peak.of["weights"] == 4 * share
     assert plan.peak.of["optimizer"] == pytest.approx(8 * share, rel=0.001)
-    scores = 4 * 4096 * 4096 * 2  # of four heads in bf16
-    assert 0 < plan.peak.of["activations"] < scores
+
+
+def test_attention_on_a_gpu_keeps_no_matrix_of_scores(tmp_path: Path) -> None:
+    """As many tokens in sequences four times as long take as much: there is nothing quadratic."""
+    longest = "model.model_config.max_position_embeddings=4096"
+    peaks = []
+    for length, count in ((1024, 4), (4096, 1)):
+        batch = f"tokens.sequence_length={length}", f"tokens.micro_batch_size={count}"
+        (plan,) = plan_memory(tiny_config(tmp_path, longest, *batch, "model.dtype=bfloat16"), GPUS["h100"])
+        peaks.append(plan.peak.bytes)
+    assert peaks[1] == pytest.approx(peaks[0], rel=0.02)
 
 
 def test_the_first_rank_of_every_stage_is_followed(tmp_path: Path) -> None:

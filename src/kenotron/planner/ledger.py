@@ -4,8 +4,9 @@
         train_step(run, batches)
     ledger.peak()                 # Peak(bytes=…, of={"weights": …, "activations": …}, largest=[…])
 
-It follows real tensors and fake ones alike, so what is predicted can be measured by the same counter. Not seen: memory
-that operators use inside them, libraries' workspaces and what Python and NumPy hold.
+It follows real tensors and fake ones alike, so what is predicted can be measured by the same counter. A tensor of
+before counts from when an operator first returns it or a view of it. Not seen: memory that operators use inside them,
+libraries' workspaces and what Python and NumPy hold.
 """
 
 from __future__ import annotations
