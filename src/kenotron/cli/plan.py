@@ -56,7 +56,7 @@ def plan(
         raise InputError(f"--rank: expected ranks from 0 to {ranks - 1}, found {', '.join(map(str, rank or ()))}")
     with progress_bar("Following ranks") as report:
         plans = plan_memory(config, device, rank, report)
-    verdict = verdict_of(plans, memory)
+    verdict = verdict_of(plans, memory, device)
     nearest = None
     if verdict.usable is not None and not verdict.fits:
         nearest = nearest_that_fits(config, changed, device, plans, verdict.usable, to_stderr)
