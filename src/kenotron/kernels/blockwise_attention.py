@@ -70,7 +70,7 @@ def _kernel(q: Tensor) -> str:
     head_dim = q.shape[-1]
     if q.device.type == "cpu":
         return "cpu" if q.dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16) else "plain"
-    if q.device.type == "cuda" and q.dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0 and head_dim <= 256:
+    if q.dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0 and head_dim <= 256:
         return "flash"
     return "plain"
 

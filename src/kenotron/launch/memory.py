@@ -131,13 +131,15 @@ def too_large(config: Config, free: int) -> str | None:
 
 def advice(config: Config) -> str:
     """What to change in `config`, which did not fit, at the same global batch."""
+    from kenotron.planner.verdict import in_batches_of
+
     tokens, layout = config.tokens, config.parallelism
     micro, count = tokens.micro_batch_size, tokens.batch_accumulation_per_replica
     if layout.pp_engine == "afab" and count > layout.pp > 1:
         first = f"try parallelism.pp_engine=1f1b, which keeps activations of {layout.pp} micro-batches, not of all"
     elif micro > 1:
         size = max(size for size in range(1, micro) if micro % size == 0)
-        first = f"try tokens.micro_batch_size={size} tokens.batch_accumulation_per_replica={count * micro // size}"
+        first = f"try {' '.join(in_batches_of(config, size))}"
     elif layout.recompute_layer is not True:
         first = "try parallelism.recompute_layer=true"
     else:

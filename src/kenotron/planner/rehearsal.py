@@ -1,8 +1,8 @@
 """A rank of any layout, built and stepped by the code of training, without memory and without the other ranks.
 
     with on_fake_rank(config, 7, device) as mesh:      # of 2,048
-        run = build(config, mesh, device, attention)
-        steps(run, 2)
+        run = build_on(config, mesh, device, attention)
+        train_step(run, [batch_of(config)])
 
 The model, its layout, the weights' places, the optimizer and the step are those of a run. What is missing are values (a
 loss is 1), the data, logs and checkpoints, and the other ranks: torch's "fake" process group sends nothing.

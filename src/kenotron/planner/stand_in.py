@@ -27,7 +27,6 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import backend_registration
 
-from kenotron.kernels import blockwise_attention
 from kenotron.kernels.attentions import choice
 from kenotron.kernels.attentions.choice import Facts
 from kenotron.optim import matrices, matrix_owners
@@ -141,7 +140,6 @@ def kernels_of_a_gpu(facts: Facts) -> Iterator[None]:
         _modules({"triton": triton, "triton.language": language}, "kenotron.kernels.triton."),
         patch.object(choice, "facts_of", lambda device: facts),
         patch.object(F, "scaled_dot_product_attention", _flash),
-        patch.object(blockwise_attention, "_kernel", lambda q: "flash"),
     ):
         yield
 

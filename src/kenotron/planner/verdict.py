@@ -82,7 +82,7 @@ def nearest_that_fits(
         except InputError:  # what this model or layout does not allow
             continue
         say(f"trying {' '.join(overrides)}")
-        rank = first_ranks(other)[largest.stage * other.parallelism.pp // config.parallelism.pp]
+        rank = first_ranks(other)[largest.stage]
         if plan_memory(other, gpu, [rank])[0].peak.bytes < usable:
             return overrides
     return None
@@ -100,8 +100,8 @@ def changes(config: Config, states_fit: bool) -> Iterator[list[str]]:
             kept = [] if recompute == layout.recompute_layer else [f"parallelism.recompute_layer={recompute}".lower()]
             for size in halves:
                 if kept or size < micro:
-                    yield [*_in_batches_of(config, size), *kept]
-    at_least += _in_batches_of(config, halves[-1])
+                    yield [*in_batches_of(config, size), *kept]
+    at_least += in_batches_of(config, halves[-1])
     for stage in range(1, 4):
         if layout.dp > 1 and config.zero_stage in range(stage):
             yield [f"optimizer.zero_stage={stage}"]
@@ -111,7 +111,7 @@ def changes(config: Config, states_fit: bool) -> Iterator[list[str]]:
             yield [f"parallelism.tp={layout.tp * times}", *at_least]
 
 
-def _in_batches_of(config: Config, size: int) -> list[str]:
+def in_batches_of(config: Config, size: int) -> list[str]:
     """Micro-batches of `size` sequences, and as many more of them."""
     tokens = config.tokens
     count = tokens.batch_accumulation_per_replica * tokens.micro_batch_size // size

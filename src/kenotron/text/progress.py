@@ -44,7 +44,7 @@ def _plain(label: str, total: int, report: Report) -> Update:
     def update(done: int) -> None:
         nonlocal last
         now = time.monotonic()
-        if now - last < PLAIN_INTERVAL or not 0 < done < total:
+        if now - last < PLAIN_INTERVAL or not done:
             return
         last = now
         left = (now - start) * (total - done) / done
