@@ -250,6 +250,7 @@ MORE_PAIRS = [
     ("normuon", "tp=2 pp=2 engine=1f1b", "dp=4 shard=2 zero=hybrid"),
     ("muon_of_experts", "dp=4 ep=4 zero=3", "dp=2 ep=2 tp=2"),
     ("muon_of_experts", "pp=2 engine=1f1b dp=2 ep=2", "dp=2 zero=2"),
+    ("muon_of_experts", "dp=8 zero=3", "dp=4 tp=2 ep=2 zero=1"),  # cut inside the experts
     ("several", "tp=2 pp=2 engine=1f1b", "dp=2 zero=3"),
     ("sgd", "dp=2 zero=3 cp=2", "tp=4 mode=REDUCE_SCATTER"),
     ("tied", "dp=2 zero=3 tp=2 mode=REDUCE_SCATTER pp=2 engine=1f1b", "dp=4 shard=2 zero=1 tp=2"),

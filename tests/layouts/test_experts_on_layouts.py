@@ -20,6 +20,7 @@ from support.ranks import run_ranks
 PROBLEMS = {family: Problem(family, steps=3, model=keys) for family, keys in SPARSE.items()}
 WITH_A_CAPACITY = {"moe_expert_capacity_factor": 0.8, "router_aux_loss_scope": "global_batch"}
 DROPPING = Problem("dropping", steps=3, model=SPARSE["mixtral"] | WITH_A_CAPACITY)
+SIX = Problem("six", steps=3, model=SPARSE["mixtral"] | {"num_local_experts": 6})
 ROUNDING = 5e-6
 QUICK = [
     ("qwen2_moe", 4, "dp=2 zero=2 tp=2 ep=2 mode=REDUCE_SCATTER recompute=true"),
@@ -77,7 +78,7 @@ LAYOUTS_THAT_DROP = [
 @pytest.fixture(scope="module")
 def reference_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """What one process makes of a family, each trained once."""
-    return each_alone((PROBLEMS | {"dropping": DROPPING}).__getitem__, tmp_path_factory)
+    return each_alone((PROBLEMS | {"dropping": DROPPING, "six": SIX}).__getitem__, tmp_path_factory)
 
 
 @pytest.mark.cases(2)
@@ -113,6 +114,32 @@ def test_what_is_dropped_does_not_depend_on_the_layout(
     reference = reference_of("dropping")
     ranks = run_ranks(world_size, train_on_layout, DROPPING, layout, tmp_path, reference)
     expect_the_same(ranks, reference, ROUNDING)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layout"),
+    [
+        (4, "dp=4 ep=2 zero=3"),
+        *(
+            pytest.param(*slow, marks=pytest.mark.slow)
+            for slow in [
+                (4, "dp=4 zero=2 accum=4"),
+                (8, "dp=4 tp=2 zero=3 recompute=true"),
+                (8, "dp=4 tp=2 ep=2 zero=1 mode=REDUCE_SCATTER"),
+                (8, "dp=8 shard=4 zero=3"),
+            ]
+        ),
+    ],
+)
+def test_experts_that_the_ranks_do_not_divide_are_cut_inside(
+    world_size: int, layout: str, reference_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """FSDP2 cuts by experts, and pads: of six over four ranks three would hold two each, and one none."""
+    reference = reference_of("six")
+    ranks = run_ranks(world_size, train_on_layout, SIX, layout, tmp_path, reference)
+    expect_the_same(ranks, reference, ROUNDING)
+    held = [seen.local_numbers for seen in ranks]
+    assert max(held) < 1.02 * min(held)  # the router's six rows are cut by rows
 
 
 def test_experts_that_ep_does_not_divide_are_named(tmp_path: Path) -> None:

@@ -304,6 +304,14 @@ MUTANTS = [
         tests=(f"{EXPERTS}[olmoe-4-dp=2 cp=2 ep=2]",),
     ),
     Mutant(
+        name="a-rank-without-experts",
+        file="parallel/data.py",
+        find="(Shard(dim) for dim, size in enumerate(shape) if size % ranks == 0)",
+        replace="(Shard(0) for _ in shape)",
+        why="of six experts over four ranks three hold two each and one none, and every gather is padded to eight",
+        tests=("layouts/test_experts_on_layouts.py::test_experts_that_the_ranks_do_not_divide_are_cut_inside",),
+    ),
+    Mutant(
         name="balance-of-a-ranks-part-of-a-sequence",
         file="models/blocks/moe.py",
         find="everywhere = chosen if ctx.sum_over_sequence is None else ctx.sum_over_sequence(chosen.clone())",

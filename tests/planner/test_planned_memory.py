@@ -70,6 +70,7 @@ CASES = (
     "nemotron_h|dp=2 zero=3",
     "mixtral|pp=2 engine=1f1b",
     "mixtral|dp=2 zero=3",
+    "mixtral|dp=2 zero=3|model.model_config.num_local_experts=3",
     "olmoe|dp=2 zero=1",
     "qwen2_moe|dp=2 zero=3",
     "qwen3_moe|tp=2",

@@ -49,6 +49,7 @@ from kenotron.parallel.torch_internals import concatenate
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Shard
 
 Strategy = Callable[..., None]
 
@@ -258,8 +259,14 @@ def _shard(
         if replicas is None:
             apart.update(experts.parameters())
         else:
-            fully_shard(experts, mesh=replicas, reshard_after_forward=zero_stage == 3, **options)
-    options |= {"mesh": shards, "ignored_params": apart}
+            fully_shard(
+                experts,
+                mesh=replicas,
+                reshard_after_forward=zero_stage == 3,
+                shard_placement_fn=_even_split_over(replicas),
+                **options,
+            )
+    options |= {"mesh": shards, "ignored_params": apart, "shard_placement_fn": _even_split_over(shards)}
     for block in blocks:
         fully_shard(block, reshard_after_forward=zero_stage == 3, **options)
     # The root's weights are needed from the first forward to the last backward: dropping them between buys nothing.
@@ -295,6 +302,26 @@ def _sharding_mesh(mesh: Mesh) -> DeviceMesh:
         return shard
     axes = mesh.larger("shard")
     return mesh.device_mesh["dp_replicate", axes[0]] if len(axes) == 1 else concatenate([copies, shard])
+
+
+def _even_split_over(mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard | None]:
+    """FSDP2's choice of a dimension for stacked weights of experts, over the ranks of the mesh's last axis.
+
+    Of 8 experts over 64 ranks FSDP2 would give a rank one or none, and pad every gather and every sum to 64. It pads
+    only the first dimension, and the others cost a copy of the gathered weights: they serve where the first does not
+    divide evenly and they do.
+    """
+    from torch.distributed.tensor import Shard
+
+    ranks = mesh.size(-1)
+
+    def dimension(parameter: nn.Parameter) -> Shard | None:
+        shape = local_tensor(parameter).shape
+        if len(shape) < 3:
+            return None
+        return next((Shard(dim) for dim, size in enumerate(shape) if size % ranks == 0), None)
+
+    return dimension
 
 
 def _weakly(method: Callable[[nn.Parameter], None]) -> Callable[[nn.Parameter], None]:
