@@ -86,12 +86,16 @@ _SHARDS = "; data-parallel ranks (parallelism.dp) shard weights, gradients and m
 _TRACKER = (
     "; numbers go to logging.tensorboard, logging.wandb, logging.trackio, and to others by a hook (docs/extend.md)"
 )
+_RANKS = "; a run has as many ranks, one a GPU, as parallelism.dp x tp x pp x context_parallel_size says"
+_BETAS = "; they are two keys, optimizer.optimizer_factory.adam_beta1 and adam_beta2"
 # Names of what is done another way here.
 _OTHERWISE = (
     dict.fromkeys(["epochs", "num_epochs", "num_train_epochs", "n_epochs"], _PER_STEP)
     | dict.fromkeys(["max_tokens", "train_tokens", "total_tokens", "num_tokens", "token_budget"], _PER_STEP)
     | dict.fromkeys(["dropout", "attention_dropout", "hidden_dropout", "resid_pdrop", "attn_pdrop"], _DROPOUT)
     | dict.fromkeys(["fsdp", "fsdp_degree", "fsdp_size", "dp_shard", "use_fsdp", "deepspeed", "zero"], _SHARDS)
+    | dict.fromkeys(["gpus", "num_gpus", "n_gpus", "nproc", "nproc_per_node", "num_processes", "world_size"], _RANKS)
+    | dict.fromkeys(["betas", "adam_betas"], _BETAS)
     | dict.fromkeys(["resume", "resume_from", "resume_training", "auto_resume", "continue"], _RESUME)
     | dict.fromkeys(["wandb_project", "use_wandb", "report_to", "mlflow", "comet", "tracker"], _TRACKER)
 )

@@ -234,13 +234,17 @@ class FileDocuments(MayBeBad):
             raise InputError(f"{file}: is no plain text: it begins with many NUL characters (an archive, or UTF-16?)")
         if re.match(r'\s*\[\s*\{\s*"', begin):
             raise InputError(f"{file}: holds one JSON array; `jq -c '.[]' {file.name}` writes it as lines, for .jsonl")
-        rows = []
-        for line in text.lstrip("\ufeff \n").split("\n", 2)[:2]:
-            with suppress(ValueError, RecursionError):
-                rows.append(json.loads(line) if line.startswith("{") else None)
-        objects = [row for row in rows if isinstance(row, dict)]
-        if len(objects) == 2 or any(self.column in row for row in objects):
-            raise InputError(f"{file}: holds JSON lines, but is read as one text by its name; let it end with .jsonl")
+        rows, rest = [], text.lstrip("\ufeff \n")
+        with suppress(ValueError, RecursionError):
+            while len(rows) < 2 and rest.startswith("{"):
+                row, end = json.JSONDecoder().raw_decode(rest)
+                rows.append(row)
+                rest = rest[end:].lstrip()
+        if len(rows) == 2 or any(self.column in row for row in rows):
+            raise InputError(
+                f"{file}: holds JSON objects, but is read as one text by its name; let it end with .jsonl, with one a "
+                f"line (`jq -c .` writes them so)"
+            )
 
     @contextmanager
     def _damage_reported(self, raw: IO[bytes], file: AnyPath) -> Iterator[None]:

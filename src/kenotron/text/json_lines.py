@@ -37,15 +37,23 @@ def json_documents(
             return
         number += 1
         where = f"{file}: line at byte {place:,}" if start else f"{file}:{number}"
-        if place == 0 and line.lstrip().startswith(b"["):  # no line of it could be left out with the others right
-            array = "expected one JSON object a line, found a JSON array; `jq -c '.[]'` writes it as lines"
-            raise InputError(f"{where}: {array}")
+        if place == 0 and (other := _other_form(line)):  # no line of it could be left out with the others right
+            raise InputError(f"{where}: expected one JSON object a line, found {other}")
         place += len(line)
         if len(line) > LONGEST_LINE:
             place += _to_line_end(stream)
             bad(f"{where}: a line of more than {LONGEST_LINE >> 20} MiB (it ends at byte {place:,})")
         elif not line.isspace():
             yield from _json_row(line, where, column, file, hook, bad)
+
+
+def _other_form(first: bytes) -> str:
+    """What a file is whose first line is no JSON object, and what makes lines of it; empty if that is not known."""
+    if first.startswith((b"\xff\xfe", b"\xfe\xff")):
+        return "UTF-16; `iconv -f UTF-16 -t UTF-8` converts it"
+    if first.lstrip().startswith(b"["):
+        return "a JSON array; `jq -c '.[]'` writes it as lines"
+    return "objects over several lines; `jq -c .` writes each in one" if first.strip() == b"{" else ""
 
 
 def _to_line_end(stream: IO[bytes]) -> int:

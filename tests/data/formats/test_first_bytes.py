@@ -31,8 +31,11 @@ def test_json_lines_under_any_spelling(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", ["part-00000", "x.txt"])
 def test_json_lines_under_another_name_are_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text(LINES)
-    with pytest.raises(InputError, match="holds JSON lines, but is read as one text by its name"):
-        texts_of(tmp_path / name)
+    indented = "\n".join(json.dumps(json.loads(line), indent=2) for line in LINES.splitlines())
+    for text in (LINES, LINES.splitlines()[0], indented, indented[: indented.index("}") + 1]):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(InputError, match="holds JSON objects, but is read as one text by its name"):
+            texts_of(tmp_path / name)
     (tmp_path / name).write_text('{"other": 1}\n')
     assert texts_of(tmp_path / name) == ['{"other": 1}\n']
 
@@ -78,7 +81,7 @@ def test_what_is_no_text_is_refused_under_a_texts_name(tmp_path: Path) -> None:
         ("a.txt", "many NUL characters"),
         ("b.txt", "many NUL characters"),
         ("c.txt", "holds one JSON array"),
-        ("d.txt", "holds JSON lines"),
+        ("d.txt", "holds JSON objects"),
         ("e.csv.gz", "a table or an archive is no text"),
         ("f.tar.gz", "a table or an archive is no text"),
     ):
@@ -94,10 +97,15 @@ def test_a_null_and_an_array_are_named(tmp_path: Path) -> None:
         ('{"text": null}', "must hold text, found null"),
         ("[\n{}]", array),
         ('[{"text": "a"}, {"text": "b"}]', array),
+        ('{\n  "text": "a"\n}\n', "found objects over several lines; `jq -c .` writes"),
     ):
         (tmp_path / "a.jsonl").write_text(text)
         with pytest.raises(InputError, match=line):
             texts_of(tmp_path)
+    (tmp_path / "a.jsonl").write_text(LINES, "utf-16")
+    with pytest.raises(InputError, match="found UTF-16; `iconv -f UTF-16 -t UTF-8` converts it"):
+        texts_of(tmp_path)
+    (tmp_path / "a.jsonl").write_text('[{"text": "a"}, {"text": "b"}]')
     with pytest.raises(InputError, match=array):  # with most of its lines left out the rest would be trained on
         list(FileDocuments("f", find_files(tmp_path, "test"), skip_bad=True).documents())
 
