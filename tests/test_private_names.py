@@ -47,9 +47,9 @@ NAMES = {
     "torch.ops.mkldnn._linear_pointwise": "kernels/products.py",
     "torch.optim.optimizer._get_fused_kernels_supported_devices": "planner/stand_in.py",
     "torch.testing._internal.distributed.fake_pg.FakeStore": "planner/rehearsal.py",
-    "torch.utils._python_dispatch.TorchDispatchMode": "planner/ledger.py",
+    "torch.utils._python_dispatch.TorchDispatchMode": "planner/ledger.py planner/trace.py",
     "torch.utils._pytree.tree_leaves": "models/document_separation.py observers/nonfinite.py "
-    "parallel/partial_gradients.py planner/ledger.py",
+    "parallel/partial_gradients.py planner/ledger.py planner/trace.py",
     "torch.utils.backend_registration._DummyBackendModule": "planner/stand_in.py",
     "torch.utils.backend_registration._setup_privateuseone_for_python_backend": "planner/stand_in.py",
     "gcsfs.core.GCSFileSystem._request.__wrapped__": "storage/google.py",
@@ -59,7 +59,7 @@ NAMES = {
 ATTRIBUTES = {
     "_apply": "models/__init__.py",
     "_buffers": "models/foreign_model.py models/module_state.py planner/stand_in.py",
-    "_cdata": "planner/ledger.py",
+    "_cdata": "planner/ledger.py planner/trace.py",
     "_compiled_call_impl": "generation/ranks.py",
     "_concatenate": "parallel/torch_internals.py",
     "_fingerprint": "text/hub_datasets.py",

@@ -27,7 +27,25 @@ def test_a_run_that_fits_is_a_table_with_what_is_largest(tmp_path: Path, capsys:
     assert lines[1].split()[:5] == ["rank", "stage", "sum", "weights", "gradients"]
     sizes = [float(each) for each in lines[2].split()[2:]]
     assert sizes[0] == pytest.approx(sum(sizes[1:]), rel=0.01)
-    assert re.fullmatch(r"It fits: the largest rank needs \S+ GiB of 79.1, of which 67 can be planned for.", lines[-1])
+    fits = r"It fits: the largest rank needs \S+ GiB of 79.1, of which 67 can be planned for."
+    verdict = next(number for number, line in enumerate(lines) if re.fullmatch(fits, line))
+    assert lines[verdict + 1] == "Milliseconds of a step:"
+    assert lines[verdict + 2].split()[:4] == ["rank", "stage", "step", "products"]
+    step, *spent = (float(each.replace(",", "")) for each in lines[verdict + 3].split()[2:])
+    assert step == pytest.approx(sum(spent), rel=0.02)
+    speed = r"[\d,]+ tokens/s, [\d,]+ a GPU, MFU \d\.\d%; 3 steps: \S+ seconds, \S+ GPU-hours, \S+ kWh"
+    assert re.fullmatch(speed, lines[-1])
+
+
+@pytest.mark.budget(10, reason="plans a layout twice")
+def test_a_slow_network_between_machines_is_in_the_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    waits = []
+    for options in ((), ("--gpus-per-machine", 2, "--network", 0.01)):
+        file = tiny_yaml(tmp_path)
+        assert plan(file, "--gpu", "h100", "parallelism.dp=4", "optimizer.zero_stage=0", "--json", *options) == 0
+        step = json.loads(capsys.readouterr().out)["step"]
+        waits.append(step["ranks"][0]["of"]["waits for dp"])
+    assert waits[1] > 10 * waits[0]
 
 
 @pytest.mark.budget(10, reason="plans several layouts")

@@ -6,7 +6,34 @@ from mutants.mutant import Mutant
 
 PEAK = "planner/test_planned_memory.py::test_the_peak_of_a_step_is_that_of_real_ranks"
 
+TIMES = "planner/test_timeline.py"
+ALL_MICRO_BATCHES = f"{TIMES}::test_a_step_takes_as_long_as_if_all_its_micro_batches_were_followed"
+
 MUTANTS = [
+    Mutant(
+        name="sharded-weights-come-at-no-time",
+        file="planner/trace.py",
+        find='    "reduce_scatter_single": "scatter",\n',
+        replace="",
+        why="torch 2.13 calls FSDP2's collectives by new names: a step of ZeRO 3 takes as long as without others",
+        tests=("planner/test_planned_traffic.py",),
+    ),
+    Mutant(
+        name="a-queue-does-not-wait",
+        file="planner/timeline.py",
+        find="                    _wait(rank, queue, moment, reason)",
+        replace="                    pass",
+        why="a step takes as long as its computation, whatever is sent",
+        tests=(f"{TIMES}::test_a_transfer_beside_computation_is_waited_for_only_as_long_as_it_is_longer",),
+    ),
+    Mutant(
+        name="missing-micro-batches-take-the-mean-of-stages",
+        file="planner/timeline.py",
+        find="missing * max(sum(each.values()) for each in more)",
+        replace="missing * sum(sum(each.values()) for each in more) / len(more)",
+        why="a pipeline is as slow as its slowest stage",
+        tests=(f"{ALL_MICRO_BATCHES}[llama|pp=2 engine=1f1b accum=16]",),
+    ),
     Mutant(
         name="gathered-weights-are-never-freed",
         file="planner/ledger.py",
@@ -17,9 +44,9 @@ MUTANTS = [
     ),
     Mutant(
         name="a-send-holds-nothing",
-        file="planner/rehearsal.py",
-        find="        self.tensors = tensors\n",
-        replace="        self.tensors = []\n",
+        file="planner/trace.py",
+        find="        self.tensors, self._wait = tensors, wait\n",
+        replace="        self.tensors, self._wait = [], wait\n",
         why="a plan for an interleaved pipeline is a tenth too small: what is sent lives until the schedule is done",
         tests=(f"{PEAK}[llama|pp=2 engine=interleaved_1f1b accum=8]",),
     ),

@@ -16,6 +16,8 @@ from __future__ import annotations
 import re
 import sys
 from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
 from types import FrameType
 from typing import Any
 from unittest.mock import patch
@@ -26,7 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from kenotron.planner.stand_in import NAME, install, memoryless, when_host_waits
+from kenotron.planner.stand_in import NAME, install, memoryless, watched_by
 
 __all__ = ["HostWaits", "install", "memoryless"]
 
@@ -42,7 +44,7 @@ class HostWaits(TorchDispatchMode):
         self.sites: Counter[str] = Counter()
         self.order: list[str] = []  # the same one by one, and collectives by their names
         self.coming: list[torch.Tensor] = []  # copies to the host since it waited last
-        self.tolist = patch.object(FakeTensor, "tolist", self._tolist())
+        self.within = ExitStack()
 
     def count(self, what: str) -> None:
         """One more, asked for by the innermost function of ours."""
@@ -55,8 +57,17 @@ class HostWaits(TorchDispatchMode):
         self.sites[f"{where} {what}"] += 1
         self.order.append(f"{where} {what}")
 
-    def _wait(self) -> None:
-        self.count("waits for the device")
+    def mark(self, queue: int) -> int:
+        """A place in a queue, where nothing is counted."""
+        return 0
+
+    def wait(self, queue: int | None, mark: int) -> None:
+        """A queue waits, or the host."""
+        if queue is None:
+            self.count("waits for the device")
+
+    def launch(self, tensors: Sequence[torch.Tensor]) -> None:
+        """A kernel in Triton."""
 
     def read(self, tensor: torch.Tensor) -> None:
         """The host reads a value."""
@@ -73,15 +84,14 @@ class HostWaits(TorchDispatchMode):
         return tolist
 
     def __enter__(self) -> HostWaits:
-        when_host_waits.append(self._wait)
-        self.tolist.start()
+        self.within.enter_context(watched_by(self))
+        self.within.enter_context(patch.object(FakeTensor, "tolist", self._tolist()))
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self.tolist.stop()
-        when_host_waits.remove(self._wait)
+        self.within.close()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -1,4 +1,4 @@
-"""`kenotron plan my.yaml --gpu h100`: the memory that a run will need, before anything is paid for it."""
+"""`kenotron plan my.yaml --gpu h100`: the memory and the time that a run will need, before anything is paid for it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from kenotron.cli.config import File, Overrides, to_stderr
 if TYPE_CHECKING:
     from kenotron.config import Config
     from kenotron.planner.hardware import Gpu
-    from kenotron.planner.memory import RankMemory
+    from kenotron.planner.memory import RankPlan
+    from kenotron.planner.speed import Speed
     from kenotron.planner.verdict import Verdict
+
+UNITS = ((86400, "days"), (3600, "hours"), (60, "minutes"), (0, "seconds"))
 
 
 def plan(
@@ -26,9 +29,15 @@ def plan(
     rank: Annotated[
         list[int] | None, typer.Option(help="Plan for this rank; default: the first of every pipeline stage.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object; bytes.")] = False,
+    in_machine: Annotated[
+        int | None, typer.Option("--gpus-per-machine", min=1, help="Default: as such GPUs are usually sold.")
+    ] = None,
+    network: Annotated[
+        float | None, typer.Option(min=0.01, help="GB/s that a GPU sends to other machines; default: usual ones.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object; bytes and seconds.")] = False,
 ) -> None:
-    """Predict the memory of a run's ranks: the run's own code builds and steps them, without memory and other ranks.
+    """Predict memory and time of a run: its own code builds and steps its ranks, without memory and other ranks.
 
     Exit code 1: it does not fit.
     """
@@ -41,6 +50,7 @@ def plan(
     from kenotron.launch.memory import free_memory
     from kenotron.planner.hardware import GIB, gpu_called, gpu_here
     from kenotron.planner.memory import plan_memory
+    from kenotron.planner.speed import speed_of
     from kenotron.planner.verdict import nearest_that_fits, verdict_of
 
     def changed(more: list[str]) -> Config:
@@ -50,6 +60,10 @@ def plan(
 
     config = changed([])
     device = gpu_here() if gpu is None else gpu_called(gpu)
+    if device is not None:
+        device = device._replace(
+            in_machine=in_machine or device.in_machine, network=1e9 * network if network else device.network
+        )
     cpu, ranks = torch.device("cpu"), config.parallelism.world_size
     memory = free_memory(cpu, ranks) if device is None else int(device.memory_gib * GIB)
     if not set(rank or ()) <= set(range(ranks)):
@@ -57,19 +71,23 @@ def plan(
     with progress_bar("Following ranks") as report:
         plans = plan_memory(config, device, rank, report)
     verdict = verdict_of(plans, memory, device)
+    speed = speed_of(config, device, plans) if device is not None and device.flops and rank is None else None
     nearest = None
     if verdict.usable is not None and not verdict.fits:
         nearest = nearest_that_fits(config, changed, device, plans, verdict.usable, to_stderr)
     if as_json:
-        followed = [each._asdict() | {"peak": each.peak._asdict()} for each in plans]
-        print(json.dumps(verdict._asdict() | {"nearest": nearest, "ranks": followed}, indent=2))
+        followed = [each._asdict() | {"peak": each.peak._asdict(), "events": len(each.events)} for each in plans]
+        step = None if speed is None else speed._asdict() | {"ranks": [each._asdict() for each in speed.ranks]}
+        print(json.dumps(verdict._asdict() | {"nearest": nearest, "ranks": followed, "step": step}, indent=2))
     else:
         _print(config, device, plans, verdict, nearest)
+        if speed is not None:
+            _print_speed(config, plans, speed)
     raise typer.Exit(1 if verdict.fits is False else 0)
 
 
 def _print(
-    config: Config, gpu: Gpu | None, plans: Sequence[RankMemory], verdict: Verdict, nearest: list[str] | None
+    config: Config, gpu: Gpu | None, plans: Sequence[RankPlan], verdict: Verdict, nearest: list[str] | None
 ) -> None:
     from kenotron.cli.tables import print_table
     from kenotron.config.errors import counted
@@ -90,3 +108,24 @@ def _print(
     print(in_words(verdict))
     if verdict.fits is False:
         print(f"The nearest that fits: {' '.join(nearest)}" if nearest else "Nothing tried fits; it takes more ranks.")
+
+
+def _print_speed(config: Config, plans: Sequence[RankPlan], speed: Speed) -> None:
+    from kenotron.cli.tables import print_table
+    from kenotron.planner.timeline import KINDS
+
+    print("Milliseconds of a step:")
+    waits = dict.fromkeys(name for each in speed.ranks for name in each.of if name.startswith("waits"))
+    columns = *KINDS.values(), *waits
+    rows = []
+    for plan, spent in zip(plans, speed.ranks):
+        times = (f"{1000 * spent.of.get(name, 0.0):,.1f}" for name in columns)
+        rows.append((str(plan.rank), str(plan.stage), f"{1000 * spent.seconds:,.1f}", *times))
+    print_table(("rank", "stage", "step", *columns), rows)
+    ranks, steps = config.parallelism.world_size, config.tokens.train_steps
+    long = 3600 * speed.gpu_hours / ranks
+    size, unit = next((size, unit) for size, unit in UNITS if long >= size)
+    print(
+        f"{speed.tokens_per_second:,.0f} tokens/s, {speed.tokens_per_second / ranks:,.0f} a GPU, MFU {speed.mfu:.1%}; "
+        f"{steps:,} steps: {long / max(size, 1):.3g} {unit}, {speed.gpu_hours:,.3g} GPU-hours, {speed.kwh:,.3g} kWh"
+    )

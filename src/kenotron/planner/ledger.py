@@ -142,7 +142,7 @@ class Ledger(TorchDispatchMode):
             weakref.finalize(storage, self._died, storage._cdata)
 
     def _born(self, address: int, size: int) -> None:
-        if (found := _site()) is None:
+        if (found := site_of_caller()) is None:
             return
         self.clock += 1
         site, by_fsdp = found
@@ -169,12 +169,12 @@ class Ledger(TorchDispatchMode):
         return resized
 
 
-def _site() -> tuple[str, str | None] | None:
+def site_of_caller() -> tuple[str, str | None] | None:
     """``package.module:function`` of the innermost function of ours, and what FSDP2 makes if that calls it.
 
     None for a tensor that has no memory in a run either: DTensor asks fake ones for the shapes of results.
     """
-    frame: FrameType | None = sys._getframe(3)
+    frame: FrameType | None = sys._getframe(1)
     by_fsdp = None
     while frame is not None:
         module, function = frame.f_globals.get("__name__", ""), frame.f_code.co_name

@@ -1,7 +1,7 @@
 """The memory of a layout's ranks, predicted by building them and doing two steps on fake ranks.
 
     plan_memory(config, GPUS["h100"])
-    [RankMemory(rank=0, stage=0, peak=Peak(bytes=…, of={"weights": …}, largest=[…]), between_steps=…), …]
+    [RankPlan(rank=0, stage=0, peak=Peak(bytes=…, of={"weights": …}, largest=[…]), between_steps=…), …]
 
 Ranks of one pipeline stage hold the same shapes, or less where something does not divide; the first of each stage is
 followed. Only as many micro-batches are done as it takes until a rank holds the most.
@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
@@ -27,6 +28,7 @@ from kenotron.models import named_parameters
 from kenotron.planner import stand_in
 from kenotron.planner.ledger import Ledger, Peak
 from kenotron.planner.rehearsal import batch_of, build_on, micro_batches_to_follow, on_fake_rank, routing_in_balance
+from kenotron.planner.trace import Event, Trace
 from kenotron.storage.hub import first_line
 from kenotron.training.hooks import Hook
 from kenotron.training.step import train_step
@@ -37,18 +39,19 @@ if TYPE_CHECKING:
     from kenotron.training.run import Run
 
 
-class RankMemory(NamedTuple):
-    """What a rank holds at its peak within a step, and in bytes between two steps."""
+class RankPlan(NamedTuple):
+    """What a rank holds at its peak within a step, and in bytes between two steps; what the step asks of a GPU."""
 
     rank: int
     stage: int
     peak: Peak
     between_steps: int
+    events: list[Event]
 
 
 def plan_memory(
     config: Config, gpu: Gpu | None, ranks: Sequence[int] | None = None, report: Callable[..., None] | None = None
-) -> list[RankMemory]:
+) -> list[RankPlan]:
     """The memory of `ranks` on `gpu` (None: on CPUs); by default of the first rank of every pipeline stage.
 
     Each rank is followed in a process of its own, as many at once as there are cores: torch and modules keep tables of
@@ -73,7 +76,7 @@ def first_ranks(config: Config) -> list[int]:
     return [stage * layout.world_size // layout.pp for stage in range(layout.pp)]
 
 
-def _followed(config: Config, gpu: Gpu | None, rank: int) -> RankMemory:
+def _followed(config: Config, gpu: Gpu | None, rank: int) -> RankPlan:
     try:
         return follow_rank(config, gpu, rank)
     except InputError:
@@ -82,7 +85,7 @@ def _followed(config: Config, gpu: Gpu | None, rank: int) -> RankMemory:
         raise RunFailed(f"rank {rank} could not be planned: {type(error).__name__}: {first_line(error)}") from None
 
 
-def follow_rank(config: Config, gpu: Gpu | None, rank: int) -> RankMemory:
+def follow_rank(config: Config, gpu: Gpu | None, rank: int) -> RankPlan:
     """Build and step one rank, once in a process. Blocks are not compiled: compiled ones hold somewhat less."""
     config = config.model_copy(update={"model": config.model.model_copy(update={"compile": False})})
     device = torch.device("cpu") if gpu is None else stand_in.install()
@@ -90,8 +93,9 @@ def follow_rank(config: Config, gpu: Gpu | None, rank: int) -> RankMemory:
     if gpu is not None and gpu.vendor == "nvidia":
         kernels = kernels or "triton"
     torch.set_num_threads(1)
+    ranks_on_machine = min(config.parallelism.world_size, gpu.in_machine if gpu is not None else sys.maxsize)
     with (
-        on_fake_rank(config, rank, device) as mesh,
+        on_fake_rank(config, rank, device, ranks_on_machine) as mesh,
         routing_in_balance(),
         nullcontext() if gpu is None else stand_in.kernels_of_a_gpu(Facts(gpu.vendor, gpu.capability)),
         use_kernels(kernels),
@@ -99,17 +103,19 @@ def follow_rank(config: Config, gpu: Gpu | None, rank: int) -> RankMemory:
     ):
         attention, _ = attention_of_run(config, device)
         run = build_on(config, mesh, device, attention, [naming := Naming(ledger)])
-        peak = follow_steps(run, ledger, naming)
-        return RankMemory(rank, mesh.rank("pp"), peak, ledger.bytes)
+        trace = None if gpu is None else Trace(mesh, ranks_on_machine)
+        peak = follow_steps(run, ledger, naming, trace)
+        return RankPlan(rank, mesh.rank("pp"), peak, ledger.bytes, [] if trace is None else trace.events)
 
 
-def follow_steps(run: Run, ledger: Ledger, naming: Naming) -> Peak:
-    """The peak of the second of two steps; in the first the optimizer makes its state."""
+def follow_steps(run: Run, ledger: Ledger, naming: Naming, trace: Trace | None = None) -> Peak:
+    """The peak of the second of two steps, which `trace` records; in the first the optimizer makes its state."""
     naming.name_weights(run)
     count = micro_batches_to_follow(run.config)
     for batches in (1 if run.pipeline is None else count, count):
         begun = ledger.clock
-        train_step(run, [batch_of(run.config)] * batches)
+        with nullcontext() if trace is None or run.step == 0 else naming.beginnings(run, trace):
+            train_step(run, [batch_of(run.config)] * batches)
         run.step += 1
         states = chain.from_iterable(state.values() for state in run.optimizer.state.values())
         ledger.name("optimizer", (each for each in states if isinstance(each, Tensor)))
@@ -121,6 +127,7 @@ class Naming(Hook):
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
+        self.trace: Trace | None = None
 
     def name_weights(self, run: Run) -> None:
         """Name what the model consists of."""
@@ -134,6 +141,18 @@ class Naming(Hook):
         """Name a gradient as soon as it is there: buckets may take its place."""
         self.ledger.name("gradients", [parameter.grad])
 
+    @contextmanager
+    def beginnings(self, run: Run, trace: Trace) -> Iterator[None]:
+        """Within, tell the `trace` what happens, and which micro-batch or update begins."""
+        first = run.parts[0].register_forward_pre_hook(lambda *_: trace.begin("micro-batch"), prepend=True)
+        self.trace = trace
+        with trace:
+            yield
+        self.trace = None
+        first.remove()
+
     def before_update(self, run: Run) -> None:
+        if self.trace is not None:
+            self.trace.begin("update")
         for _, parameter in named_parameters(*run.parts):
             self.name_gradient(parameter)

@@ -27,7 +27,8 @@ from kenotron.checkpoint.checkpoints import Checkpoints
 from kenotron.data.batch import TokenBatch
 from kenotron.models import build
 from kenotron.parallel.mesh import Mesh, axes, build_mesh
-from kenotron.planner.stand_in import memoryless
+from kenotron.planner import stand_in
+from kenotron.planner.trace import Transfer
 from kenotron.training.build import factors_of, optimizer_of
 from kenotron.training.model_parts import build_parts
 from kenotron.training.run import Run
@@ -37,28 +38,17 @@ if TYPE_CHECKING:
     from kenotron.training.hooks import Hook
 
 
-class Sent:
-    """A send, which holds what it sends until the schedule of a pipeline forgets it, as those of gloo and NCCL do."""
-
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
-        self.tensors = tensors
-
-    def wait(self, *args: object) -> bool:
-        """It was sent."""
-        return True
-
-
 @contextlib.contextmanager
-def on_fake_rank(config: Config, rank: int, device: torch.device) -> Iterator[Mesh]:
+def on_fake_rank(config: Config, rank: int, device: torch.device, ranks_on_machine: int = 1) -> Iterator[Mesh]:
     """Within, this process is `rank` of the config's layout, and tensors have no memory."""
     ranks = config.parallelism.world_size
     if ranks > 1:
         dist.Backend.backend_capability["fake"] = ["cpu", device.type]
         dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
     try:
-        mesh = build_mesh(axes(config), ranks, device.type)
-        send = patch.object(dist.ProcessGroup, "send", lambda group, tensors, *args: Sent(tensors))
-        with memoryless(), send:
+        mesh = build_mesh(axes(config, ranks_on_machine), ranks, device.type)
+        send = patch.object(dist.ProcessGroup, "send", lambda group, tensors, *args: Transfer(tensors))
+        with stand_in.memoryless(), send:
             yield mesh
     finally:
         if ranks > 1:
@@ -70,6 +60,7 @@ def routing_in_balance() -> Iterator[None]:
     """Within, every expert gets as many tokens, and every rank of ep sends and gets as many."""
 
     def counts_on_host(counts: torch.Tensor, total: int) -> Any:
+        stand_in.Stream.current.synchronize()
         *others, parts = counts.shape
         equal = [total // parts + (number < total % parts) for number in range(parts)]
         return [equal for _ in range(others[0])] if others else equal
@@ -118,8 +109,8 @@ def batch_of(config: Config) -> TokenBatch:
 def micro_batches_to_follow(config: Config) -> int:
     """As many micro-batches as a step needs until it holds the most at once."""
     layout, count = config.parallelism, config.tokens.batch_accumulation_per_replica
-    if layout.pp == 1:
-        return min(count, 2)
+    if layout.pp == 1:  # stages 1 and 2 gather weights in the first one and sum gradients in the last one
+        return min(count, 3 if config.zero_stage in (1, 2) else 2)
     if layout.pp_engine == "afab":
         return count
     return min(count, (2 * layout.stages_per_rank + 1) * layout.pp)

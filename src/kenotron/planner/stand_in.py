@@ -13,11 +13,12 @@ torch's backend for devices in Python is experimental; it is used here alone.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar, Protocol
 from unittest.mock import patch
 
 import torch
@@ -32,40 +33,94 @@ from kenotron.kernels.attentions.choice import Facts
 from kenotron.optim import matrices, matrix_owners
 
 NAME = "standin"
-when_host_waits: list[Callable[[], None]] = []
-"""Called at every wait of the host for the device."""
+
+
+class Watcher(Protocol):
+    """Is told what the device's queues do; 0 is the one that is current by default. See `trace.Trace`."""
+
+    def mark(self, queue: int) -> int:
+        """A place in a queue is recorded; return its number."""
+
+    def wait(self, queue: int | None, mark: int) -> None:
+        """A queue, or the host (None), waits for a place."""
+
+    def launch(self, tensors: Sequence[Tensor]) -> None:
+        """A kernel in Triton has these arguments."""
+
+
+_watchers: list[Watcher] = []
+
+
+@contextlib.contextmanager
+def watched_by(watcher: Watcher) -> Iterator[None]:
+    """Within, the `watcher` is told of the device's queues."""
+    _watchers.append(watcher)
+    try:
+        yield
+    finally:
+        _watchers.remove(watcher)
+
+
+class Event:
+    """A place in a queue."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self.marks: list[int] = []  # one for each watcher
+
+    def record(self, stream: Stream | None = None) -> Event:
+        """Be the place that the queue has reached."""
+        self.marks = [watcher.mark((stream or Stream.current).number) for watcher in _watchers]
+        return self
+
+    def wait(self, stream: Stream | None = None) -> None:
+        """The queue goes on when this place is reached."""
+        (stream or Stream.current).wait_event(self)
+
+    def synchronize(self) -> None:
+        """The host waits."""
+        for watcher, mark in zip(_watchers, self.marks):
+            watcher.wait(None, mark)
 
 
 class Stream:
     """A queue of a device that has none."""
 
-    def __init__(self, *args: Any, **options: Any) -> None: ...
+    current: ClassVar[Stream]
+    numbers: ClassVar[Iterator[int]] = itertools.count()
 
-    def wait_stream(self, other: Any = None) -> None:
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self.number = next(self.numbers)
+
+    def wait_event(self, event: Event) -> None:
         """The device waits, not the host."""
+        for watcher, mark in zip(_watchers, event.marks):
+            watcher.wait(self.number, mark)
 
-    wait_event = wait_stream
+    def wait_stream(self, other: Stream) -> None:
+        """The device waits, not the host."""
+        self.wait_event(other.record_event())
 
-    def record_event(self, event: Any = None) -> Event:
+    def record_event(self, event: Event | None = None) -> Event:
         """Return a place in the queue."""
-        return event or Event()
+        return (event or Event()).record(self)
 
     def synchronize(self, *args: Any) -> None:
         """The host waits."""
-        for each in when_host_waits:
-            each()
+        self.record_event().synchronize()
 
 
-class Event(Stream):
-    """A place in a queue."""
+Stream.current = _DEFAULT = Stream()
 
-    record = wait = Stream.wait_stream
+
+def current_queue() -> int:
+    """The number of the queue that operators go to."""
+    return Stream.current.number
 
 
 class _Module(backend_registration._DummyBackendModule):
     """What `torch.cuda` is to CUDA, as far as FSDP2, torch's pipelines and its recomputation ask."""
 
-    Stream, Event, synchronize = Stream, Event, staticmethod(Stream().synchronize)
+    Stream, Event, synchronize = Stream, Event, staticmethod(_DEFAULT.synchronize)
 
     def current_device(self) -> int:
         return 0
@@ -76,10 +131,15 @@ class _Module(backend_registration._DummyBackendModule):
     def set_device(self, *args: Any) -> None: ...
 
     def current_stream(self, *args: Any) -> Any:
-        return Stream()
+        return Stream.current
 
-    def stream(self, stream: Any) -> Any:
-        return contextlib.nullcontext()
+    @contextlib.contextmanager
+    def stream(self, stream: Any) -> Iterator[None]:
+        before, Stream.current = Stream.current, stream
+        try:
+            yield
+        finally:
+            Stream.current = before
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16, torch.float16]
@@ -167,7 +227,13 @@ class _Launch:
     def __init__(self, function: Any) -> None: ...
 
     def __getitem__(self, grid: Any) -> Callable[..., None]:
-        return lambda *args, **options: None
+        return _launch
+
+
+def _launch(*args: Any, **options: Any) -> None:
+    tensors = [each for each in args if isinstance(each, Tensor)]
+    for watcher in _watchers:
+        watcher.launch(tensors)
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, *, scale: float, **options: Any) -> Tensor:

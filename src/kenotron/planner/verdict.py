@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from kenotron.config import Config
     from kenotron.models.recomputation import Recompute
     from kenotron.planner.hardware import Gpu
-    from kenotron.planner.memory import RankMemory
+    from kenotron.planner.memory import RankPlan
 
 COLUMNS = ("weights", "gradients", "optimizer", "activations", "logits", "communication", "other")
 LESS_AND_LESS_KEPT: tuple[Recompute, ...] = (False, "elementwise", "selective", True)
@@ -42,7 +42,7 @@ def usable(memory: int, gpu: Gpu | None) -> int:
     return int(max((0.6 if gpu is None else 0.85) * (memory - GIB / 4), memory / 4))
 
 
-def verdict_of(plans: Sequence[RankMemory], memory: int | None, gpu: Gpu | None) -> Verdict:
+def verdict_of(plans: Sequence[RankPlan], memory: int | None, gpu: Gpu | None) -> Verdict:
     """Of ranks that have `memory` bytes each, of a GPU or of the host."""
     peak = max(each.peak.bytes for each in plans)
     if memory is None:
@@ -66,7 +66,7 @@ def nearest_that_fits(
     config: Config,
     changed: Callable[[list[str]], Config],
     gpu: Gpu | None,
-    plans: Sequence[RankMemory],
+    plans: Sequence[RankPlan],
     usable: int,
     say: Callable[[str], None],
 ) -> list[str] | None:

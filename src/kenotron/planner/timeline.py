@@ -1,0 +1,150 @@
+"""How long a step takes: the traces of one rank of every pipeline stage, played one against another.
+
+    spent = play([trace.events for trace in traces], gpu)
+    spent[0].seconds, spent[0].of          # 3.21, {"products": 2.2, "attention": 0.4, …, "waits for tp": 0.3, …}
+
+Each queue of a rank goes on when what it waits for is there: its own operators, another queue, a collective, a message
+of another stage. Transfers of one group go one after the other, and all besides computation, which they do not slow
+down. So what overlaps, and the bubble, follow from what the run's own schedule asked for.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from kenotron.planner.rates import HOST, seconds_between, seconds_of
+from kenotron.planner.trace import Began, Communicated, Event, Marked, Ran, Waited
+
+if TYPE_CHECKING:
+    from kenotron.planner.hardware import Gpu
+
+Wire = tuple[int, int]  # from one stage to another
+KINDS = {"product": "products", "attention": "attention", "memory": "other kernels"}
+
+
+class Spent(NamedTuple):
+    """Seconds of a rank's step, `of` what, and by the functions (kind, site) that asked for it, longest first."""
+
+    seconds: float
+    of: dict[str, float]
+    largest: list[tuple[str, str, float]]
+
+
+def seconds_by() -> defaultdict[Any, float]:
+    """A table of seconds."""
+    return defaultdict(float)
+
+
+@dataclass
+class Rank:
+    """Where a rank is: the moments that its host, its queues and its groups have reached."""
+
+    stage: int
+    host: float = 0.0
+    queues: defaultdict[int, float] = field(default_factory=seconds_by)
+    channels: defaultdict[object, float] = field(default_factory=seconds_by)
+    marks: dict[int, tuple[float, str]] = field(default_factory=dict)  # when it is reached, and what was waited for
+    received: Counter[Wire] = field(default_factory=Counter)
+    awaited: dict[int, tuple[Wire, int]] = field(default_factory=dict)  # mark → the message that reaches it
+    reasons: dict[int, str] = field(default_factory=dict)  # what a queue waited for last
+    of: defaultdict[str, float] = field(default_factory=seconds_by)
+    sites: defaultdict[tuple[str, str], float] = field(default_factory=seconds_by)
+    began: list[dict[str, float]] = field(default_factory=list)  # `of` at every `Began`
+
+
+def play(traces: Sequence[Sequence[Event]], gpu: Gpu, micro_batches: int) -> list[Spent]:
+    """What the ranks of a pipeline's stages, in their order, spend on a step of so many `micro_batches`.
+
+    Traces may have fewer of them: as long as the slowest stage takes for one, the step takes longer for each missing.
+    """
+    arrived: defaultdict[Wire, list[float]] = defaultdict(list)
+    ranks = [Rank(stage) for stage in range(len(traces))]
+    running = [_steps(rank, trace, gpu, arrived) for rank, trace in zip(ranks, traces)]
+    while running:  # each until it waits for a message that has not been sent
+        running = [each for each in running if next(each, "ended") != "ended"]
+    more = [_of_a_micro_batch(rank, len(ranks)) for rank in ranks]
+    followed = sum(1 for event in traces[0] if isinstance(event, Began)) - 1
+    missing = micro_batches - followed
+    seconds = max(rank.queues[0] for rank in ranks) + missing * max(sum(each.values()) for each in more)
+    return [_spent(rank, each, missing, seconds) for rank, each in zip(ranks, more)]
+
+
+def _steps(rank: Rank, trace: Sequence[Event], gpu: Gpu, arrived: defaultdict[Wire, list[float]]) -> Iterator[None]:
+    """Do what the trace says; pause where a message has not been sent yet."""
+    for event in trace:
+        match event:
+            case Ran(queue, operator):
+                rank.host += HOST
+                _wait(rank, queue, rank.host, "host")
+                seconds = seconds_of(operator, gpu)
+                rank.queues[queue] += seconds
+                if queue == 0:
+                    rank.of[KINDS[operator.kind]] += seconds
+                    rank.sites[KINDS[operator.kind], operator.site] += seconds
+            case Marked(queue, mark):
+                rank.marks[mark] = rank.queues[queue], rank.reasons.get(queue, "other queues")
+            case Waited(queue, mark):
+                while mark in rank.awaited and len(arrived[rank.awaited[mark][0]]) <= rank.awaited[mark][1]:
+                    yield
+                if mark in rank.awaited:
+                    wire, number = rank.awaited.pop(mark)
+                    rank.marks[mark] = arrived[wire][number], "pp"
+                moment, reason = rank.marks[mark]
+                if queue is None:
+                    rank.host = max(rank.host, moment)
+                else:
+                    _wait(rank, queue, moment, reason)
+            case Communicated():
+                rank.host += HOST
+                _communicate(rank, event, gpu, arrived)
+            case Began():
+                rank.began.append(dict(rank.of))
+
+
+def _wait(rank: Rank, queue: int, moment: float, reason: str) -> None:
+    """The queue goes on no earlier."""
+    if moment <= rank.queues[queue]:
+        return
+    rank.reasons[queue] = reason
+    if queue == 0:
+        rank.of[f"waits for {reason}"] += moment - rank.queues[0]
+    rank.queues[queue] = moment
+
+
+def _communicate(rank: Rank, event: Communicated, gpu: Gpu, arrived: defaultdict[Wire, list[float]]) -> None:
+    """Begin a transfer when its queue, the host and the group are there."""
+    of_pipeline = event.group.name == "pp"
+    if event.kind == "receive" and of_pipeline:
+        wire = event.peer, rank.stage
+        rank.awaited[event.mark] = wire, rank.received[wire]
+        rank.received[wire] += 1
+        return
+    channel = (event.group, event.kind, event.peer)
+    begin = max(rank.queues[event.queue], rank.host, rank.channels[channel])
+    end = begin + seconds_between(event.kind, event.moved, event.group, gpu)
+    rank.channels[channel] = end
+    rank.marks[event.mark] = end, event.group.name
+    if of_pipeline and event.kind == "send":
+        arrived[rank.stage, event.peer].append(end)
+
+
+def _of_a_micro_batch(rank: Rank, stages: int) -> dict[str, float]:
+    """What one more micro-batch takes: of one stage like the last but one, else as the mean without the waits."""
+    update = rank.began[-1]
+    if stages == 1:
+        before, last = rank.began[-3:-1] if len(rank.began) > 2 else (update, update)
+        return {name: seconds - before.get(name, 0.0) for name, seconds in last.items()}
+    count = len(rank.began) - 1
+    waits = ("waits for pp", "waits for host")
+    return {name: seconds / count for name, seconds in update.items() if name not in waits}
+
+
+def _spent(rank: Rank, of_a_micro_batch: dict[str, float], missing: int, seconds: float) -> Spent:
+    of = {name: each + missing * of_a_micro_batch.get(name, 0.0) for name, each in rank.of.items()}
+    if (idle := seconds - sum(of.values())) > 0:
+        of["waits for pp"] = of.get("waits for pp", 0.0) + idle
+    longest = [(*key, each) for key, each in sorted(rank.sites.items(), key=lambda item: -item[1])]
+    return Spent(seconds, dict(sorted(of.items(), key=lambda item: -item[1])), longest)

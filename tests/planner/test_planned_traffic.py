@@ -1,0 +1,64 @@
+"""What a planned step sends, against arithmetic: every byte of every axis."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from kenotron.models import build
+from kenotron.planner.hardware import GPUS
+from kenotron.planner.memory import plan_memory
+from kenotron.planner.trace import Communicated
+from support.plans import config_of
+
+
+def traffic(case: str) -> Counter[tuple[str, str]]:
+    """Bytes that the first rank of `case` exchanges in a step, by (kind, axis)."""
+    config = config_of(case)
+    moved: Counter[tuple[str, str]] = Counter()
+    for event in plan_memory(config, GPUS["h100"], [0])[0].events:
+        if isinstance(event, Communicated):
+            moved[event.kind, event.group.name] += int(event.moved)
+    return moved
+
+
+@pytest.mark.budget(8, reason="a plan of two micro-batches")
+def test_zero_3_gathers_blocks_twice_a_micro_batch_and_sums_each_gradient_once() -> None:
+    config = config_of("llama|dp=2 zero=3 accum=2")
+    parameters = {name: each.numel() for name, each in build(config.model).named_parameters()}
+    blocks = sum(count for name, count in parameters.items() if ".layers." in name)
+    others = sum(parameters.values()) - blocks
+    moved = traffic("llama|dp=2 zero=3 accum=2")
+    assert moved["gather", "dp"] == pytest.approx(2 * 4 * (2 * blocks + others), rel=0.01)  # fp32
+    assert moved["scatter", "dp"] == pytest.approx(2 * 4 * (blocks + others), rel=0.01)
+
+
+@pytest.mark.budget(8, reason="a plan")
+def test_tensor_parallelism_sums_four_times_a_layer() -> None:
+    """In forward and backward once for attention and once for the MLP, each of all tokens."""
+    config = config_of("llama|tp=2 accum=1")
+    tokens = config.tokens.micro_batch_size * max(config.sequence_lengths.values())
+    layers, hidden = config.model.decoder.num_hidden_layers, config.model.decoder.hidden_size
+    moved = traffic("llama|tp=2 accum=1")["sum", "tp"]
+    of_layers = 4 * layers * tokens * hidden * 4
+    assert of_layers < moved < of_layers + 3 * tokens * hidden * 4 + 1e5  # embedding, head and the loss
+
+
+@pytest.mark.budget(8, reason="a plan")
+def test_a_stage_sends_hidden_states_forward_and_gets_as_many_gradients() -> None:
+    config = config_of("llama|pp=2 engine=1f1b accum=4")
+    tokens = config.tokens.micro_batch_size * max(config.sequence_lengths.values())
+    moved = traffic("llama|pp=2 engine=1f1b accum=4")
+    assert moved["send", "pp"] == moved["receive", "pp"] == 4 * tokens * config.model.decoder.hidden_size * 4
+
+
+@pytest.mark.budget(8, reason="a plan")
+def test_experts_get_each_token_as_often_as_it_chooses_and_send_it_back() -> None:
+    """Rows, then their weights; both once more in backward."""
+    config = config_of("mixtral|dp=4 ep=2 accum=1|model.dtype=bfloat16")
+    tokens = config.tokens.micro_batch_size * max(config.sequence_lengths.values())
+    layers, hidden, chosen = config.model.decoder.num_hidden_layers, config.model.decoder.hidden_size, 2
+    moved = traffic("mixtral|dp=4 ep=2 accum=1|model.dtype=bfloat16")["exchange", "ep"]
+    rows = layers * tokens * chosen
+    assert moved == pytest.approx(rows * (4 * hidden * 2 + 2 * 4), rel=0.05)
