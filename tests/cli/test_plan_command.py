@@ -11,6 +11,7 @@ import pytest
 
 from kenotron.cli import main
 from kenotron.launch import memory
+from kenotron.planner.hardware import GPUS
 from support.tiny_run import tiny_yaml
 
 
@@ -78,9 +79,38 @@ def test_what_fits_nowhere_says_so(tmp_path: Path, capsys: pytest.CaptureFixture
     assert capsys.readouterr().out.splitlines()[-1] == "Nothing tried fits; it takes more ranks."
 
 
+@pytest.mark.budget(40, reason="plans every layout of two GPUs")
+def test_layouts_are_ranked_by_speed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = tiny_yaml(tmp_path), "--gpu", "h100", "parallelism.dp=2", "--json"
+    assert plan(*arguments, "--search") == 0
+    layouts = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    shapes = [dict(override.split("=") for override in each["overrides"]) for each in layouts]
+    names = ("parallelism.dp", "parallelism.tp", "parallelism.pp", "optimizer.zero_stage")
+    every = [("2", "1", "1", "1"), ("2", "1", "1", "3"), ("1", "2", "1", "0"), ("1", "1", "2", "0")]
+    assert sorted(tuple(shape[name] for name in names) for shape in shapes) == sorted(every)
+    seconds = [each["speed"]["seconds"] for each in layouts]
+    assert seconds == sorted(seconds)
+    assert [bool(each["why"]) for each in layouts] == [False, True, True, True]
+    assert plan(*arguments, *layouts[0]["overrides"]) == 0
+    assert json.loads(capsys.readouterr().out)["step"]["seconds"] == seconds[0]
+
+
+@pytest.mark.budget(20, reason="plans every layout of two GPUs")
+def test_layouts_that_do_not_fit_are_ranked_by_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = GPUS["h100"]._replace(memory_gib=1e-5)
+    with patch.dict(GPUS, h100=small):
+        assert plan(tiny_yaml(tmp_path), "--gpu", "h100", "parallelism.dp=2", "--search") == 1
+    _, head, *rows, first = capsys.readouterr().out.splitlines()
+    assert "GiB" in head
+    assert len(rows) == 4
+    assert all(row.endswith("does not fit") for row in rows)
+    assert first.startswith("The first: parallelism.dp=")
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
+        (("--search",), r"error: --search: it needs a kind of GPU whose speed is known; give --gpu rtx4090 \| .*"),
         (("--gpu", "h10"), r"error: --gpu: expected rtx4090, .*, found 'h10'; did you mean 'h100'\?"),
         (("--rank", "1"), r"error: --rank: expected ranks from 0 to 0, found 1"),
         (("parallelism.tp=3",), r"error: .*tp.*3.*"),

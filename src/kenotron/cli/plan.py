@@ -14,9 +14,11 @@ if TYPE_CHECKING:
     from kenotron.config import Config
     from kenotron.planner.hardware import Gpu
     from kenotron.planner.memory import RankPlan
+    from kenotron.planner.search import Layout
     from kenotron.planner.speed import Speed
     from kenotron.planner.verdict import Verdict
 
+SHAPE = ("dp", "tp", "pp", "zero_stage", "recompute_layer", "micro_batch_size")
 UNITS = ((86400, "days"), (3600, "hours"), (60, "minutes"), (0, "seconds"))
 
 
@@ -35,6 +37,9 @@ def plan(
     network: Annotated[
         float | None, typer.Option(min=0.01, help="GB/s that a GPU sends to other machines; default: usual ones.")
     ] = None,
+    search: Annotated[
+        bool, typer.Option("--search", help="Rank layouts of as many GPUs and the same global batch by their speed.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object; bytes and seconds.")] = False,
 ) -> None:
     """Predict memory and time of a run: its own code builds and steps its ranks, without memory and other ranks.
@@ -48,10 +53,11 @@ def plan(
     from kenotron.config.errors import InputError
     from kenotron.interop import resolve_architecture
     from kenotron.launch.memory import free_memory
-    from kenotron.planner.hardware import GIB, gpu_called, gpu_here
+    from kenotron.planner.hardware import GIB, GPUS, gpu_called, gpu_here
     from kenotron.planner.memory import plan_memory
+    from kenotron.planner.search import search as find_layouts
     from kenotron.planner.speed import speed_of
-    from kenotron.planner.verdict import nearest_that_fits, verdict_of
+    from kenotron.planner.verdict import nearest_that_fits, usable, verdict_of
 
     def changed(more: list[str]) -> Config:
         config = load(file, [*(overrides or []), *more], report=to_stderr)
@@ -68,6 +74,13 @@ def plan(
     memory = free_memory(cpu, ranks) if device is None else int(device.memory_gib * GIB)
     if not set(rank or ()) <= set(range(ranks)):
         raise InputError(f"--rank: expected ranks from 0 to {ranks - 1}, found {', '.join(map(str, rank or ()))}")
+    if search:
+        if device is None or not device.flops or memory is None:
+            raise InputError(f"--search: it needs a kind of GPU whose speed is known; give --gpu {' | '.join(GPUS)}")
+        with progress_bar("Planning layouts") as report:
+            layouts = find_layouts(config, changed, device, usable(memory, device), report)
+        _print_layouts(layouts, device, ranks, as_json)
+        raise typer.Exit(1 if layouts[0].speed is None else 0)
     with progress_bar("Following ranks") as report:
         plans = plan_memory(config, device, rank, report)
     verdict = verdict_of(plans, memory, device)
@@ -129,3 +142,28 @@ def _print_speed(config: Config, plans: Sequence[RankPlan], speed: Speed) -> Non
         f"{speed.tokens_per_second:,.0f} tokens/s, {speed.tokens_per_second / ranks:,.0f} a GPU, MFU {speed.mfu:.1%}; "
         f"{steps:,} steps: {long / max(size, 1):.3g} {unit}, {speed.gpu_hours:,.3g} GPU-hours, {speed.kwh:,.3g} kWh"
     )
+
+
+def _print_layouts(layouts: Sequence[Layout], gpu: Gpu, ranks: int, as_json: bool) -> None:
+    from kenotron.cli.tables import print_table
+    from kenotron.config.errors import counted
+    from kenotron.planner.hardware import GIB
+    from kenotron.planner.search import why
+
+    if as_json:
+        for layout in layouts:
+            speed = None if layout.speed is None else layout.speed._asdict() | {"ranks": None}
+            print(json.dumps(layout._asdict() | {"speed": speed, "why": why(layout, layouts[0])}))
+        return
+    print(f"{counted(ranks, 'rank')} on {gpu.name}, the fastest first:")
+    rows = []
+    for layout in layouts:
+        values = dict(override.rsplit(".", 1)[-1].split("=") for override in layout.overrides)
+        shape = [values[name] for name in SHAPE]
+        fast = ["", "", ""]
+        if layout.speed is not None:
+            tokens = layout.speed.tokens_per_second / ranks
+            fast = [f"{1000 * layout.speed.seconds:,.0f}", f"{tokens:,.0f}", f"{layout.speed.mfu:.1%}"]
+        rows.append((*shape, f"{layout.peak / GIB:.3g}", *fast, why(layout, layouts[0])))
+    print_table((*SHAPE, "GiB", "ms", "tokens/s", "MFU", "beside the first"), rows)
+    print(f"The first: {' '.join(layouts[0].overrides)}")
