@@ -67,7 +67,7 @@ def search(
         raise InputError(f"--search: no layout of {config.parallelism.world_size} ranks suits this config")
     found = []
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # each waits for a process that plans
-        for layout in pool.map(lambda shape: _best_of(shape[0], shape[1], changed, gpu, usable), shapes):
+        for layout in pool.map(lambda shape: best_of(shape[0], shape[1], changed, gpu, usable), shapes):
             found.append(layout)
             if report is not None:
                 report(len(found), len(shapes))
@@ -105,7 +105,7 @@ def _shapes(config: Config, gpu: Gpu) -> Iterator[list[str]]:
                 ]
 
 
-def _best_of(
+def best_of(
     overrides: list[str], config: Config, changed: Callable[[list[str]], Config], gpu: Gpu, usable: int
 ) -> Layout:
     """The first way in which this shape fits, or its smallest."""

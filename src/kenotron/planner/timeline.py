@@ -144,7 +144,7 @@ def _of_a_micro_batch(rank: Rank, stages: int) -> dict[str, float]:
 
 def _spent(rank: Rank, of_a_micro_batch: dict[str, float], missing: int, seconds: float) -> Spent:
     of = {name: each + missing * of_a_micro_batch.get(name, 0.0) for name, each in rank.of.items()}
-    if (idle := seconds - sum(of.values())) > 0:
+    if (idle := seconds - sum(of.values())) > 1e-9 * seconds:  # more than rounding
         of["waits for pp"] = of.get("waits for pp", 0.0) + idle
     longest = [(*key, each) for key, each in sorted(rank.sites.items(), key=lambda item: -item[1])]
     return Spent(seconds, dict(sorted(of.items(), key=lambda item: -item[1])), longest)
