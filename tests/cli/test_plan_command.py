@@ -12,6 +12,7 @@ import pytest
 from kenotron.cli import main
 from kenotron.launch import memory
 from kenotron.planner.hardware import GPUS
+from support.browser import drawn
 from support.tiny_run import tiny_yaml
 
 
@@ -77,6 +78,45 @@ def test_what_fits_nowhere_says_so(tmp_path: Path, capsys: pytest.CaptureFixture
     with patch.object(memory, "free_memory", lambda *_: 1000):
         assert plan(tiny_yaml(tmp_path), "parallelism.recompute_layer=true", "tokens.micro_batch_size=1") == 1
     assert capsys.readouterr().out.splitlines()[-1] == "Nothing tried fits; it takes more ranks."
+
+
+@pytest.mark.budget(10, reason="plans two stages")
+def test_a_page_has_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "plan.html"
+    pipeline = ("parallelism.dp=1", "parallelism.pp=2", "parallelism.pp_engine=1f1b")
+    batch = ("tokens.micro_batch_size=1", "tokens.batch_accumulation_per_replica=4")
+    assert plan(tiny_yaml(tmp_path), "--gpu", "h100", *pipeline, *batch, "--html", page, "--json") == 0
+    said = json.loads(capsys.readouterr().out)
+    found = re.search(r"const plan = (.*);\n", page.read_text())
+    assert found is not None
+    data = json.loads(found[1])
+    for rank, plan_of_rank, spent in zip(data["ranks"], said["ranks"], said["step"]["ranks"], strict=True):
+        assert sum(rank["peak"].values()) == plan_of_rank["peak"]["bytes"]
+        sums = [sum(values) for values in zip(*rank["over_time"].values(), strict=True)]
+        assert 0.9 * plan_of_rank["peak"]["bytes"] < max(sums) <= plan_of_rank["peak"]["bytes"]
+        assert rank["of"] == spent["of"]
+        assert {which for *_, which, _ in rank["bars"]} == {"forward", "backward", "update"}
+        assert {number for *_, number in rank["bars"]} >= {1, 2, 3, 4, 5}  # the last one is the update
+        ends = [0.0, *(end for bar in rank["bars"] for end in bar[:2])]
+        assert ends == sorted(ends)
+    assert plan(tiny_yaml(tmp_path), "--html", tmp_path / "no" / "plan.html") == 2
+    assert "error: --html: cannot write" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_browser_draws_the_page_and_names_what_is_clicked(tmp_path: Path) -> None:
+    page = tmp_path / "plan.html"
+    assert plan(tiny_yaml(tmp_path), "--gpu", "h100", "--html", page) == 0
+    click = "document.querySelectorAll('button')[0].click();"
+    dom = drawn(page.read_text(), tmp_path, click)
+    captions = re.findall(r"<figcaption>(.*?)</figcaption>", dom)
+    assert captions[0].startswith("Rank 0, stage 0: memory in a step")
+    assert captions[-1] == "Rank 0, stage 0: time of a step"
+    assert re.search(r'aria-label="Memory of rank 0: at its peak weights \S+ GiB, gradients', dom)
+    assert dom.count('aria-pressed="true"') == 1
+    assert "asked for by" in dom
+    assert "<code>models:" in dom or "<code>models." in dom
+    assert dom.count("<rect") > 4
 
 
 @pytest.mark.budget(40, reason="plans every layout of two GPUs")

@@ -6,8 +6,6 @@ import importlib.metadata
 import json
 import os
 import re
-import shutil
-import subprocess
 import time
 from pathlib import Path
 from statistics import median
@@ -20,6 +18,7 @@ from kenotron.config.errors import RunFailed
 from kenotron.runs.logged import read_run
 from kenotron.runs.report import POINTS, report_page
 from kenotron.runs.summary import summary_of
+from support.browser import drawn
 from support.tiny_run import Shell, tiny_config, train_quietly
 
 
@@ -225,26 +224,14 @@ def test_completions_are_kept_beside_the_metrics(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_browser_draws_the_page(tmp_path: Path) -> None:
-    chromium = shutil.which("chromium") or shutil.which("google-chrome")
-    if chromium is None:
-        pytest.skip("no Chromium here")
     lines = steps(30, lr=0.1)
     lines[9]["val_loss"] = 0.5
     for line in lines:
         line |= {"grad_norm/layers.0": 1.0 / line["iteration"], "grad_norm/layers.1": 2.0}
     runs = [written(tmp_path / name, lines, [{"iteration": 30, "event": "finished"}]) for name in ("one", "two")]
-    page = tmp_path / "x.html"
-    page.write_text(report_page([read_run(run) for run in runs]), encoding="utf-8")
-    options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom"]
-    drawn = subprocess.run(
-        [chromium, *options, "--virtual-time-budget=2000", page.as_uri()],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    ).stdout
-    captions = re.findall(r"<figcaption>(.*?)</figcaption>", drawn)
+    dom = drawn(report_page([read_run(run) for run in runs]), tmp_path)
+    captions = re.findall(r"<figcaption>(.*?)</figcaption>", dom)
     assert captions == ["lm_loss", "lr", "grad_norm, one", "grad_norm, two", "elapsed_time_per_iteration_ms"]
-    assert 'aria-label="lm_loss: one ends at 0.03333, one, validation ends at 0.5, two ends at' in drawn
-    assert drawn.count("<circle") == 2  # a validation of each
-    assert drawn.count('class="state finished"') == 2
+    assert 'aria-label="lm_loss: one ends at 0.03333, one, validation ends at 0.5, two ends at' in dom
+    assert dom.count("<circle") == 2  # a validation of each
+    assert dom.count('class="state finished"') == 2

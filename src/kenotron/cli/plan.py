@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -40,6 +41,9 @@ def plan(
     search: Annotated[
         bool, typer.Option("--search", help="Rank layouts of as many GPUs and the same global batch by their speed.")
     ] = False,
+    html: Annotated[
+        Path | None, typer.Option(help="Write a page with memory and time as pictures to this file.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object; bytes and seconds.")] = False,
 ) -> None:
     """Predict memory and time of a run: its own code builds and steps its ranks, without memory and other ranks.
@@ -50,11 +54,12 @@ def plan(
 
     from kenotron.cli.tables import progress_bar
     from kenotron.config import load, refuse_unsupported
-    from kenotron.config.errors import InputError
+    from kenotron.config.errors import InputError, counted, os_errors
     from kenotron.interop import resolve_architecture
     from kenotron.launch.memory import free_memory
     from kenotron.planner.hardware import GIB, GPUS, gpu_called, gpu_here
     from kenotron.planner.memory import plan_memory
+    from kenotron.planner.page import plan_page
     from kenotron.planner.search import search as find_layouts
     from kenotron.planner.speed import speed_of
     from kenotron.planner.verdict import nearest_that_fits, usable, verdict_of
@@ -88,15 +93,32 @@ def plan(
     nearest = None
     if verdict.usable is not None and not verdict.fits:
         nearest = nearest_that_fits(config, changed, device, plans, verdict.usable, to_stderr)
+    if html is not None:
+        lines = [] if speed is None else [_in_a_line(config, speed)]
+        lines += [f"The nearest that fits: {' '.join(nearest)}"] if nearest else []
+        title = f"{Path(file).stem} on {counted(ranks, 'rank')}, {device.name if device else 'CPUs'}"
+        with os_errors(f"--html: cannot write {html}"):
+            html.write_text(plan_page(title, verdict, lines, plans, speed), encoding="utf-8")
     if as_json:
-        followed = [each._asdict() | {"peak": each.peak._asdict(), "events": len(each.events)} for each in plans]
-        step = None if speed is None else speed._asdict() | {"ranks": [each._asdict() for each in speed.ranks]}
-        print(json.dumps(verdict._asdict() | {"nearest": nearest, "ranks": followed, "step": step}, indent=2))
+        print(json.dumps(_as_data(plans, speed) | verdict._asdict() | {"nearest": nearest}, indent=2))
     else:
         _print(config, device, plans, verdict, nearest)
         if speed is not None:
             _print_speed(config, plans, speed)
     raise typer.Exit(1 if verdict.fits is False else 0)
+
+
+def _as_data(plans: Sequence[RankPlan], speed: Speed | None) -> dict[str, Any]:
+    """What is printed for programs: without what only pictures need."""
+    ranks = []
+    for plan in plans:
+        peak = plan.peak._asdict()
+        del peak["over_time"]
+        ranks.append(plan._asdict() | {"peak": peak, "events": len(plan.events)})
+    if speed is None:
+        return {"ranks": ranks, "step": None}
+    spent = [{"of": each.of, "largest": each.largest} for each in speed.ranks]
+    return {"ranks": ranks, "step": speed._asdict() | {"ranks": spent}}
 
 
 def _print(
@@ -135,10 +157,14 @@ def _print_speed(config: Config, plans: Sequence[RankPlan], speed: Speed) -> Non
         times = (f"{1000 * spent.of.get(name, 0.0):,.1f}" for name in columns)
         rows.append((str(plan.rank), str(plan.stage), f"{1000 * spent.seconds:,.1f}", *times))
     print_table(("rank", "stage", "step", *columns), rows)
+    print(_in_a_line(config, speed))
+
+
+def _in_a_line(config: Config, speed: Speed) -> str:
     ranks, steps = config.parallelism.world_size, config.tokens.train_steps
     long = 3600 * speed.gpu_hours / ranks
     size, unit = next((size, unit) for size, unit in UNITS if long >= size)
-    print(
+    return (
         f"{speed.tokens_per_second:,.0f} tokens/s, {speed.tokens_per_second / ranks:,.0f} a GPU, MFU {speed.mfu:.1%}; "
         f"{steps:,} steps: {long / max(size, 1):.3g} {unit}, {speed.gpu_hours:,.3g} GPU-hours, {speed.kwh:,.3g} kWh"
     )

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from types import FrameType
@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 PLAIN = {Tensor, torch.nn.Parameter, FakeTensor}
 LOGITS = "kernels.linear_cross_entropy"
+MOMENTS = 240
 
 
 @dataclass(slots=True)
@@ -61,11 +62,15 @@ class Storage:
 
 
 class Peak(NamedTuple):
-    """The moment of the largest sum: `of` by category and `largest` by (category, site), in bytes, largest first."""
+    """The moment of the largest sum: `of` by category and `largest` by (category, site), in bytes, largest first.
+
+    `over_time`: the bytes of each category at up to `MOMENTS` moments, as many allocations and releases apart.
+    """
 
     bytes: int
     of: dict[str, int]
     largest: list[tuple[str, str, int]]
+    over_time: dict[str, list[int]]
 
 
 class Ledger(TorchDispatchMode):
@@ -119,22 +124,26 @@ class Ledger(TorchDispatchMode):
 
     def peak(self, since: int = 0) -> Peak:
         """The moment after `since` (a value of `clock`) at which most bytes lived."""
-        changes: Counter[float] = Counter()
+        changes: defaultdict[float, list[tuple[str, int]]] = defaultdict(list)
         for each in self.storages:
-            changes[max(each.born, since)] += each.size
-            changes[max(each.died, since)] -= each.size
-        total, most, moment = 0, 0, float(since)
-        for at in sorted(changes):
-            total += changes[at]
-            if total > most:
-                most, moment = total, at
+            changes[max(each.born, since)].append((each.category, each.size))
+            changes[max(each.died, since)].append((each.category, -each.size))
         kinds: Counter[str] = Counter()
+        most, of, moment, sums = 0, {}, float(since), []
+        for at in sorted(at for at in changes if at <= self.clock):
+            for kind, size in changes[at]:
+                kinds[kind] += size
+            sums.append(dict(kinds))
+            if kinds.total() > most:
+                most, of, moment = kinds.total(), dict(kinds.most_common()), at
         sites: Counter[tuple[str, str]] = Counter()
         for each in self.storages:
             if each.born <= moment < each.died:
-                kinds[each.category] += each.size
                 sites[each.category, each.site] += each.size
-        return Peak(most, dict(kinds.most_common()), [(*key, size) for key, size in sites.most_common()])
+        some = sums[:: max(1, len(sums) // MOMENTS)]
+        over_time = {kind: [each.get(kind, 0) for each in some] for kind in kinds}
+        of = {kind: size for kind, size in of.items() if size}
+        return Peak(most, of, [(*key, size) for key, size in sites.most_common()], over_time)
 
     def _see(self, storage: torch.UntypedStorage) -> None:
         if storage._cdata not in self.live:

@@ -22,15 +22,23 @@ if TYPE_CHECKING:
     from kenotron.planner.hardware import Gpu
 
 Wire = tuple[int, int]  # from one stage to another
+Bar = tuple[float, float, str, int]
 KINDS = {"product": "products", "attention": "attention", "memory": "other kernels"}
+SHORT = 1e-4
+"""Seconds between two operators that are drawn as none."""
 
 
 class Spent(NamedTuple):
-    """Seconds of a rank's step, `of` what, and by the functions (kind, site) that asked for it, longest first."""
+    """Seconds of a rank's step, `of` what, and by the functions (kind, site) that asked for it, longest first.
+
+    `bars`: when it goes "forward", "backward", and does the "update", as far as it was followed: (begin, end, which,
+    number of the micro-batch that began last).
+    """
 
     seconds: float
     of: dict[str, float]
     largest: list[tuple[str, str, float]]
+    bars: list[Bar]
 
 
 def seconds_by() -> defaultdict[Any, float]:
@@ -52,6 +60,8 @@ class Rank:
     reasons: dict[int, str] = field(default_factory=dict)  # what a queue waited for last
     of: defaultdict[str, float] = field(default_factory=seconds_by)
     sites: defaultdict[tuple[str, str], float] = field(default_factory=seconds_by)
+    updates: bool = False
+    bars: list[Bar] = field(default_factory=list)
     began: list[dict[str, float]] = field(default_factory=list)  # `of` at every `Began`
 
 
@@ -76,12 +86,13 @@ def _steps(rank: Rank, trace: Sequence[Event], gpu: Gpu, arrived: defaultdict[Wi
     """Do what the trace says; pause where a message has not been sent yet."""
     for event in trace:
         match event:
-            case Ran(queue, operator):
+            case Ran(queue, operator, backward):
                 rank.host += HOST
                 _wait(rank, queue, rank.host, "host")
                 seconds = seconds_of(operator, gpu)
                 rank.queues[queue] += seconds
                 if queue == 0:
+                    _draw(rank, seconds, "update" if rank.updates else "backward" if backward else "forward")
                     rank.of[KINDS[operator.kind]] += seconds
                     rank.sites[KINDS[operator.kind], operator.site] += seconds
             case Marked(queue, mark):
@@ -100,8 +111,18 @@ def _steps(rank: Rank, trace: Sequence[Event], gpu: Gpu, arrived: defaultdict[Wi
             case Communicated():
                 rank.host += HOST
                 _communicate(rank, event, gpu, arrived)
-            case Began():
+            case Began(what):
+                rank.updates = what == "update"
                 rank.began.append(dict(rank.of))
+
+
+def _draw(rank: Rank, seconds: float, which: str) -> None:
+    """Add an operator that ends now to the bars: to the last one, if nothing is between them."""
+    end, number = rank.queues[0], len(rank.began)
+    if rank.bars and rank.bars[-1][2:] == (which, number) and end - seconds <= rank.bars[-1][1] + SHORT:
+        rank.bars[-1] = (rank.bars[-1][0], end, which, number)
+    else:
+        rank.bars.append((end - seconds, end, which, number))
 
 
 def _wait(rank: Rank, queue: int, moment: float, reason: str) -> None:
@@ -147,4 +168,4 @@ def _spent(rank: Rank, of_a_micro_batch: dict[str, float], missing: int, seconds
     if (idle := seconds - sum(of.values())) > 1e-9 * seconds:  # more than rounding
         of["waits for pp"] = of.get("waits for pp", 0.0) + idle
     longest = [(*key, each) for key, each in sorted(rank.sites.items(), key=lambda item: -item[1])]
-    return Spent(seconds, dict(sorted(of.items(), key=lambda item: -item[1])), longest)
+    return Spent(seconds, dict(sorted(of.items(), key=lambda item: -item[1])), longest, rank.bars)

@@ -90,10 +90,11 @@ class Began(NamedTuple):
 
 
 class Ran(NamedTuple):
-    """An operator on a queue."""
+    """An operator on a queue, asked for by autograd or not."""
 
     queue: int
     operator: Operator
+    backward: bool = False
 
 
 class Marked(NamedTuple):
@@ -203,7 +204,8 @@ class Trace(TorchDispatchMode):
     def _run(self, operator: Operator) -> None:
         if (site := site_of_caller()) is not None:
             operator = operator._replace(site=site[0])
-            self.events.append(Ran(stand_in.current_queue(), self.operators.setdefault(operator, operator)))
+            backward = torch._C._current_autograd_node() is not None
+            self.events.append(Ran(stand_in.current_queue(), self.operators.setdefault(operator, operator), backward))
 
     # ---- between ranks ----
 
