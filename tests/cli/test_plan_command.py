@@ -106,17 +106,18 @@ def test_a_page_has_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 @pytest.mark.slow
 def test_a_browser_draws_the_page_and_names_what_is_clicked(tmp_path: Path) -> None:
     page = tmp_path / "plan.html"
-    assert plan(tiny_yaml(tmp_path), "--gpu", "h100", "--html", page) == 0
+    pipeline = ("parallelism.dp=1", "parallelism.pp=2", "parallelism.pp_engine=1f1b")
+    assert plan(tiny_yaml(tmp_path), "--gpu", "h100", *pipeline, "--html", page) == 0
     click = "document.querySelectorAll('button')[0].click();"
     dom = drawn(page.read_text(), tmp_path, click)
     captions = re.findall(r"<figcaption>(.*?)</figcaption>", dom)
     assert captions[0].startswith("Rank 0, stage 0: memory in a step")
-    assert captions[-1] == "Rank 0, stage 0: time of a step"
+    assert captions[-1] == "Rank 1, stage 1: time of a step"
     assert re.search(r'aria-label="Memory of rank 0: at its peak weights \S+ GiB, gradients', dom)
     assert dom.count('aria-pressed="true"') == 1
     assert "asked for by" in dom
     assert "<code>models:" in dom or "<code>models." in dom
-    assert dom.count("<rect") > 4
+    assert set(re.findall(r'<rect [^>]*y="(\d+)"[^>]* height="20"', dom)) == {"4", "30"}  # a row for each stage
 
 
 @pytest.mark.budget(40, reason="plans every layout of two GPUs")
