@@ -13,13 +13,17 @@ from kenotron.planner.trace import Communicated
 from support.plans import config_of
 
 
+def transfers(case: str, in_machine: int = 8) -> list[Communicated]:
+    """What the first rank of `case` exchanges in a step."""
+    plans = plan_memory(config_of(case), GPUS["h100"]._replace(in_machine=in_machine), [0])
+    return [event for event in plans[0].events if isinstance(event, Communicated)]
+
+
 def traffic(case: str) -> Counter[tuple[str, str]]:
     """Bytes that the first rank of `case` exchanges in a step, by (kind, axis)."""
-    config = config_of(case)
     moved: Counter[tuple[str, str]] = Counter()
-    for event in plan_memory(config, GPUS["h100"], [0])[0].events:
-        if isinstance(event, Communicated):
-            moved[event.kind, event.group.name] += int(event.moved)
+    for event in transfers(case):
+        moved[event.kind, event.group.name] += int(event.moved)
     return moved
 
 
@@ -62,3 +66,10 @@ def test_experts_get_each_token_as_often_as_it_chooses_and_send_it_back() -> Non
     moved = traffic("mixtral|dp=4 ep=2 accum=1|model.dtype=bfloat16")["exchange", "ep"]
     rows = layers * tokens * chosen
     assert moved == pytest.approx(rows * (4 * hidden * 2 + 2 * 4), rel=0.05)
+
+
+@pytest.mark.budget(8, reason="a plan")
+def test_hybrid_sharding_gathers_within_a_machine() -> None:
+    groups = {(each.kind, each.group.size, each.group.on_machine) for each in transfers("llama|dp=4 zero=hybrid", 2)}
+    assert {("gather", 2, 2), ("scatter", 2, 2), ("sum", 2, 1)} <= groups
+    assert not {group for group in groups if group[0] in ("gather", "scatter")} - {("gather", 2, 2), ("scatter", 2, 2)}

@@ -92,16 +92,16 @@ def changes(config: Config, states_fit: bool) -> Iterator[list[str]]:
     """Overrides with the same global batch, by what they cost; the last ones have more ranks."""
     tokens, layout, at_least = config.tokens, config.parallelism, ["parallelism.recompute_layer=true"]
     micro, count = tokens.micro_batch_size, tokens.batch_accumulation_per_replica
-    halves = [micro >> times for times in range(micro.bit_length()) if micro % (1 << times) == 0]
+    sizes = [size for size in range(micro, 0, -1) if micro % size == 0]
     if states_fit:
         if layout.pp_engine == "afab" and count > layout.pp > 1:
             yield ["parallelism.pp_engine=1f1b"]
         for recompute in LESS_AND_LESS_KEPT[LESS_AND_LESS_KEPT.index(layout.recompute_layer) :]:
             kept = [] if recompute == layout.recompute_layer else [f"parallelism.recompute_layer={recompute}".lower()]
-            for size in halves:
+            for size in sizes:
                 if kept or size < micro:
                     yield [*in_batches_of(config, size), *kept]
-    at_least += in_batches_of(config, halves[-1])
+    at_least += in_batches_of(config, 1)
     for stage in range(1, 4):
         if layout.dp > 1 and config.zero_stage in range(stage):
             yield [f"optimizer.zero_stage={stage}"]
