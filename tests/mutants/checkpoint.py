@@ -15,22 +15,6 @@ BUFFERS = "training/test_module_buffers.py"
 
 MUTANTS = [
     Mutant(
-        name="an-average-without-its-weights",
-        file="checkpoint/averaging.py",
-        find="total += part.share * part.read(",
-        replace="total += 1 / len(parts) * part.read(",
-        why="a merge of 3 to 1 is the plain mean",
-        tests=("checkpoint/test_averaging.py::test_the_weights_are_the_mean_in_float64",),
-    ),
-    Mutant(
-        name="an-average-summed-in-its-own-dtype",
-        file="checkpoint/averaging.py",
-        find="total = torch.zeros(block.shape, dtype=torch.float64)",
-        replace="total = torch.zeros(block.shape, dtype=block.dtype)",
-        why="the mean of bfloat16 weights is rounded at every checkpoint (what merging scripts do)",
-        tests=("checkpoint/test_averaging.py::test_the_mean_of_bfloat16_is_rounded_once",),
-    ),
-    Mutant(
         name="a-checkpoint-announced-before-fsync",
         file="checkpoint/durable.py",
         find="                os.fsync(self._file)\n",

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kenotron.checkpoint.averaging import average
 from kenotron.config.errors import InputError
 from kenotron.config.optimizer import LearningRateScheduler
+from kenotron.interop import to_hf
 from kenotron.optim.build import build_optimizer
 from kenotron.optim.groups import set_learning_rates
 from kenotron.optim.state import init_state, load_numbers, state_tensors
 from support.rates import set_rate
-from support.tiny_run import equal_bits, metrics, saved_weights, text_overrides, tiny_config, train_quietly
+from support.tiny_run import equal_bits, exported, metrics, saved_weights, text_overrides, tiny_config, train_quietly
 
 RULES = {
     "proj": {"name": "lion"},
@@ -108,8 +108,8 @@ def test_the_average_follows_its_formula_and_stands_in_for_the_weights(tiny, sec
     assert torch.equal(model.lm_head.weight.double(), weights[-1])
 
 
-def test_the_average_of_a_run_is_validated_resumed_and_made_a_checkpoint(tmp_path):
-    """Step 4 after a stop at 2 as without one; the checkpoint of the average has the loss that was logged."""
+def test_the_average_of_a_run_is_validated_resumed_and_exported(tmp_path):
+    """Step 4 after a stop at 2 as without one; a run that starts from the export has the loss that was logged."""
     overrides = (*text_overrides(tmp_path), "optimizer.ema_decay=0.5", "checkpoints.checkpoint_interval=2")
     overrides += ("tokens.val_check_interval=2", "tokens.limit_val_batches=-1", "tokens.val_fraction=0.2")
     whole = tiny_config(tmp_path / "whole", *overrides, "tokens.train_steps=4")
@@ -123,22 +123,23 @@ def test_the_average_of_a_run_is_validated_resumed_and_made_a_checkpoint(tmp_pat
     assert equal_bits(one, other)
     logged = {line["iteration"]: line["val_loss_ema"] for line in metrics(whole) if "val_loss_ema" in line}
     assert logged.keys() == {2, 4}
-    average([tmp_path / "whole" / "checkpoints" / "4"], tmp_path / "smooth", ema=True)
-    smooth = saved_weights(tmp_path / "smooth" / "4")
+    to_hf(tmp_path / "whole" / "checkpoints" / "4", tmp_path / "smooth", dtype="float32", ema=True)
+    smooth = exported(tmp_path / "smooth")
+    assert {f"state.{name}.ema" for name in smooth} == {name for name in one if name.endswith(".ema")}
     assert all(torch.equal(smooth[name], one[f"state.{name}.ema"]) for name in smooth)
-    more = (f"checkpoints.resume_checkpoint_path={tmp_path}/smooth/4", "checkpoints.load_mode=model_only")
     again = tiny_config(
         tmp_path / "again",
         *overrides[:-3],
         "tokens.train_steps=1",
-        *more,
+        f"model.init_method={{path: {tmp_path}/smooth}}",
         "tokens.val_check_interval=1",
         "tokens.limit_val_batches=-1",
         "tokens.val_fraction=0.2",
+        "optimizer.ema_decay=null",
         "optimizer.learning_rate_scheduler={learning_rate: 1.0e-12}",
     )
     train_quietly(again)
     (line,) = (line for line in metrics(again) if "val_loss" in line)
     assert line["val_loss"] == pytest.approx(logged[4], rel=1e-5)
     with pytest.raises(InputError, match="has no moving average of weights"):
-        average([tmp_path / "smooth" / "4"], tmp_path / "no", ema=True)
+        to_hf(tmp_path / "again" / "checkpoints" / "1", tmp_path / "no", ema=True)

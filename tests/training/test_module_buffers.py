@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kenotron.checkpoint.averaging import average
 from kenotron.config import Config, load
 from kenotron.config.errors import InputError
 from kenotron.generation import SamplingOptions, generate
@@ -161,16 +160,11 @@ def test_ranks_take_those_of_the_first_one(tmp_path: Path) -> None:
     assert one[:-1] == pytest.approx(expected.tolist(), rel=1e-6)
 
 
-def test_another_run_starts_from_them_and_their_mean_counts_nothing_twice(tmp_path: Path) -> None:
+def test_another_run_starts_from_them(tmp_path: Path) -> None:
     train_quietly(configure(tmp_path))
     checkpoints = tmp_path / "checkpoints"
     with prepared(configure(tmp_path / "next", f"model.init_method={{path: {checkpoints / '3'}}}"), Mesh()) as run:
         assert equal_bits(run.model.saved_buffers(), buffers(tmp_path, 3))
-    saved = average([checkpoints / "2", checkpoints / "3"], tmp_path / "mean")
-    mean, last = saved_weights(saved.path), saved_weights(checkpoints / "3")
-    assert int(mean["seen"]) == int(last["seen"])
-    assert torch.equal(mean["met"], last["met"])
-    assert torch.equal(mean["mean"], ((buffers(tmp_path, 2)["mean"].double() + last["mean"].double()) / 2).float())
 
 
 def test_state_that_is_no_buffer_is_refused(tmp_path: Path) -> None:

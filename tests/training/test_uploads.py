@@ -18,7 +18,7 @@ from kenotron.config.errors import CheckpointError, RunFailed
 from kenotron.observers.uploads import STOPPED_WAIT_S, uploader
 from kenotron.storage import fetching
 from kenotron.training import Hook
-from support.tiny_run import equal_bits, losses, saved_weights, tiny_config, train_and_listen, train_quietly
+from support.tiny_run import losses, tiny_config, train_and_listen, train_quietly
 
 URL = "memory://robots/run"
 REMOTE = (f"checkpoints.checkpoints_path={URL}", "checkpoints.checkpoint_interval=2", "tokens.train_steps=4")
@@ -59,7 +59,7 @@ def complete() -> list[int]:
     return [entry.step for entry in RemoteCheckpoints(URL).all() if entry.manifest]
 
 
-def test_a_branch_and_an_average_of_what_a_store_holds(
+def test_a_branch_of_what_a_store_holds(
     machine: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("KENOTRON_CACHE", str(tmp_path / "cache"))
@@ -79,10 +79,6 @@ def test_a_branch_and_an_average_of_what_a_store_holds(
     assert (run.step, losses(config)[0]) == (5, losses(parent)[2])
     assert [entry.step for entry in RemoteCheckpoints(f"{URL}-cool").all()] == [4, 5]
     assert (complete(), steps_of(tmp_path / "staged")) == ([2, 4], ["2", "4"])
-    command("checkpoint", "average", f"{URL}/4", f"{URL}-cool/5", "--output", f"{tmp_path}/mean")
-    parts = [saved_weights(folder) for folder in (tmp_path / "staged" / "4", tmp_path / "staged-cool" / "5")]
-    exact = {name: ((parts[0][name].double() + parts[1][name].double()) / 2).float() for name in parts[0]}
-    assert equal_bits(saved_weights(tmp_path / "mean" / "5"), exact)
 
 
 def test_another_machine_goes_on_from_the_store(machine: Callable[..., Config], whole: list[float]) -> None:

@@ -47,13 +47,8 @@ class Start:
 
     @classmethod
     def at(cls, path: Path, continues: bool) -> Start:
-        """Where the checkpoint `path` continues its own run. Raises InputError for an average of checkpoints."""
+        """Where the checkpoint `path` continues its own run."""
         saved = manifest.read_manifest(path)
-        if continues and "averaged_from" in saved.state:
-            raise InputError(
-                f"{path} is an average, which no run can continue; set another checkpoints.checkpoints_path, and "
-                f"this one as checkpoints.resume_checkpoint_path with load_mode: model_only"
-            )
         defaults = {"schedule_start": 0, "data_start": 0, "durable_step": saved.step, "held_out": ()}
         starts = {name: saved.state.get(name, default) for name, default in defaults.items()}
         return cls(path, continues, saved.step, frozenset(LOAD_MODES["continue"]), **starts)

@@ -1,13 +1,12 @@
-"""`kenotron checkpoint`: list, verify, prune, upload and average checkpoints, of this machine or in a store (s3://…).
+"""`kenotron checkpoint`: list, verify, prune and upload checkpoints, of this machine or in a store (s3://…).
 
     kenotron checkpoint list checkpoints
     kenotron checkpoint show checkpoints/20
     kenotron checkpoint verify checkpoints             # every byte; exit code 1 if one is damaged
     kenotron checkpoint prune checkpoints --keep-last 2 --keep-every 1000 --dry-run
     kenotron checkpoint upload checkpoints s3://bucket/run
-    kenotron checkpoint average checkpoints/10 checkpoints/20 --output mean
 
-`list` and `verify` take `--json`. A table on a terminal, plain columns elsewhere. Only `average` imports torch.
+`list` and `verify` take `--json`. A table on a terminal, plain columns elsewhere. Nothing imports torch.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ from kenotron.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from kenotron.checkpoint.retention import superseded, to_prune
 from kenotron.cli.remote import at_hand
 from kenotron.cli.tables import print_table, progress_bar
-from kenotron.config.errors import CheckpointError, InputError, byte_size, counted, nearest
+from kenotron.config.errors import CheckpointError, byte_size, counted, nearest
 from kenotron.config.remote import is_remote
 
 Entry: TypeAlias = CheckpointFolder | RemoteCheckpoint
 Check: TypeAlias = Callable[..., list[str]]
 
-app = typer.Typer(no_args_is_help=True, help="List, verify, prune, upload and average checkpoints.")
+app = typer.Typer(no_args_is_help=True, help="List, verify, prune and upload checkpoints.")
 
 Folder = Annotated[str, typer.Argument(help="The folder of checkpoints, local or s3://….")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -126,36 +125,6 @@ def prune(
     for entry in doomed:
         print(f"{'would remove' if dry_run else 'removed'} {entry.path}")
     print(f"{counted(len(doomed), 'checkpoint')}, {byte_size(freed)}")
-
-
-@app.command()
-def average(
-    paths: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="CHECKPOINT...", help="Two or more checkpoints of one model; also s3://…. One with --ema."
-        ),
-    ],
-    output: Annotated[Path, typer.Option(help="New folder of checkpoints; the average keeps the highest step.")],
-    weights: Annotated[
-        str | None, typer.Option(help="One weight for each checkpoint, such as 3,1; divided by their sum.")
-    ] = None,
-    ema: Annotated[
-        bool, typer.Option("--ema", help="Take the moving average of weights that a run kept (optimizer.ema_decay).")
-    ] = False,
-) -> None:
-    """Average the weights of checkpoints, or merge them: a checkpoint without optimizer state."""
-    from kenotron.checkpoint.averaging import average
-    from kenotron.cli.data import on_this_machine
-
-    try:
-        numbers = None if weights is None else [float(weight) for weight in weights.split(",")]
-    except ValueError:
-        raise InputError(f"--weights: expected numbers such as 3,1, found {weights!r}") from None
-    on_this_machine(output, "--output")
-    saved = average([at_hand(path) for path in paths], output, numbers, ema=ema)
-    print(f"Wrote {saved.path}: {byte_size(saved.bytes)} in {saved.seconds:.1f} s")
-    print(f"Next: kenotron generate {saved.path}")
 
 
 @app.command()

@@ -46,6 +46,9 @@ def to_hf(
         str | None, typer.Option(help="float32, bfloat16 or float16; default: the config's model.dtype.")
     ] = None,
     max_shard_size: Annotated[str, typer.Option(help="Maximum size of a safetensors file.")] = "5GB",
+    ema: Annotated[
+        bool, typer.Option("--ema", help="Take the moving average of weights that the run kept (optimizer.ema_decay).")
+    ] = False,
 ) -> None:
     """Convert a checkpoint to a folder that transformers loads."""
     from kenotron.checkpoint.folders import resolve
@@ -57,7 +60,9 @@ def to_hf(
     from kenotron import interop  # which imports torch
 
     with progress_bar("Writing") as progress:
-        written = interop.to_hf(source, dst, dtype=dtype, max_shard_size=max_shard_size, report=_say, progress=progress)
+        written = interop.to_hf(
+            source, dst, dtype=dtype, max_shard_size=max_shard_size, ema=ema, report=_say, progress=progress
+        )
     files = f"{len(written.files)} files" if len(written.files) > 1 else written.files[0]
     print(f"Wrote {written.path}: {files}, {byte_size(written.bytes)} in {written.dtype}")
     print(f'Next: python -c "import transformers as t; print(t.AutoModelForCausalLM.from_pretrained({str(dst)!r}))"')

@@ -56,15 +56,17 @@ def to_hf(
     dtype: str | None = None,
     max_shard_size: str | int = "5GB",
     verify: bool = True,
+    ema: bool = False,
     report: Report = quiet,
     progress: Progress | None = None,
 ) -> Exported:
     """Write checkpoint `src` as a Hugging Face model in the new folder `dst`; all ranks of a run call it together.
 
     `dtype` None is the config's `model.dtype`. `verify` False: the checkpoint's checksums were compared already.
+    `ema`: the moving average of the weights that the run kept (`optimizer.ema_decay`) instead of the weights.
     `progress(done, total)` counts bytes.
-    Raises InputError: no checkpoint at `src` or a damaged one, `dst` not empty, an unknown dtype or size,
-    disk full.
+    Raises InputError: no checkpoint at `src` or a damaged one, or one without a moving average, `dst` not empty, an
+    unknown dtype or size, disk full.
     """
     from safetensors import SafetensorError
 
@@ -72,7 +74,7 @@ def to_hf(
     if final.exists() and (not final.is_dir() or any(final.iterdir())):
         raise InputError(f"{final} exists and is not an empty folder; name a new one")
     rank, ranks = rank_and_size()
-    source = raise_on_any_rank(lambda: checkpoint_source(Path(src).expanduser(), verify and rank == 0))
+    source = raise_on_any_rank(lambda: checkpoint_source(Path(src).expanduser(), verify and rank == 0, ema))
     name = dtype or source.model.dtype
     if name not in WEIGHT_DTYPES:
         known = ", ".join(WEIGHT_DTYPES)

@@ -90,13 +90,15 @@ def hf_source(path: str | Path, report: Report = quiet, family: str | None = Non
     return Source(folder, model, weights, folder if has_tokenizer else None)
 
 
-def checkpoint_source(path: Path, verify: bool = True) -> Source:
-    """A checkpoint of ours; its model's files are compared with their checksums first, unless somebody else did."""
+def checkpoint_source(path: Path, verify: bool = True, ema: bool = False) -> Source:
+    """A checkpoint of ours; its model's files are compared with their checksums first, unless somebody else did.
+
+    `ema`: with the moving average of the weights that its run kept (`optimizer.ema_decay`) instead of the weights.
+    """
     folder = folders.resolve(path)
-    if verify:
-        reading.read_tensors(folder, [])
-    shapes, read = reading.block_reader(folder)
-    stored = {name: Stored(shape, partial(_read, partial(read, name), shape)) for name, shape in shapes.items()}
+    stored = _stored(folder, "model", verify)
+    if ema:
+        stored |= _averages(folder, stored, verify)
     weights = Weights(stored, str(folder))
     tokenizer = folder / "tokenizer"
     has_tokenizer = any((tokenizer / name).is_file() for name in TOKENIZER_FILES)
@@ -104,6 +106,23 @@ def checkpoint_source(path: Path, verify: bool = True) -> Source:
     generation = tokenizer / GENERATION if (tokenizer / GENERATION).is_file() else None
     has = tokenizer if has_tokenizer else None
     return Source(folder, config.model, weights, has, config.parallelism, generation)
+
+
+def _stored(folder: Path, part: str, verify: bool) -> dict[str, Stored]:
+    """The tensors of a checkpoint's folder `part`."""
+    if verify:
+        reading.read_tensors(folder, [], folder=part)
+    shapes, read = reading.block_reader(folder, folder=part)
+    return {name: Stored(shape, partial(_read, partial(read, name), shape)) for name, shape in shapes.items()}
+
+
+def _averages(folder: Path, weights: dict[str, Stored], verify: bool) -> dict[str, Stored]:
+    """The moving averages of those `weights` that are trained, from the optimizer's state."""
+    state = _stored(folder, "optimizer", verify) if (folder / "optimizer").is_dir() else {}
+    averages = {name: state[f"state.{name}.ema"] for name in weights if f"state.{name}.ema" in state}
+    if not averages:
+        raise InputError(f"{folder} has no moving average of weights: its run had no optimizer.ema_decay")
+    return averages
 
 
 def _read(read: Callable[..., Tensor], shape: tuple[int, ...], box: Box) -> Tensor:
