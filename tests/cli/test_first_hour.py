@@ -431,7 +431,6 @@ COMMANDS = [
         "error: --tokenizer: the folder . has no tokenizer; expected tokenizer.json, or other files that",
     ),
     (("data", "inspect", "nowhere"), "error: token files: no such file or folder: nowhere"),
-    (("data", "show", "nowhere", "--sequence-length", "4"), "error: token files: no such file or folder: nowhere"),
     (
         (
             "train",

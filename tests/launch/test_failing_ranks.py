@@ -109,7 +109,7 @@ def cut_short(*arguments):
     os.truncate({str(path)!r}, 1000)
     return found
 numpy.map_array = cut_short
-main(["data", "show", {str(path)!r}, "--sequence-length", "9", "--sample", "5000"])
+main(["data", "inspect", {str(path)!r}])
 """
     finished = subprocess.run([sys.executable, "-c", cut], env=environment(tmp_path), capture_output=True, text=True)
     assert finished.returncode == -signal.SIGBUS

@@ -349,7 +349,6 @@ def test_from_text_to_a_merged_file_on_the_command_line(tmp_path, monkeypatch, c
         (["tokenize", "a.jsonl", "--tokenizer", "10", "--output", "x"], "in it; did you mean 10/tokenizer?"),
         (["tokenize", "nowhere/", "--tokenizer", "tok", "--output", "x"], "INPUT: no such file or folder: nowhere/"),
         (["tokenize", "a.jsonl", "--tokenizer", "tok", "--output", "a.jsonl/x"], "--output: cannot create a.jsonl/x"),
-        (["show", "out", "--sequence-length", "0"], "Invalid value for '--sequence-length'"),
     ):
         code, said = call(*arguments)
         assert (code, said.err.splitlines()[0].startswith("error: ")) == (2, True), arguments

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -31,37 +30,6 @@ TokenizerName = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 BAR = 40
-
-
-@app.command()
-def show(
-    path: Source,
-    sequence_length: Annotated[
-        int, typer.Option(help="Sequence length of the sample; one more token is shown.", min=1)
-    ],
-    sample: Annotated[int, typer.Option(help="Index of the sample in file order, from 0.", min=0)] = 0,
-    tokenizer: TokenizerName = None,
-    dtype: RawDtype = None,
-    as_json: AsJson = False,
-) -> None:
-    """Print one sample in file order: its ids, document boundaries and text."""
-    from kenotron.data.formats import open_token_files
-    from kenotron.prepare.inspect import sample_at
-
-    found = sample_at(open_token_files(path, "token files", dtype), sequence_length, sample)
-    loaded = _load(tokenizer)
-    if loaded:
-        found["text"] = loaded.decode(found["tokens"])
-    if as_json:
-        print(json.dumps(found))
-        return
-    print(f"sample {sample}: {found['file']}, tokens {found['start']} to {found['start'] + sequence_length}")
-    borders = [0, *(found["document_ends"] or []), sequence_length + 1]
-    for start, stop in pairwise(borders):
-        if start < stop:
-            print(" ".join(map(str, found["tokens"][start:stop])) + ("  │" if stop <= sequence_length else ""))
-    if loaded:
-        print(found["text"])
 
 
 @app.command()

@@ -12,7 +12,6 @@ from kenotron.config.errors import InputError
 from kenotron.data.formats import TokenFile, documents_between, open_token_files, token_chunks
 from kenotron.data.formats.token_file import TokenChunk
 from kenotron.data.manifest import Json, checksums, recorded_checksums
-from kenotron.data.sources.token_folder import count_windows, window_step
 from kenotron.storage.paths import AnyPath
 
 CHUNK_TOKENS = 1 << 20
@@ -149,31 +148,3 @@ def starts_of_documents(files: Sequence[TokenFile], count: int, length: int) -> 
         stop = min([start + length, len(file.tokens), *documents_between(file, start, start + length)[:1].tolist()])
         shown.append((f"{file.path} token {start}", file.tokens[start:stop]))
     return shown
-
-
-def sample_at(files: Sequence[TokenFile], sequence_length: int, sample: int) -> Json:
-    """Window `sample` in file order: its file, first token, ``sequence_length + 1`` ids, and ends of documents in it.
-
-    Raises InputError if there is no such sample.
-    """
-    left = sample
-    for file in files:
-        here = count_windows(len(file.tokens), file.format, sequence_length)
-        if left < here:
-            start = left * window_step(file.format, sequence_length)
-            stop = start + sequence_length + 1
-            ends = documents_between(file, start, stop)
-            return {
-                "sample": sample,
-                "file": str(file.path),
-                "start": start,
-                "tokens": file.tokens[start:stop].tolist(),
-                "document_ends": (ends - start).tolist() if file.ends is not None else None,
-                "loss": None if file.loss is None else file.loss[start:stop].tolist(),
-            }
-        left -= here
-    raise InputError(
-        f"--sample: expected 0 to {sample - left - 1}, found {sample}"
-        if sample > left
-        else f"--sequence-length: no file holds {sequence_length + 1} tokens"
-    )

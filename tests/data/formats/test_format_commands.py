@@ -1,4 +1,4 @@
-"""`kenotron data show | inspect | merge`, through the command line."""
+"""`kenotron data inspect | merge`, through the command line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 
 from kenotron.data.formats import open_token_files
 from kenotron.data.formats.datatrove import TokenWriter
-from support.megatron_files import write_megatron
 from support.tiny_run import Shell
 
 DOCS = [[1, 2, 3], [4, 5], [1, 2, 3], [9, 9, 9, 9, 9]]
@@ -22,22 +21,6 @@ def corpus(tmp_path: Path) -> Path:
     with TokenWriter(tmp_path / "in" / "a.ds", np.dtype("uint16"), "gpt2") as writer:
         writer.write(np.array(IDS), np.array([len(doc) for doc in DOCS]))
     return tmp_path / "in"
-
-
-def test_show_disjoint_windows_of_ds_and_overlapping_ones_elsewhere(corpus: Path, tmp_path: Path, shell: Shell) -> None:
-    code, out, _ = shell("data", "show", corpus, "--sequence-length", 3, "--sample", 1, "--json")
-    assert code == 0
-    assert json.loads(out)["tokens"] == IDS[4:8]
-    assert json.loads(out)["document_ends"] == [1, 4]
-    write_megatron(tmp_path / "other", DOCS)
-    code, out, _ = shell("data", "show", tmp_path / "other.bin", "--sequence-length", 3, "--sample", 1, "--json")
-    assert json.loads(out)["tokens"] == IDS[3:7]
-    code, _, err = shell("data", "show", corpus, "--sequence-length", 3, "--sample", 3)
-    assert code == 2
-    assert "--sample: expected 0 to 2, found 3" in err
-    code, _, err = shell("data", "show", corpus, "--sequence-length", 13)
-    assert code == 2
-    assert "no file holds 14 tokens" in err
 
 
 def test_inspect_counts(corpus: Path, shell: Shell) -> None:

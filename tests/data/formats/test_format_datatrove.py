@@ -9,7 +9,7 @@ import pytest
 
 from kenotron.data.formats import open_token_files
 from kenotron.data.formats.datatrove import TokenWriter
-from kenotron.prepare.inspect import sample_at
+from kenotron.data.sources.token_folder import TokenFolder
 
 tokenizer_module = pytest.importorskip("datatrove.pipeline.tokens.tokenizer")
 random = np.random.default_rng(0)
@@ -75,7 +75,8 @@ def test_samples_are_those_of_datatroves_own_dataset(
     for name, part in (("b", docs), ("a", docs[2:])):
         datatrove_file(tmp_path, size, part, name=f"{name}.ds")
     theirs = dataset_module.DatatroveFolderDataset(str(tmp_path), length, filename_pattern="*.ds", token_size=size)
-    files = open_token_files(tmp_path, "PATH")
-    samples = [sample_at(files, length, i)["tokens"] for i in range(len(theirs))]
+    ours = TokenFolder("PATH", open_token_files(tmp_path, "PATH"), length, 1 << 18)
+    assert len(ours) == len(theirs)
+    samples = ours.read(np.arange(len(ours))).tokens.tolist()
     assert samples == [theirs[i]["input_ids"].tolist() for i in range(len(theirs))]
     assert samples or length == 1000
