@@ -22,6 +22,18 @@ def _regex(value: str) -> str:
 Regex = Annotated[str, AfterValidator(_regex)]
 
 
+_FACTORY_TAGS = {name: f"({name})" for name in ("adamW", "sgd", "lion", "muon", "normuon", "soap")}
+
+
+def _any_case(value: Any) -> Any:
+    """`AdamW` and `adamw` are `adamW`."""
+    names = {name.lower(): name for name in _FACTORY_TAGS}
+    return names.get(value.lower(), value) if isinstance(value, str) else value
+
+
+ANY_CASE = BeforeValidator(_any_case)
+
+
 class _AdamKeys(Section):
     adam_eps: float = key("Added to the square root of the second moment.", 1e-8, ge=0)
     adam_beta1: float = key("Decay of the first moment.", 0.9, ge=0, lt=1)
@@ -32,13 +44,13 @@ class _AdamKeys(Section):
 class AdamW(_AdamKeys):
     """Adam with decoupled weight decay (Loshchilov & Hutter, 2019)."""
 
-    name: Annotated[Literal["adamW"], BeforeValidator(lambda value: _any_case(value))] = key("Selects AdamW.", "adamW")
+    name: Annotated[Literal["adamW"], ANY_CASE] = key("Selects AdamW.", "adamW")
 
 
 class SGD(Section):
     """Stochastic gradient descent."""
 
-    name: Annotated[Literal["sgd"], BeforeValidator(lambda value: _any_case(value))] = key("Selects SGD.", "sgd")
+    name: Annotated[Literal["sgd"], ANY_CASE] = key("Selects SGD.", "sgd")
     momentum: float = key("Decay of the velocity; 0: plain SGD.", 0.0, ge=0, lt=1, mark=OURS)
     nesterov: bool = key("Use Nesterov momentum.", False, mark=OURS)
 
@@ -46,9 +58,7 @@ class SGD(Section):
 class Lion(Section):
     """The sign of interpolated momentum (Chen et al., 2023): half of Adam's state, a tenth to a third of its rate."""
 
-    name: Annotated[Literal["lion"], BeforeValidator(lambda value: _any_case(value))] = key(
-        "Selects Lion.", "lion", mark=OURS
-    )
+    name: Annotated[Literal["lion"], ANY_CASE] = key("Selects Lion.", "lion", mark=OURS)
     lion_beta1: float = key("Weight of the momentum in the direction of a step.", 0.9, ge=0, lt=1, mark=OURS)
     lion_beta2: float = key("Decay of the momentum.", 0.99, ge=0, lt=1, mark=OURS)
 
@@ -56,9 +66,7 @@ class Lion(Section):
 class Muon(_AdamKeys):
     """Orthogonalized momentum for hidden matrices (Jordan et al., 2024); AdamW for everything else."""
 
-    name: Annotated[Literal["muon"], BeforeValidator(lambda value: _any_case(value))] = key(
-        "Selects Muon.", "muon", mark=OURS
-    )
+    name: Annotated[Literal["muon"], ANY_CASE] = key("Selects Muon.", "muon", mark=OURS)
     muon_momentum: float = key("Momentum decay for hidden matrices.", 0.95, ge=0, lt=1, mark=OURS)
     muon_nesterov: bool = key("Use Nesterov momentum for hidden matrices.", True, mark=OURS)
     muon_ns_steps: int = key("Newton-Schulz iterations of the orthogonalization.", 5, ge=1, mark=OURS)
@@ -76,7 +84,7 @@ class Muon(_AdamKeys):
 class NorMuon(Muon):
     """Muon whose rows are divided by the root of their mean square over time (Li et al., 2025)."""
 
-    name: Annotated[Literal["normuon"], BeforeValidator(lambda value: _any_case(value))] = key(  # type: ignore[assignment]
+    name: Annotated[Literal["normuon"], ANY_CASE] = key(  # type: ignore[assignment]
         "Selects NorMuon.", "normuon", mark=OURS
     )
     normuon_beta2: float = key("Decay of the rows' mean squares.", 0.95, ge=0, lt=1, mark=OURS)
@@ -85,9 +93,7 @@ class NorMuon(Muon):
 class Soap(_AdamKeys):
     """Adam in the eigenbasis of Shampoo for hidden matrices (Vyas et al., 2024); AdamW for everything else."""
 
-    name: Annotated[Literal["soap"], BeforeValidator(lambda value: _any_case(value))] = key(
-        "Selects SOAP.", "soap", mark=OURS
-    )
+    name: Annotated[Literal["soap"], ANY_CASE] = key("Selects SOAP.", "soap", mark=OURS)
     soap_beta1: float = key("Decay of the first moment of hidden matrices.", 0.95, ge=0, lt=1, mark=OURS)
     soap_beta2: float = key("Decay of their second moment and of their covariances.", 0.95, ge=0, lt=1, mark=OURS)
     soap_precondition_frequency: int = key("Steps between eigenbases.", 10, ge=1, mark=OURS)
@@ -126,13 +132,6 @@ def _choose_factory(value: Any) -> str | None:
     return _FACTORY_TAGS.get(_any_case(name)) if isinstance(name, str) else None
 
 
-def _any_case(value: Any) -> Any:
-    """`AdamW` and `adamw` are `adamW`."""
-    names = {name.lower(): name for name in _FACTORY_TAGS}
-    return names.get(value.lower(), value) if isinstance(value, str) else value
-
-
-_FACTORY_TAGS = {name: f"({name})" for name in ("adamW", "sgd", "lion", "muon", "normuon", "soap")}
 _factory_rule = by_rule(
     _choose_factory,
     f"a name among {', '.join((*_FACTORY_TAGS, *TORCH))}, or the dotted path of an optimizer class",

@@ -17,7 +17,9 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import ByteSize, Field, TypeAdapter, ValidationError
 
 from kenotron.checkpoint.model_files import INDEX, read_json
 from kenotron.config.decoder import DecoderArchitecture, RopeArchitecture
@@ -230,17 +232,12 @@ def _rewrite(file: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> 
     file.write_text(json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+SIZE = TypeAdapter(Annotated[ByteSize, Field(ge=1)])
 
 
 def _size(text: str | int) -> int:
     """Bytes of "5GB", "500 MB" or a number."""
-    digits = str(text).strip().rstrip("BbKkMmGgTt ")
-    unit = str(text).strip()[len(digits) :].strip().upper()
     try:
-        size = int(float(digits) * UNITS[unit])
-    except (KeyError, ValueError, OverflowError):
-        size = 0
-    if size < 1:
-        raise InputError(f"max_shard_size: expected a size such as 5GB or 500MB, found {text!r}")
-    return size
+        return SIZE.validate_python(text)
+    except ValidationError:
+        raise InputError(f"max_shard_size: expected a size such as 5GB or 500MB, found {text!r}") from None
