@@ -152,14 +152,6 @@ MUTANTS = [
         tests=("interop/test_hf_config.py::test_a_file_without_theta_has_that_of_transformers",),
     ),
     Mutant(
-        name="a-shard-size-in-gigabytes-is-in-megabytes",
-        file="interop/exporting.py",
-        find='"MB": 10**6, "GB": 10**9',
-        replace='"MB": 10**6, "GB": 10**6',
-        why="an export is a thousand files",
-        tests=("interop/test_conversion.py::test_a_shard_size_is_the_same_in_every_unit",),
-    ),
-    Mutant(
         name="a-config-is-read-with-keys-of-the-overrides-lost",
         file="interop/hf_config.py",
         find="kind.section.model_validate(kind.from_hf(found, config) | overrides) if overrides else written",

@@ -11,9 +11,11 @@ What the family's maths does not compute is refused by name, never dropped.
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from types import NoneType
+from typing import TYPE_CHECKING, Any, get_args
 
 from pydantic import ValidationError
 
@@ -76,12 +78,14 @@ def _architecture(
         theirs for ours, theirs in shared if config.get(theirs, 0) is None and isinstance(_default(kind, ours), bool)
     ]
     config = {**config, **dict.fromkeys(nulls, False)}  # as a condition of transformers takes them
-    found = {ours: config[theirs] for ours, theirs in shared if config.get(theirs) is not None}
+    complete = _defaults_there(kind) | config
+    found = {ours: complete[theirs] for ours, theirs in shared if theirs in complete}
+    found = {ours: value for ours, value in found.items() if value is not None or _takes_null(kind, ours)}
     found |= {"family": name if name and family_named(name) is kind else _default(kind, "family")}
     found |= {"hidden_act": _activation(config.get("hidden_act", _default(kind, "hidden_act")), where)}
     if issubclass(kind.section, RopeArchitecture):
         found |= _rope(config, where, kind)
-    found |= _head_dim(config, where, kind) | _end_of_text(config, where, report)
+    found |= _head_dim(complete, where, kind) | _end_of_text(config, where, report)
     for key in ("bos_token_id", "eos_token_id"):
         if key in config and found.get(key) is None:
             report(f"{where}: {key} is null; {_default(kind, key)} is used where there is no tokenizer")
@@ -128,6 +132,17 @@ def _shared_keys(family: type[Family[Any]]) -> list[tuple[str, str]]:
 
 def _default(family: type[Family[Any]], name: str) -> Any:
     return family.section.model_fields[name].default
+
+
+def _defaults_there(family: type[Family[Any]]) -> dict[str, Any]:
+    """The values that transformers takes for keys that a config.json does not have; code of an export is not run."""
+    if family.hf_code:
+        return {}
+    return {name: each.default for name, each in inspect.signature(config_class(family)).parameters.items()}
+
+
+def _takes_null(family: type[Family[Any]], name: str) -> bool:
+    return NoneType in get_args(family.section.model_fields[name].annotation)
 
 
 def _refuse_foreign(config: Mapping[str, Any], where: str, family: type[Family[Any]]) -> None:

@@ -187,9 +187,8 @@ class DeepseekV3(SparseStyle[DeepseekV3Architecture]):
 
     @classmethod
     def from_hf(cls, values: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-        """A null there means no latent for queries; `head_dim` is a copy of qk_rope_head_dim."""
-        values = {name: value for name, value in values.items() if name != "head_dim"}
-        return values | {"q_lora_rank": config.get("q_lora_rank", 1536)}
+        """`head_dim` is a copy of qk_rope_head_dim."""
+        return {name: value for name, value in values.items() if name != "head_dim"}
 
     def to_hf(self, values: dict[str, Any]) -> dict[str, Any]:
         """The inverse of `from_hf`, and no layers for further tokens."""

@@ -5,8 +5,7 @@ Later models of the family have no window: `sliding_window: null`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 from kenotron.config.section import OURS, key
 from kenotron.models.families.llama import LlamaStyle, LlamaStyleArchitecture
@@ -33,8 +32,3 @@ class Mistral(LlamaStyle[MistralArchitecture]):
     section = MistralArchitecture
     hf_model_type = "mistral"
     hf_class = "MistralForCausalLM"
-
-    @classmethod
-    def from_hf(cls, values: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-        """A null there means no window, not this section's default; a missing key means 4096."""
-        return values | {"sliding_window": config.get("sliding_window", 4096)}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from kenotron.config.decoder import DecoderArchitecture, Problem
 from kenotron.config.section import OURS, key
@@ -170,9 +170,3 @@ class Mixtral(SparseStyle[MixtralArchitecture]):
         ".up_proj.": ".w3.",
         ".down_proj.": ".w2.",
     }
-
-    @classmethod
-    def from_hf(cls, values: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-        """A null there means no window; a config.json without rms_norm_eps means 1e-5."""
-        window, eps = config.get("sliding_window"), config.get("rms_norm_eps", 1e-5)
-        return values | {"sliding_window": window, "rms_norm_eps": eps}

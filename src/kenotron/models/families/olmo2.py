@@ -5,9 +5,8 @@ Those two norms run over all heads at once; under tp the ranks add up their sums
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from kenotron.config.section import OURS, key
 from kenotron.models.families.llama import LlamaStyle, LlamaStyleArchitecture
@@ -66,8 +65,3 @@ class Olmo2(LlamaStyle[Olmo2Architecture]):
             GatedMLP(config.hidden_size, config.intermediate_size, config.hidden_act),
             self.final_norm(),
         )
-
-    @classmethod
-    def from_hf(cls, values: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-        """A config.json without rms_norm_eps means 1e-5 there."""
-        return values | {"rms_norm_eps": config.get("rms_norm_eps", 1e-5)}

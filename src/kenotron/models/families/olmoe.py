@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from kenotron.config.section import OURS, key
 from kenotron.models.families.mixtral import SparseArchitecture, SparseStyle
@@ -47,8 +46,3 @@ class Olmoe(SparseStyle[OlmoeArchitecture]):
     def attention(self, layer: int) -> nn.Module:
         """OLMo 2's."""
         return attention_with_norms(self.config, layer)
-
-    @classmethod
-    def from_hf(cls, values: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-        """A config.json without rms_norm_eps means 1e-5 there."""
-        return values | {"rms_norm_eps": config.get("rms_norm_eps", 1e-5)}

@@ -5,9 +5,8 @@ The published ones make use of a free `head_dim`: 64 heads of 128 channels read 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from kenotron.config.section import OURS, key
 from kenotron.models.families.llama import LlamaStyle, LlamaStyleArchitecture
@@ -46,8 +45,3 @@ class Qwen3(LlamaStyle[Qwen3Architecture]):
     def attention(self, layer: int) -> nn.Module:
         """With a norm for each head of queries and of keys."""
         return attention_with_head_norms(self.config, layer)
-
-    @classmethod
-    def from_hf(cls, values: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-        """A config.json without head_dim means 128 there, whatever the widths."""
-        return values if config.get("head_dim") else values | {"head_dim": 128}

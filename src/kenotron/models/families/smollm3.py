@@ -8,8 +8,8 @@ A layer without rotary positions tells tokens apart by their content and by the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from collections.abc import Iterator
+from typing import Literal
 
 from kenotron.config.decoder import Problem
 from kenotron.config.section import OURS, key
@@ -51,8 +51,3 @@ class SmolLM3(LlamaStyle[SmolLM3Architecture]):
     hf_model_type = "smollm3"
     hf_class = "SmolLM3ForCausalLM"
     hf_fixed = {"use_sliding_window": False, "mlp_bias": False}  # noqa: RUF012
-
-    @classmethod
-    def from_hf(cls, values: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-        """A config.json without tie_word_embeddings means true there."""
-        return values | {"tie_word_embeddings": config.get("tie_word_embeddings", True)}

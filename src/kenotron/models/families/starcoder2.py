@@ -9,7 +9,7 @@ nanotron, which trained the published models.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -149,8 +149,3 @@ class Starcoder2(Family[Starcoder2Architecture]):
         from kenotron.models.blocks.rope import Rope
 
         return Rope.of(self.config)
-
-    @classmethod
-    def from_hf(cls, values: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-        """A config.json without num_key_value_heads means 2 there."""
-        return values if config.get("num_key_value_heads") else values | {"num_key_value_heads": 2}
