@@ -39,7 +39,9 @@ def _exit_code(arguments: list[str], debug: bool) -> int:
 
     try:
         _read_slurm()
-        return _run(arguments)
+        from kenotron.cli.app import run
+
+        return run(arguments)
     except InputError as error:
         if debug:
             raise
@@ -66,9 +68,3 @@ def _place(error: Exception) -> str:
     rank = os.environ.get("RANK", "0")
     named = not rank.isdecimal() or rank == "0" or str(error).startswith("rank ")
     return "" if named else f"rank {rank} on {os.uname().nodename}: "
-
-
-def _run(arguments: list[str]) -> int:
-    from kenotron.cli.app import build_app
-
-    return build_app()(arguments)

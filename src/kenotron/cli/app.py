@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -93,29 +92,24 @@ def all_commands() -> typer.Typer:
     return app
 
 
-def build_app() -> Callable[[list[str]], int]:
-    """A function from arguments to the exit code."""
-    app = all_commands()
-
-    def call(arguments: list[str]) -> int:
-        try:
-            code = app(arguments, prog_name="kenotron", standalone_mode=False)
-        except TyperException as error:
-            if not error.format_message():  # a command without a subcommand: its help was printed
-                return 2
-            context = getattr(error, "ctx", None)
-            unknown = getattr(error, "option_name", "") if hasattr(error, "possibilities") else ""
-            hint = _without_dashes(unknown, context)
-            if other := re.search(r"No such command '([\w-]+)'", error.format_message()):
-                meant = next((ours for ours, names in OTHER_NAMES.items() if other[1] in names.split()), "")
-                hint = f" Did you mean 'kenotron {meant}'?" if meant else ""
-            if "unexpected extra argument" in error.format_message() and context and context.info_name == "generate":
-                hint = "; a text to continue is an option: --prompt 'Once upon a time'"
-            print(f"error: {error.format_message()}{hint}", file=sys.stderr)  # names the option
-            print(f"Try '{context.command_path if context else 'kenotron'} --help'.", file=sys.stderr)
+def run(arguments: list[str]) -> int:
+    """Run the command in `arguments`; its exit code."""
+    try:
+        code = all_commands()(arguments, prog_name="kenotron", standalone_mode=False)
+    except TyperException as error:
+        if not error.format_message():  # a command without a subcommand: its help was printed
             return 2
-        if code == 130:  # typer makes an exit code of Ctrl-C
-            raise KeyboardInterrupt
-        return code if isinstance(code, int) else 0
-
-    return call
+        context = getattr(error, "ctx", None)
+        unknown = getattr(error, "option_name", "") if hasattr(error, "possibilities") else ""
+        hint = _without_dashes(unknown, context)
+        if other := re.search(r"No such command '([\w-]+)'", error.format_message()):
+            meant = next((ours for ours, names in OTHER_NAMES.items() if other[1] in names.split()), "")
+            hint = f" Did you mean 'kenotron {meant}'?" if meant else ""
+        if "unexpected extra argument" in error.format_message() and context and context.info_name == "generate":
+            hint = "; a text to continue is an option: --prompt 'Once upon a time'"
+        print(f"error: {error.format_message()}{hint}", file=sys.stderr)  # names the option
+        print(f"Try '{context.command_path if context else 'kenotron'} --help'.", file=sys.stderr)
+        return 2
+    if code == 130:  # typer makes an exit code of Ctrl-C
+        raise KeyboardInterrupt
+    return code if isinstance(code, int) else 0

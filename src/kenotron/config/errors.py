@@ -48,12 +48,12 @@ FOR_USERS = (InputError, RunFailed, PeerFailed)  # the message says all: nobody 
 
 
 @contextmanager
-def os_errors(what: str) -> Iterator[None]:
-    """Raise InputError, `what` with the system's reason, in place of an operating-system error."""
+def os_errors(what: str, remedy: str = "") -> Iterator[None]:
+    """Raise InputError, `what` with the system's reason and a `remedy`, in place of an operating-system error."""
     try:
         yield
     except OSError as error:
-        raise InputError(f"{what}: {error.strerror or error}") from error
+        raise InputError(f"{what}: {error.strerror or error}{remedy}") from error
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:

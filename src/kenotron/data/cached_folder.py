@@ -6,18 +6,18 @@ Where a file system has no locks, all of them build, and the first rename wins.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kenotron.config.errors import InputError
+from kenotron.config.errors import InputError, os_errors
 from kenotron.storage.arrays import map_local_array
 from kenotron.storage.files import cache_root, locked, publish_folder, remove_leftovers, temporary_beside
 from kenotron.text.progress import Report
@@ -61,15 +61,9 @@ def cached_folder(
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-@contextlib.contextmanager
-def writable(folder: Path) -> Iterator[None]:
+def writable(folder: Path) -> AbstractContextManager[None]:
     """One line for a cache that cannot be written."""
-    try:
-        yield
-    except OSError as error:
-        raise InputError(
-            f"cannot write the cache {folder}: {error.strerror or error}; set KENOTRON_CACHE to a folder with space"
-        ) from None
+    return os_errors(f"cannot write the cache {folder}", "; set KENOTRON_CACHE to a folder with space")
 
 
 def map_cached_array(file: Path, dtype: np.dtype, length: int) -> NDArray:

@@ -25,7 +25,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from kenotron.config.errors import InputError
+from kenotron.config.errors import InputError, os_errors
 from kenotron.config.remote import RemoteData
 from kenotron.storage.files import cache_root, locked, replace_file, temporary_beside
 
@@ -162,15 +162,9 @@ class BlockStore:
                 total -= bytes_of
         return total
 
-    @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise InputError(
-                f"cannot write the cache of remote files {self.folder}: {error.strerror or error}; set "
-                f"remote_data.cache_folder to a folder with space"
-            ) from None
+    def _explained(self) -> contextlib.AbstractContextManager[None]:
+        what = f"cannot write the cache of remote files {self.folder}"
+        return os_errors(what, "; set remote_data.cache_folder to a folder with space")
 
 
 def _mapped(place: Path, size: int) -> NDArray[np.uint8] | None:
