@@ -115,17 +115,6 @@ def test_a_pattern_behind_one_that_takes_everything_is_refused(tiny, section):
         parameter_groups(tiny().named_parameters(), config)
 
 
-def test_a_tied_parameter_appears_once_under_its_first_name(tiny, section):
-    model = tiny(tied=True)
-    everything = list(model.named_parameters(remove_duplicate=False))
-    assert "lm_head.weight" in dict(everything)
-    groups = parameter_groups(everything, section())
-    listed = [parameter for group in groups for parameter in group["params"]]
-    assert len(listed) == len({id(parameter) for parameter in listed}) == len(list(model.parameters()))
-    with pytest.raises(InputError, match="lm_head"):
-        parameter_groups(everything, section(param_groups=[{"pattern": "lm_head"}]))
-
-
 def test_frozen_parameters_are_left_out(tiny, section):
     model = tiny()
     model.model.embed_tokens.weight.requires_grad_(False)

@@ -59,11 +59,11 @@ def parameter_groups(
 
     Each group is `{"params", "lr", "learning_rate_scale", "weight_decay", "factory"}`; with `factors` also `"eps"`, and
     with a schedule of its own also `"schedule"`. `"factory"` is the section of its update rule: AdamW's beside hidden
-    matrices where the config asks for an optimizer of matrices. A tied parameter appears once, under its first name.
+    matrices where the config asks for an optimizer of matrices. `named_parameters` has a tied parameter once.
 
     Raises `InputError` for a pattern that has no effect, or that gives an optimizer of matrices something else.
     """
-    parameters = _unique(named_parameters)
+    parameters = list(named_parameters)
     names = [name for name, _ in parameters] if all_names is None else all_names
     rules = optimizer_config.param_groups or []
     chosen = _choose_rules([rule.pattern for rule in rules], names)
@@ -135,16 +135,6 @@ def is_hidden_matrix(name: str, parameter: torch.Tensor) -> bool:
     in_a_layer = any(part.isdigit() for part in path)
     matrices = parameter.ndim == 2 or (parameter.ndim == 3 and "experts" in path)
     return matrices and leaf == "weight" and in_a_layer and not path[-1].endswith("embedding")
-
-
-def _unique(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> list[tuple[str, nn.Parameter]]:
-    seen: set[int] = set()
-    unique = []
-    for name, parameter in named_parameters:
-        if id(parameter) not in seen:
-            seen.add(id(parameter))
-            unique.append((name, parameter))
-    return unique
 
 
 def _choose_rules(patterns: list[str], names: Sequence[str]) -> dict[str, int]:
