@@ -12,15 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kenotron.checkpoint.folders import check_files
-from kenotron.checkpoint.index import Entry
 from kenotron.checkpoint.loading import open_index, raise_if_damaged
 from kenotron.checkpoint.manifest import read_manifest
 from kenotron.config.errors import CheckpointError, nearest
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from kenotron.checkpoint.tensors import MappedFiles
 
 
 def read_tensors(
@@ -34,19 +31,14 @@ def read_tensors(
         CheckpointError: a file is damaged, or a name is missing.
     """
     path = Path(path)
-    manifest = read_manifest(path)
     if verify:
-        raise_if_damaged(check_files(path, manifest.below(folder)))
-    index = open_index(path / folder, manifest)
-    wanted = list(index if names is None else names)
+        raise_if_damaged(check_files(path, read_manifest(path).below(folder)))
+    shapes, read = block_reader(path, folder=folder)
+    wanted = list(shapes if names is None else names)
     for name in wanted:
-        if name not in index:
-            raise CheckpointError(f"{path / folder} has no tensor {name!r}{nearest(name, index)}")
-    from kenotron.checkpoint.tensors import MappedFiles
-
-    files = MappedFiles(path / folder)
-    entries = {name: index[name] for name in wanted}
-    return {name: _block(files, entry, (0,) * len(entry.shape), entry.shape) for name, entry in entries.items()}
+        if name not in shapes:
+            raise CheckpointError(f"{path / folder} has no tensor {name!r}{nearest(name, shapes)}")
+    return {name: read(name, (0,) * len(shapes[name]), shapes[name]) for name in wanted}
 
 
 def block_reader(
@@ -58,21 +50,15 @@ def block_reader(
     """
     path = Path(path)
     index = open_index(path / folder, read_manifest(path))
-    from kenotron.checkpoint.tensors import MappedFiles
+    import torch
+
+    from kenotron.checkpoint.tensors import MappedFiles, copy_block, torch_dtype
 
     files = MappedFiles(path / folder)
 
     def read(name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
-        return _block(files, index[name], offset, shape)
+        block = torch.empty(tuple(shape), dtype=torch_dtype(index[name].dtype))
+        copy_block(files, index[name], offset, block)
+        return block
 
     return {name: entry.shape for name, entry in index.items()}, read
-
-
-def _block(files: MappedFiles, entry: Entry, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
-    import torch
-
-    from kenotron.checkpoint.tensors import copy_block, torch_dtype
-
-    block = torch.empty(tuple(shape), dtype=torch_dtype(entry.dtype))
-    copy_block(files, entry, offset, block)
-    return block
