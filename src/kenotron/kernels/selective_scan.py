@@ -213,18 +213,9 @@ def _fake_forward(
     return torch.empty_like(u), u.new_empty(sequences, chunks, a.shape[1], channels), torch.empty_like(state)
 
 
-def _fake_backward(
-    dy: Tensor,
-    dlast: Tensor,
-    u: Tensor,
-    dt: Tensor,
-    a: Tensor,
-    b: Tensor,
-    c: Tensor,
-    begins: Tensor,
-    starts: Tensor | None,
-) -> tuple[Tensor, ...]:
-    return tuple(torch.empty_like(each) for each in (u, dt, a, b, c, dlast))
+def _fake_backward(dy: Tensor, dlast: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+    """Gradients of u, dt, a, b and c, the first of `inputs`, and of the state."""
+    return tuple(torch.empty_like(each) for each in (*inputs[:5], dlast))
 
 
 # Operators of their own: torch.compile calls them whole instead of unrolling their loops.
