@@ -23,7 +23,7 @@ def which(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Print what a step reads, from the data order alone."""
-    from kenotron.checkpoint.folders import list_checkpoints
+    from kenotron.checkpoint.folders import list_checkpoints, quiet
     from kenotron.config import load, refuse_unsupported
     from kenotron.data import open_run
     from kenotron.launch.data_which import of_step, start_of
@@ -33,10 +33,6 @@ def which(
     saved = [entry for entry in list_checkpoints(run.checkpoint_folder) if entry.problem is None]
     start = start_of(run, saved[-1] if saved else None)
     run = start.in_run_steps(run)
-    with open_run(run, step, _quiet, held_out=start.held_out) as data:
+    with open_run(run, step, quiet, held_out=start.held_out) as data:
         record, lines = of_step(data, step)
     print(json.dumps(record, indent=2) if as_json else "\n".join(lines))
-
-
-def _quiet(line: str) -> None:
-    """What opening the data reports is left out here."""

@@ -21,12 +21,13 @@ from typing import Annotated, Any
 
 from pydantic import ByteSize, Field, TypeAdapter, ValidationError
 
+from kenotron.checkpoint.folders import Progress, Report, quiet
 from kenotron.checkpoint.model_files import INDEX, read_json
 from kenotron.config.decoder import DecoderArchitecture, RopeArchitecture
 from kenotron.config.errors import InputError, nearest
 from kenotron.config.model import WEIGHT_DTYPES
 from kenotron.interop.hf_code import copy_code
-from kenotron.interop.hf_config import Report, hf_config, quiet
+from kenotron.interop.hf_config import hf_config
 from kenotron.interop.hf_weights import Weights
 from kenotron.interop.older_readers import with_older_class, with_older_keys
 from kenotron.interop.sources import Source, checkpoint_source, fitted, skeleton
@@ -37,8 +38,6 @@ from kenotron.models.foreign import HuggingFaceArchitecture
 from kenotron.parallel.ranks import raise_on_any_rank, rank_and_size, run_on_rank0
 from kenotron.storage.files import publish_folder, temporary_beside
 from kenotron.text.tokenizer import GENERATION, TextTokenizer, end_of_text, load_tokenizer
-
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)

@@ -23,15 +23,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from kenotron.checkpoint import engine, folders, saving
-from kenotron.checkpoint.folders import NANOTRON_METADATA
+from kenotron.checkpoint.folders import NANOTRON_METADATA, Progress, Report, quiet
 from kenotron.checkpoint.model_files import read_json
 from kenotron.config import Config, dump, load
 from kenotron.config.decoder import AttentionArchitecture, DecoderArchitecture
 from kenotron.config.document import read
 from kenotron.config.errors import InputError, NotSupportedYet, nearest, no_such_path
 from kenotron.config.unsupported import refuse_unsupported
-from kenotron.interop.hf_config import Report, quiet
-from kenotron.interop.importing import Progress
 from kenotron.interop.nanotron_files import MASTER, Merged, OptimizerFiles, read_weights
 from kenotron.interop.sources import skeleton
 from kenotron.kernels.tensor_shard import TensorShard

@@ -19,12 +19,13 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from pydantic import ValidationError
 
+from kenotron.checkpoint.folders import Report, quiet
 from kenotron.config.architecture import yaml_keys
 from kenotron.config.decoder import ACTIVATIONS, ROPE_KEYS, AttentionArchitecture, DecoderArchitecture, RopeArchitecture
 from kenotron.config.errors import InputError, NotSupportedYet, nearest
 from kenotron.interop.hf_code import config_class
 from kenotron.interop.hf_reading import ROPE_UNREAD, model_type_of, refuse_what_differs
-from kenotron.interop.whole_config import Report, is_causal_model, one_line, whole_architecture, whole_config
+from kenotron.interop.whole_config import is_causal_model, one_line, whole_architecture, whole_config
 from kenotron.models.family import Family, families, family_named, family_of
 from kenotron.models.foreign import HuggingFace, HuggingFaceArchitecture, UserModuleArchitecture
 
@@ -35,10 +36,6 @@ if TYPE_CHECKING:
 DROPOUTS = ("attention_dropout", "residual_dropout", "embedding_dropout", "hidden_dropout")
 # Keys of a section that this file decides, or that are ours alone.
 SETTLED = {"family", "eos_token_id", "hidden_act", "rope_theta", "rope_scaling", "rope_interleaved"}
-
-
-def quiet(line: str) -> None:
-    """A `Report` for callers that do not want one."""
 
 
 def architecture_from_hf(

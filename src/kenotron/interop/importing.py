@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kenotron.checkpoint import engine, folders, saving
+from kenotron.checkpoint.folders import Progress, Report, quiet
 from kenotron.checkpoint.model_files import save_text_files
 from kenotron.config import Config, dump, load
 from kenotron.config.errors import InputError
-from kenotron.interop.hf_config import Report, quiet
 from kenotron.interop.sources import Source, check_shape, hf_source, skeleton
 from kenotron.kernels.tensor_shard import TensorShard
 from kenotron.models import named_state
@@ -28,8 +28,6 @@ from kenotron.text.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-Progress = Callable[[int, int], None]
 
 
 def from_hf(

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kenotron.checkpoint import folders, reading
+from kenotron.checkpoint.folders import Report, quiet
 from kenotron.checkpoint.model_files import find_config, find_model, locate, read_json
 from kenotron.config.architecture import HFArchitecture
 from kenotron.config.config import problems_of
@@ -23,7 +24,7 @@ from kenotron.config.model import WEIGHT_DTYPES, Model
 from kenotron.config.parallelism import Parallelism
 from kenotron.config.resolved import read_resolved
 from kenotron.config.weight_settings import changed_settings
-from kenotron.interop.hf_config import Report, architecture_from_hf, quiet
+from kenotron.interop.hf_config import architecture_from_hf
 from kenotron.interop.hf_weights import Box, Stored, Weights, hf_weights
 from kenotron.interop.rope_layout import is_rotated, to_halves, to_interleaved
 from kenotron.interop.tensor_names import in_our_names

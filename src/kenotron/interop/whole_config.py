@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from kenotron.checkpoint.folders import Report
 from kenotron.config.errors import InputError, NotSupportedYet, nearest
 from kenotron.interop.older_readers import ROPE_SPELLINGS
 from kenotron.models.foreign import ForeignArchitecture, HuggingFaceArchitecture, with_floats
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-Report = Callable[[str], None]
 
 
 def is_causal_model(model_type: Any) -> bool:
