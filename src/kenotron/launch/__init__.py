@@ -12,7 +12,6 @@ comparing.py, replaying.py, data_which.py, transfer.py   `kenotron compare`, `re
 before_start.py     what a command warns of before a run starts
 local.py            the ranks of this machine, through torch's elastic launcher
 recovery.py         the same with spare processes: a rank that dies is replaced while the others stay
-forks.py            processes that start in milliseconds, as copies of one that has imported everything
 rank.py             what one of those processes runs; recovering_rank.py, where they are replaced
 functions.py        how it is named for them
 agreement.py        whether all ranks were started alike

@@ -1,8 +1,7 @@
 """What a process of `recovery` runs: ``python -m kenotron.launch.recovering_rank FOLDER LOGS PORT NUMBER``.
 
 It imports everything, waits for a generation in which it has a place, does the work of that rank, and waits again if
-another rank fails. With two descriptors in the place of NUMBER it is the process of which those are copies
-(`forks.serve`). FOLDER is the launcher's, as in `rank`; rank r > 0 writes to LOGS/r.log; PORT is of the launcher's
+another rank fails. FOLDER is the launcher's, as in `rank`; rank r > 0 writes to LOGS/r.log; PORT is of the launcher's
 store:
 
     ready/2          process 2 has imported everything
@@ -38,7 +37,6 @@ from kenotron.launch import leave, work_as_rank, work_on_ranks
 from kenotron.launch.environment import end_with_parent
 from kenotron.launch.error_records import ENDED_BY_ANOTHER, record
 from kenotron.launch.failures import Watch
-from kenotron.launch.forks import serve
 from kenotron.launch.rank import note, read_work
 from kenotron.launch.recovery import LEAVE_WITHIN_S, LOOK_EVERY_S
 from kenotron.models import build
@@ -53,12 +51,10 @@ TRAINING = ("training.build", "parallel.data", "parallel.tensor", "parallel.pipe
 
 def main() -> None:
     """Take the places that this process is given, until the work of one is done; exits with its code."""
-    folder, logs, port = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+    folder, logs, port, number = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
     end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C on the terminal is for ranks
     warm_up(folder)
-    number = sys.argv[4] if len(sys.argv) == 5 else str(serve(*map(int, sys.argv[4:])))
-    end_with_parent()
     console = os.dup(1), os.dup(2)
     redirect(folder / f"process-{number}.log")
     faulthandler.enable()  # a crash in native code leaves its Python stack in the log

@@ -28,8 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kenotron.config.errors import RunFailed
-from kenotron.launch.environment import accelerators, check_cores, check_devices
-from kenotron.launch.forks import ForkedProcess, ForkServer
+from kenotron.launch.environment import check_cores, check_devices
 from kenotron.launch.local import cause, fresh_log, rank_variables, show_cursor, signals_forwarded, write_work
 
 if TYPE_CHECKING:
@@ -39,7 +38,7 @@ LOOK_EVERY_S = 0.05
 LEAVE_WITHIN_S = 5.0  # how long a rank may take to leave the group of one that has failed; else it is replaced, too
 STOPPED_FOR_S = 1.0  # a process that is stopped (SIGSTOP) for longer has failed; a whole job that is stopped has not
 DIES_WITHIN_S = 60.0  # a killed process; one that waits for a dead file server does not
-START_SPARES_EVERY_S = 5.0  # without copies: not with a generation, whose ranks need the cores until they train again
+START_SPARES_EVERY_S = 5.0  # not with a generation, whose ranks need the cores until they train again
 MOST_FAULTS_WITHOUT_PROGRESS = 3
 
 
@@ -91,8 +90,7 @@ class ReplacedRanks:
         self.count, self.spares, self.folder, self.logs = count, spares, folder, logs
         self.forwarded, self.progress, self.why_killed = forwarded, progress, why_killed
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self.forks: ForkServer | None = None  # with it, processes are copies of one that has imported everything
-        self.processes: list[subprocess.Popen[bytes] | ForkedProcess] = []  # all that were started, by number
+        self.processes: list[subprocess.Popen[bytes]] = []  # all that were started, by number
         self.places: list[int] = []  # rank → number of its process, in this generation
         self.generation = -1
         self.started_at = 0.0  # when spares were last looked after
@@ -102,8 +100,6 @@ class ReplacedRanks:
 
     def run(self) -> None:
         """Start the processes and replace those that fail, until all ranks are done."""
-        if sys.platform.startswith("linux") and accelerators() == 0:
-            self.forks = ForkServer(self._command(), self._environment())
         self._fill_up(self.count + self.spares)
         self._begin([None] * self.count)
         while any(self.processes[number].poll() != 0 for number in self.places):
@@ -111,7 +107,7 @@ class ReplacedRanks:
             failed, why = self._failed()
             if failed:
                 self._replace(failed, why)
-            elif self.forks is not None or time.monotonic() - self.started_at > START_SPARES_EVERY_S:
+            elif time.monotonic() - self.started_at > START_SPARES_EVERY_S:
                 self._fill_up(self.spares)  # one has a place now, or has died
 
     def end(self) -> None:
@@ -122,19 +118,14 @@ class ReplacedRanks:
         until = time.monotonic() + LEAVE_WITHIN_S
         while any(process.poll() is None for process in self.processes) and time.monotonic() < until:
             time.sleep(LOOK_EVERY_S)
-        if self.forks is not None:
-            self.forks.end()
 
     # ---- processes and their places --------------------------------------------------------------------------
 
     def _fill_up(self, count: int) -> None:
         """Start processes until `count` without a place are alive."""
         while len(self._idle()) < count:
-            number = len(self.processes)
-            if self.forks is not None:
-                self.processes.append(self.forks.start(number))
-            else:
-                self.processes.append(subprocess.Popen([*self._command(), str(number)], env=self._environment()))
+            command = [*self._command(), str(len(self.processes))]
+            self.processes.append(subprocess.Popen(command, env=self._environment()))
         self.started_at = time.monotonic()
 
     def _command(self) -> list[str]:
