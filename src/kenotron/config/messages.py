@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import cache
+from importlib.resources import files
 from typing import Any
 
+import yaml
 from pydantic import ValidationError
 
 from kenotron.config.document import Document, Keys
@@ -40,71 +43,19 @@ _EXPECTED = {
     "string_too_short": "non-empty text",
 }
 
-# Names that other libraries have for a key, and that are spelt too differently for `nearest`.
-_FIELD_NAMES = {
-    theirs: ours
-    for ours, names in {
-        "batch_accumulation_per_replica": "gradient_accumulation_steps",
-        "checkpoint_interval": "save_steps save_interval",
-        "checkpoints_path": "output_dir dump_folder save_dir",
-        "clip_grad": "max_grad_norm max_norm grad_clip",
-        "compile": "torch_compile",
-        "context_parallel_size": "context_parallel_degree cp cp_size",
-        "dp": "data_parallel_replicate_degree data_parallel_shard_degree data_parallel_size dp_size",
-        "dtype": "bf16 fp16 mixed_precision precision torch_dtype",
-        "expert_parallel_size": "expert_parallel_degree ep ep_size",
-        "hf": "model_name_or_path",
-        "hidden_size": "d_model dim n_embd",
-        "intermediate_size": "d_ff ffn_dim ffn_hidden_size",
-        "iteration_step_info_interval": "log_freq log_interval logging_steps",
-        "keep_last": "save_total_limit keep_latest_k",
-        "learning_rate": "lr max_lr peak_lr",
-        "lr_decay_style": "lr_scheduler_type",
-        "lr_warmup_steps": "warmup_steps lr_warmup_iters",
-        "micro_batch_size": "batch_size local_batch_size per_device_train_batch_size",
-        "min_decay_lr": "min_lr",
-        "num_attention_heads": "n_head n_heads",
-        "num_hidden_layers": "n_layer n_layers",
-        "num_key_value_heads": "n_kv_heads num_query_groups",
-        "num_loading_workers": "dataloader_num_workers num_workers",
-        "optimizer_factory": "optim",
-        "pp": "pipeline_model_parallel_size pipeline_parallel_degree pipeline_parallel_size pp_size",
-        "recompute_layer": "activation_checkpoint gradient_checkpointing",
-        "resume_checkpoint_path": "resume_from_checkpoint initial_load_path",
-        "sequence_length": "block_size max_length max_seq_length seq_len seq_length",
-        "tp": "tensor_model_parallel_size tensor_parallel_degree tensor_parallel_size tp_size",
-        "train_steps": "max_iters max_steps n_steps num_steps num_train_steps steps total_steps train_iters",
-        "val_check_interval": "eval_steps eval_interval",
-    }.items()
-    for theirs in names.split()
-}
-
-_PER_STEP = "; a run is as long as tokens.train_steps says, in steps; `kenotron config check` prints its tokens"
-_DROPOUT = "; there is none: pretraining sees most tokens once; optimizer.weight_decay is what regularizes"
-_RESUME = "; a run resumes by itself from its newest checkpoint; checkpoints.resume_checkpoint_path names another run's"
-_SHARDS = "; data-parallel ranks (parallelism.dp) shard weights, gradients and moments with optimizer.zero_stage=3"
-_TRACKER = (
-    "; numbers go to logging.tensorboard, logging.wandb, logging.trackio, and to others by a hook (docs/extend.md)"
-)
-_RANKS = "; a run has as many ranks, one a GPU, as parallelism.dp x tp x pp x context_parallel_size says"
-_BETAS = "; they are two keys, optimizer.optimizer_factory.adam_beta1 and adam_beta2"
-# Names of what is done another way here.
-_OTHERWISE = (
-    dict.fromkeys(["epochs", "num_epochs", "num_train_epochs", "n_epochs"], _PER_STEP)
-    | dict.fromkeys(["max_tokens", "train_tokens", "total_tokens", "num_tokens", "token_budget"], _PER_STEP)
-    | dict.fromkeys(["dropout", "attention_dropout", "hidden_dropout", "resid_pdrop", "attn_pdrop"], _DROPOUT)
-    | dict.fromkeys(["fsdp", "fsdp_degree", "fsdp_size", "dp_shard", "use_fsdp", "deepspeed", "zero"], _SHARDS)
-    | dict.fromkeys(["gpus", "num_gpus", "n_gpus", "nproc", "nproc_per_node", "num_processes", "world_size"], _RANKS)
-    | dict.fromkeys(["betas", "adam_betas"], _BETAS)
-    | dict.fromkeys(["resume", "resume_from", "resume_training", "auto_resume", "continue"], _RESUME)
-    | dict.fromkeys(["wandb_project", "use_wandb", "report_to", "mlflow", "comet", "tracker"], _TRACKER)
-)
+@cache
+def _other_names() -> tuple[dict[str, str], dict[str, str]]:
+    """Names that other libraries have for a key → our name, and names of what is done another way here → how."""
+    known = yaml.safe_load(files("kenotron.config").joinpath("other_names.yaml").read_text(encoding="utf-8"))
+    keys = {theirs: ours for ours, names in known["keys"].items() for theirs in names.split()}
+    hints = {name: each["hint"] for each in known["otherwise"] for name in each["names"].split()}
+    return keys, hints
 
 
 def hint_of(name: str) -> str:
     """What to write for the key `name` of another library; empty if it is not known."""
-    if name in _OTHERWISE:
-        return _OTHERWISE[name]
+    if hint := _other_names()[1].get(name):
+        return f"; {hint}"
     return f"; did you mean '{paths[0]}'?" if (paths := paths_of(name)) else ""
 
 
@@ -193,19 +144,19 @@ def _unknown(location: Location, value: object) -> str:
     around = dotted(_without_tags(location[:-1]))
     message = f"unknown key '{dotted(_without_tags(location))}'"
     elsewhere = paths_of(name)
-    exact = name in _FIELD_NAMES or name in _OTHERWISE or any(path.startswith(f"{around}.") for path in elsewhere)
+    exact = any(name in names for names in _other_names()) or any(path.startswith(f"{around}.") for path in elsewhere)
     near = _space_missing(name, location[:-1]) or nearest(name, siblings(location[:-1]))
     if near and not exact:
         return message + near
-    if elsewhere or name in _OTHERWISE:
-        return message + hint_of(name)
+    if hint := hint_of(name):
+        return message + hint
     known = {str(key): paths[0] for key in value if (paths := paths_of(str(key)))} if isinstance(value, dict) else {}
     return message + next((f"; its '{key}' is '{path}' here" for key, path in known.items()), "")
 
 
 def paths_of(name: str) -> list[str]:
     """The paths of keys of this name, or of the one that other libraries call so."""
-    return paths_by_name().get(_FIELD_NAMES.get(name, name), [])
+    return paths_by_name().get(_other_names()[0].get(name, name), [])
 
 
 def _space_missing(text: str, location: Location) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from importlib.resources import files
 from typing import NamedTuple
 
 import torch
+import yaml
 
 from kenotron.config.errors import InputError, nearest
 from kenotron.config.parallelism import stays_on_cpu
@@ -13,12 +15,7 @@ GIB = 1 << 30
 
 
 class Gpu(NamedTuple):
-    """A GPU as torch sees it: one of two dies of an MI250X. `memory_gib`: total, as drivers report it.
-
-    By the vendors' data sheets, a second: `flops` of dense bf16 products and `fp32` ones (without tf32), `bandwidth` of
-    its memory in bytes, and those that it can send to others of its machine (`link`) and to other machines (`network`,
-    usual ones: machines are built with others, too). `processors`: units that blocks of a product are spread over.
-    """
+    """A GPU as torch sees it (gpus.yaml says what the fields are); of a kind that is not there, only the memory."""
 
     name: str
     memory_gib: float
@@ -35,16 +32,8 @@ class Gpu(NamedTuple):
 
 
 GPUS = {
-    "rtx4090": Gpu("RTX 4090", 23.5, "nvidia", (8, 9), 165e12, 83e12, 1.01e12, 128, 32e9, 12.5e9, 450),
-    "l40s": Gpu("L40S", 44.4, "nvidia", (8, 9), 362e12, 92e12, 0.86e12, 142, 32e9, 25e9, 350),
-    "a100-40gb": Gpu("A100 40 GB", 39.4, "nvidia", (8, 0), 312e12, 19.5e12, 1.56e12, 108, 300e9, 25e9, 400),
-    "a100": Gpu("A100 80 GB", 79.1, "nvidia", (8, 0), 312e12, 19.5e12, 2.04e12, 108, 300e9, 25e9, 400),
-    "h100": Gpu("H100 80 GB", 79.1, "nvidia", (9, 0), 989e12, 67e12, 3.35e12, 132, 450e9, 50e9, 700),
-    "h200": Gpu("H200", 139.8, "nvidia", (9, 0), 989e12, 67e12, 4.8e12, 132, 450e9, 50e9, 700),
-    "b200": Gpu("B200", 178.3, "nvidia", (10, 0), 2250e12, 75e12, 8.0e12, 148, 900e9, 50e9, 1000),
-    "gb200": Gpu("GB200", 184.0, "nvidia", (10, 0), 2500e12, 80e12, 8.0e12, 152, 900e9, 50e9, 1200, 72),
-    "mi250x": Gpu("MI250X, one die", 64.0, "amd", (0, 0), 191.5e12, 48e12, 1.6e12, 110, 100e9, 12.5e9, 280),
-    "mi300x": Gpu("MI300X", 192.0, "amd", (0, 0), 1307e12, 163e12, 5.3e12, 304, 448e9, 50e9, 750),
+    name: Gpu(**fields | {"capability": tuple(fields.get("capability", (0, 0)))})
+    for name, fields in yaml.safe_load(files("kenotron.planner").joinpath("gpus.yaml").read_text()).items()
 }
 
 
