@@ -20,8 +20,8 @@ from kenotron.cli import main
 from kenotron.cli.nanotron_scripts import slurm_launcher
 from kenotron.config import dump, load
 from kenotron.config.errors import InputError
+from kenotron.config.packaged import packaged
 from kenotron.launch.environment import share_threads
-from kenotron.launch.slurm.nanotron import PRESETS
 from kenotron.launch.slurm.ranks import first_host, is_task_of_many, torchrun_variables
 from kenotron.launch.slurm.script import Job, render
 from kenotron.launch.slurm.sites import BUILT_IN, Site, load_site
@@ -441,7 +441,8 @@ def test_a_flag_of_nanotrons_that_is_not_served_is_refused_by_name(
 
 
 def test_nanotrons_sizes_have_the_parameters_of_their_names() -> None:
-    for name, (layers, hidden, heads, kv_heads, feed_forward) in PRESETS.items():
+    presets = packaged("kenotron.launch.slurm", "nanotron.yaml")["presets"]
+    for name, (layers, hidden, heads, kv_heads, feed_forward) in presets.items():
         kv = hidden // heads * kv_heads
         parameters = layers * (2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * feed_forward) + 2 * 65536 * hidden
         assert parameters == pytest.approx(float(name[:-1]) * (1e6 if name.endswith("m") else 1e9), rel=0.35), name

@@ -10,14 +10,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from functools import cache
-from importlib.resources import files
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
 from kenotron.config.document import Document, Keys
 from kenotron.config.errors import nearest
+from kenotron.config.packaged import packaged
 from kenotron.config.schema import is_tag, owner, paths_by_name, siblings
 from kenotron.config.writing import inline
 
@@ -43,10 +42,11 @@ _EXPECTED = {
     "string_too_short": "non-empty text",
 }
 
+
 @cache
 def _other_names() -> tuple[dict[str, str], dict[str, str]]:
     """Names that other libraries have for a key → our name, and names of what is done another way here → how."""
-    known = yaml.safe_load(files("kenotron.config").joinpath("other_names.yaml").read_text(encoding="utf-8"))
+    known = packaged("kenotron.config", "other_names.yaml")
     keys = {theirs: ours for ours, names in known["keys"].items() for theirs in names.split()}
     hints = {name: each["hint"] for each in known["otherwise"] for name in each["names"].split()}
     return keys, hints

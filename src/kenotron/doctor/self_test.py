@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from kenotron.config.packaged import packaged
 from kenotron.doctor.facts import SelfTest
 from kenotron.doctor.limited import Failed, call_limited
 
@@ -35,41 +36,13 @@ LIMIT_S = 90.0
 
 
 def tiny(folder: Path, ranks: int) -> dict[str, Any]:
-    """The config: two layers of 64 in float32 on synthetic tokens, all files in `folder`."""
-    return {
-        "general": {"project": "doctor", "run": "doctor", "seed": 7},
-        "model": {
-            "model_config": {
-                "hidden_size": 64,
-                "intermediate_size": 128,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 4,
-                "num_key_value_heads": 2,
-                "vocab_size": 256,
-                "max_position_embeddings": 64,
-            },
-            "init_method": {"std": 0.05},
-            "dtype": "float32",
-        },
-        "checkpoints": {"checkpoints_path": str(folder / "checkpoints"), "checkpoint_interval": SAVED},
-        "logging": {"log_dir": str(folder / "logs"), "tensorboard": False},
-        "tokens": {
-            "sequence_length": 64,
-            "train_steps": STEPS,
-            "micro_batch_size": BATCH // ranks,
-            "batch_accumulation_per_replica": 1,
-        },
-        "optimizer": {
-            "optimizer_factory": {"name": "adamW", "adam_beta1": 0.9, "adam_beta2": 0.95, "adam_eps": 1e-8},
-            "zero_stage": 0,
-            "weight_decay": 0.1,
-            "clip_grad": 1.0,
-            "accumulate_grad_in_fp32": True,
-            "learning_rate_scheduler": {"learning_rate": 0.01, "lr_warmup_steps": 2, "lr_decay_style": "constant"},
-        },
-        "data_stages": [{"name": "only", "start_training_step": 1, "data": {"dataset": None, "seed": 3}}],
-        "parallelism": {"dp": ranks, "pp": 1, "tp": 1, "timeout_seconds": 60},
-    }
+    """The config of tiny.yaml on `ranks` ranks, all its files in `folder`."""
+    config: dict[str, Any] = packaged("kenotron.doctor", "tiny.yaml")
+    config["checkpoints"] = {"checkpoints_path": str(folder / "checkpoints"), "checkpoint_interval": SAVED}
+    config["logging"]["log_dir"] = str(folder / "logs")
+    config["tokens"] |= {"train_steps": STEPS, "micro_batch_size": BATCH // ranks}
+    config["parallelism"]["dp"] = ranks
+    return config
 
 
 # ---- called by the doctor ------------------------------------------------------------------------------------

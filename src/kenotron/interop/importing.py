@@ -14,13 +14,14 @@ import itertools
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kenotron.checkpoint import engine, folders, saving
 from kenotron.checkpoint.folders import Progress, Report, quiet
 from kenotron.checkpoint.model_files import save_text_files
 from kenotron.config import Config, dump, load
 from kenotron.config.errors import InputError
+from kenotron.config.packaged import packaged
 from kenotron.interop.sources import Source, check_shape, hf_source, skeleton
 from kenotron.kernels.tensor_shard import TensorShard
 from kenotron.models import named_state
@@ -92,29 +93,9 @@ def _copy_tokenizer(source: Source, report: Report) -> Callable[[Path], None]:
 
 def _config(source: Source, name: str, root: Path) -> Config:
     """A complete config around the model: it loads, and says in its data stage that it is none."""
-    length = min(source.architecture.longest_text, 2048)
-    schedule = {"learning_rate": 1e-5, "lr_warmup_steps": 0, "lr_warmup_style": "linear", "lr_decay_style": "linear"}
-    return load(
-        {
-            "general": {"project": "imported", "run": Path(name).name or "imported"},
-            "model": source.model.model_dump(by_alias=True),
-            "checkpoints": {"checkpoints_path": str(root), "checkpoint_interval": 1000},
-            "tokens": {
-                "sequence_length": length,
-                "train_steps": 1,
-                "micro_batch_size": 1,
-                "batch_accumulation_per_replica": 1,
-            },
-            "optimizer": {
-                "optimizer_factory": {"name": "adamW"},
-                "zero_stage": 0,
-                "weight_decay": 0.1,
-                "clip_grad": 1.0,
-                "accumulate_grad_in_fp32": True,
-                "learning_rate_scheduler": schedule,
-            },
-            "data_stages": [
-                {"name": "placeholder: random tokens", "start_training_step": 1, "data": {"dataset": None}}
-            ],
-        }
-    )
+    config: dict[str, Any] = packaged("kenotron.interop", "imported.yaml")
+    config["general"] = {"project": "imported", "run": Path(name).name or "imported"}
+    config["model"] = source.model.model_dump(by_alias=True)
+    config["checkpoints"] = {"checkpoints_path": str(root), "checkpoint_interval": 1000}
+    config["tokens"]["sequence_length"] = min(source.architecture.longest_text, 2048)
+    return load(config)

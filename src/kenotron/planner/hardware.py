@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from importlib.resources import files
 from typing import NamedTuple
 
 import torch
-import yaml
 
 from kenotron.config.errors import InputError, nearest
+from kenotron.config.packaged import packaged
 from kenotron.config.parallelism import stays_on_cpu
 
 GIB = 1 << 30
@@ -33,7 +32,7 @@ class Gpu(NamedTuple):
 
 GPUS = {
     name: Gpu(**fields | {"capability": tuple(fields.get("capability", (0, 0)))})
-    for name, fields in yaml.safe_load(files("kenotron.planner").joinpath("gpus.yaml").read_text()).items()
+    for name, fields in packaged("kenotron.planner", "gpus.yaml").items()
 }
 
 

@@ -234,7 +234,8 @@ class FileDocuments(MayBeBad):
             raise InputError(f"{file}: is no plain text: it begins with many NUL characters (an archive, or UTF-16?)")
         if re.match(r'\s*\[\s*\{\s*"', begin):
             raise InputError(f"{file}: holds one JSON array; `jq -c '.[]' {file.name}` writes it as lines, for .jsonl")
-        rows, rest = [], text.lstrip("\ufeff \n")
+        rows: list[dict[str, object]] = []
+        rest = text.lstrip("\ufeff \n")
         with suppress(ValueError, RecursionError):
             while len(rows) < 2 and rest.startswith("{"):
                 row, end = json.JSONDecoder().raw_decode(rest)
