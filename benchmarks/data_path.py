@@ -23,7 +23,7 @@ import numpy as np
 from kenotron.data.cache import SplitTokens
 from kenotron.data.open_stage import OpenStage
 from kenotron.data.order import Mixing, Order
-from kenotron.data.ramps import lengths, levels
+from kenotron.data.ramps import levels
 from kenotron.data.source import SampleRange, TokenSource
 from kenotron.data.sources.token_folder import TokenFolder
 from kenotron.data.stage_plan import StagePlan
@@ -56,9 +56,7 @@ def open_sources(split: SplitTokens, sequence_length: int, sources: int) -> Open
         [derive_key("bench", number) for number in range(sources)],
         Mixing([1.0 + number for number in range(sources)]),
     )
-    stage = StagePlan(
-        0, "bench", 1, 10**12, sequence_length, levels(None, 1), lengths(None, sequence_length), 42, 1, ()
-    )
+    stage = StagePlan(0, "bench", 1, 10**12, sequence_length, levels(None, 1), 42, 1, ())
     return OpenStage(stage, opened, order)
 
 

@@ -231,10 +231,6 @@ def test_kv_heads_that_neither_split_nor_repeat_over_tp_are_refused(minimal: dic
             "ring splits a sequence into 8 parts; expected data_stages.0.sequence_length to be a multiple of 8, "
             "found 20",
         ),
-        (
-            ("parallelism.context_parallel_size=4", "data_stages.0.sequence_length_ramp={start: 4, steps: 9}"),
-            "into 8 parts; expected data_stages.0.sequence_length_ramp.start to be a multiple of 8, found 4",
-        ),
         (("parallelism.pp=64",), "parallelism.pp: expected at most num_hidden_layers"),
         (("parallelism.pp=2", "parallelism.pp_layers=[1]"), "parallelism.pp_layers: expected 2 numbers of at least 1"),
         (("parallelism.pp=2", "parallelism.pp_stages_per_rank=2"), "expected 1 with pp_engine afab, found 2"),
@@ -268,11 +264,6 @@ def test_a_layout_is_checked_before_anything_starts(
             "batch_size_ramp: expected a multiple of 2 micro-batches, which pp_engine interleaved_1f1b splits into 2 "
             "rounds of at least pp 2, found 5 in a step of 20 samples",
         ),
-        (
-            "sequence_length_ramp={start: 48, steps: 9}",
-            "start: expected a divisor of the stage's sequence length 256 below it, found 48",
-        ),
-        ("sequence_length_ramp={start: 256, steps: 9}", "sequence length 256 below it, found 256"),
     ],
 )
 def test_a_ramp_that_does_not_come_out_is_reported_with_its_arithmetic(

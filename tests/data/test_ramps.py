@@ -1,4 +1,4 @@
-"""Ramps against Megatron's rule played step by step, and against counting; folded batches against each row alone."""
+"""Ramps against Megatron's rule played step by step, and against counting."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kenotron.data import open_run
-from kenotron.data.batch import fold, make_batch
 from kenotron.data.provenance import step_origins
-from kenotron.data.ramps import lengths, levels
+from kenotron.data.ramps import levels
 from kenotron.data.stage_plan import StagePlan
 from support.data_runs import quiet, run_config
 from support.written_tokens import counting, write_ds
@@ -40,7 +39,7 @@ def stage(start: int, stop: int, ramp: tuple[int, int, int, int] | None, size: i
     given = None
     if ramp is not None:
         given, size = SimpleNamespace(start=ramp[0], increment=ramp[1], samples=ramp[2]), ramp[3]
-    return StagePlan(0, "one", start, stop, length, levels(given, size), lengths(None, length), 42, 0, ())
+    return StagePlan(0, "one", start, stop, length, levels(given, size), 42, 0, ())
 
 
 @given(ramps(), st.integers(1, 50))
@@ -80,43 +79,6 @@ def test_a_ramp_of_a_thousand_billion_samples_is_a_short_table() -> None:
     assert one.step_of(one.samples - 1) == one.stop - 1
 
 
-# ---- sequence length ---------------------------------------------------------------------------------------
-
-
-@given(st.integers(1, 12), st.integers(2, 24), st.integers(1, 40))
-def test_the_length_is_the_longest_fitting_one_below_the_line(start: int, times: int, steps: int) -> None:
-    length = start * times
-    table = lengths(SimpleNamespace(start=start, steps=steps), length)
-    one = StagePlan(0, "one", 4, 4 + 2 * steps, length, levels(None, 3), table, 42, 0, ())
-    for done in range(2 * steps):
-        line = start + Fraction((length - start) * min(done, steps), steps)
-        fits = [each for each in range(1, length + 1) if each % start == 0 and length % each == 0 and each <= line]
-        assert one.length_at(4 + done) == max(fits)
-    assert one.tokens_before(4 + steps) == 3 * length * steps  # no token is lost
-
-
-@given(st.integers(1, 3), st.sampled_from([1, 2, 3, 4, 6, 12]), st.booleans(), st.randoms(use_true_random=False))
-def test_a_folded_batch_is_every_short_row_by_itself(n: int, short: int, masking: bool, random: Any) -> None:
-    windows = np.array([[random.randrange(50) for _ in range(13)] for _ in range(n)])
-    borders = np.array([[random.random() < 0.3 for _ in range(13)] for _ in range(n)])
-    numbers = borders.cumsum(axis=1) if masking else None
-    found = fold(make_batch(windows, np.arange(n) + 5, numbers), short)
-    assert found.tokens.shape == found.labels.shape == (n * 12 // short, short)
-    for row in range(n * 12 // short):
-        sample, start = divmod(row * short, 12)
-        here = slice(start, start + short + 1)
-        alone = make_batch(
-            windows[sample : sample + 1, here],
-            np.array([sample + 5]),
-            None if numbers is None else numbers[sample : sample + 1, here],
-        )
-        for name in ("tokens", "labels", "positions", "documents"):
-            mine, theirs = getattr(found, name), getattr(alone, name)
-            assert (mine is None) == (theirs is None)
-            assert mine is None or (mine[row] == theirs[0]).all(), name
-        assert found.sample_ids[row] == sample + 5
-
-
 # ---- a run -------------------------------------------------------------------------------------------------
 
 
@@ -124,18 +86,15 @@ def test_a_folded_batch_is_every_short_row_by_itself(n: int, short: int, masking
     ramp=st.tuples(st.integers(1, 3), st.integers(1, 2), st.integers(1, 3), st.integers(1, 40)),
     dp=st.integers(1, 3),
     micro=st.integers(1, 2),
-    short=st.sampled_from([None, (8, 3), (16, 5)]),
 )
 def test_a_ramped_run_reads_the_samples_of_a_run_without_in_their_order(
-    ramp: tuple[int, int, int, int], dp: int, micro: int, short: tuple[int, int] | None
+    ramp: tuple[int, int, int, int], dp: int, micro: int
 ) -> None:
     at_once = micro * dp
     start, increment, rises, samples = ramp
     size = (start + increment * rises) * at_once
     stage: dict[str, Any] = {"dataset": None}
     stage["batch_size_ramp"] = {"start": start * at_once, "increment": increment * at_once, "samples": samples}
-    if short is not None:
-        stage["sequence_length_ramp"] = {"start": short[0], "steps": short[1]}
     config = run_config(
         stage, {"dataset": None, "start": 8}, micro_batch_size=micro, batch_accumulation_per_replica=size // micro
     )
@@ -146,9 +105,8 @@ def test_a_ramped_run_reads_the_samples_of_a_run_without_in_their_order(
             assert data.tokens_before(step) == taken * 32
             batches = [batch for rank in range(dp) for batch in data.batch(step, rank, dp)]
             assert {batch.tokens.size for batch in batches} == {micro * 32}
-            length = batches[0].tokens.shape[1]
-            ids = np.concatenate([batch.sample_ids for batch in batches])[:: 32 // length]
-            tokens = np.concatenate([batch.tokens.reshape(-1, 32) for batch in batches])[ids.argsort()]
+            ids = np.concatenate([batch.sample_ids for batch in batches])
+            tokens = np.concatenate([batch.tokens for batch in batches])[ids.argsort()]
             assert sorted(ids.tolist()) == list(range(taken, taken + len(ids)))
             assert [origin.sample for origin in step_origins(data, step)] == sorted(ids.tolist())
             stage_number = step >= 8
@@ -185,13 +143,9 @@ def test_no_stage_trains_on_what_is_validated_on_whatever_its_length_and_packing
 
 
 def test_a_stage_says_what_shape_it_comes_to() -> None:
-    stage = {
-        "dataset": None,
-        "batch_size_ramp": {"start": 2, "increment": 2, "samples": 5},
-        "sequence_length_ramp": {"start": 8, "steps": 6},
-    }
+    stage = {"dataset": None, "batch_size_ramp": {"start": 2, "increment": 2, "samples": 5}}
     with open_run(run_config(stage, {"dataset": None, "length": 64}), 1, quiet) as data:
         assert [each.describe_shape() for each in data.stages] == [
-            "sequence length 32 (8 at first, all from step 7 on), 4 samples a step (2 at first, all from step 4 on)",
+            "sequence length 32, 4 samples a step (2 at first, all from step 4 on)",
             "sequence length 64",
         ]

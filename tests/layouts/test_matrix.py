@@ -16,14 +16,14 @@ from support.layout_runs import Problem, expect_the_same, train_alone, train_on_
 from support.pairwise import covering, options, pairs
 from support.ranks import run_ranks
 
-# 8, 8, 8 and then 16 samples a step, in sequences of 4, 4, 4, 8, 8, 8, 16 and from step 8 on 32 tokens.
+# 8, 8, 8 and then 16 samples a step, in sequences of 16 and from step 8 on 32 tokens.
 STAGES = """data_stages=[{name: ramped, start_training_step: 1, data: {dataset: null},
-    batch_size_ramp: {start: 8, increment: 8, samples: 24}, sequence_length_ramp: {start: 4, steps: 6}},
+    batch_size_ramp: {start: 8, increment: 8, samples: 24}},
     {name: longer, start_training_step: 8, sequence_length: 32, data: {dataset: null}}]"""
 
-# The same in four steps: 8 and then 16 samples, in sequences of 4, 8, 16 and 32 tokens.
+# The same in four steps: 8 and then 16 samples, in sequences of 16 and then 32 tokens.
 QUICK_STAGES = """data_stages=[{name: ramped, start_training_step: 1, data: {dataset: null},
-    batch_size_ramp: {start: 8, increment: 8, samples: 8}, sequence_length_ramp: {start: 4, steps: 2}},
+    batch_size_ramp: {start: 8, increment: 8, samples: 8}},
     {name: longer, start_training_step: 4, sequence_length: 32, data: {dataset: null}}]"""
 
 GROUPS = (  # patterns that match parameters of one pipeline rank alone

@@ -99,8 +99,8 @@ MUTANTS = [
     Mutant(
         name="window-of-spikes-lost-at-a-resume",
         file="observers/spikes.py",
-        find='        names = ("window", "phase", "in_a_row", "rollbacks")\n',
-        replace='        names = ("phase", "in_a_row", "rollbacks")\n',
+        find='        names = ("window", "stage", "in_a_row", "rollbacks")\n',
+        replace='        names = ("stage", "in_a_row", "rollbacks")\n',
         why="a resumed run judges no step until its window is full again: it trains on what the first run left out",
         tests=("training/test_spikes.py::test_damaged_weights_return_to_the_snapshot_also_in_a_run_that_is_killed",),
     ),

@@ -308,9 +308,6 @@ def _ramps(config: dict[str, Any]) -> None:
     for stage in config["data_stages"]:
         if stage.get("sequence_length") is not None:
             stage["sequence_length"] = 128
-        if stage.get("sequence_length_ramp"):
-            stage["sequence_length"] = 128
-            stage["sequence_length_ramp"]["start"] = 8
         if stage.get("batch_size_ramp"):
             tokens["batch_accumulation_per_replica"] = 8
             stage["batch_size_ramp"].update(start=4 * at_once, increment=4 * at_once)

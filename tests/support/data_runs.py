@@ -44,7 +44,6 @@ def run_config(*stages: Any, **changes: Any) -> Config:
                 "start_training_step": given.get("start", 1 + 6 * number),
                 "sequence_length": given.get("length"),
                 "batch_size_ramp": given.get("batch_size_ramp"),
-                "sequence_length_ramp": given.get("sequence_length_ramp"),
                 "data": data,
             }
         )

@@ -244,7 +244,6 @@ RAMPED = (  # 4, 8 and 16 samples in the first three steps
     "tokens.batch_accumulation_per_replica=6",
     "data_stages.0.batch_size_ramp={start: 4, increment: 4, samples: 20}",
 )
-SHORTER = ("data_stages.0.sequence_length_ramp={start: 8, steps: 2}",)
 DATASTATES = ("checkpoints.checkpointing_engine=datastates",)
 EARLIER = ("checkpoints.resume_checkpoint_path={folder}/earlier/checkpoints/2",)
 SGD = (f"{FACTORY}={{name: sgd, momentum: 0.5}}",)
@@ -459,9 +458,6 @@ ROWS: dict[str, Row] = {
     "BatchSizeRamp.start": Row(metric("global_batch_size"), "data_stages.0.batch_size_ramp.start=8", RAMPED),
     "BatchSizeRamp.increment": Row(metric("global_batch_size"), "data_stages.0.batch_size_ramp.increment=20", RAMPED),
     "BatchSizeRamp.samples": Row(metric("global_batch_size"), "data_stages.0.batch_size_ramp.samples=30", RAMPED),
-    "DataStage.sequence_length_ramp": Row(micro_batches, SHORTER),
-    "SequenceLengthRamp.start": Row(micro_batches, "data_stages.0.sequence_length_ramp.start=4", SHORTER),
-    "SequenceLengthRamp.steps": Row(metric("sequence_length"), "data_stages.0.sequence_length_ramp.steps=1", SHORTER),
     "DataStage.data": Row(tokens, "data_stages.0.data.seed=4"),
     "Data.dataset": Row(tokens, USER),
     "Data.seed": Row(tokens, "data_stages.0.data.seed=4"),

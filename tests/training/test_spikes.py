@@ -210,9 +210,6 @@ class Stage:
 
     start: int
 
-    def length_at(self, step: int) -> int:
-        return 32
-
 
 def test_a_stage_is_not_judged_by_the_one_before_also_after_a_return(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

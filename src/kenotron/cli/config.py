@@ -49,7 +49,7 @@ def check(file: File, overrides: Overrides = None) -> None:
     samples, length = f"{config.global_batch_size}", f"{max(lengths)}"
     if any(stage.batch_size_ramp for stage in stages):
         samples = f"up to {samples}"
-    if len(lengths) > 1 or any(stage.sequence_length_ramp for stage in stages):
+    if len(lengths) > 1:
         length = f"up to {length}"
     typer.echo(
         f"{file}: valid: {config.tokens.train_steps} steps of {samples} sequences of {length} tokens, "

@@ -283,12 +283,7 @@ def _check_context_parallel(config: Config) -> Iterator[Problem]:
     layout, model, lengths = config.parallelism, config.model.architecture, config.sequence_lengths
     method, cp, at = layout.context_parallel_method, layout.context_parallel_size, "parallelism.context_parallel_size"
     parts = cp if method in CONTIGUOUS_METHODS else 2 * cp
-    starts = {
-        f"data_stages.{i}.sequence_length_ramp.start": stage.sequence_length_ramp.start
-        for i, stage in enumerate(config.data_stages)
-        if stage.sequence_length_ramp
-    }
-    for name, length in (lengths | starts).items():
+    for name, length in lengths.items():
         if length % parts:
             yield (
                 at,
@@ -377,13 +372,6 @@ def _check_ramps(config: Config) -> Iterator[Problem]:
                     at + "increment",
                     f"expected a divisor of {size - ramp.start}, the global batch of {size} samples minus start "
                     f"{ramp.start}, found {ramp.increment}",
-                )
-        if shorter := stage.sequence_length_ramp:
-            length = stage.sequence_length or tokens.sequence_length
-            if shorter.start >= length or length % shorter.start:
-                yield (
-                    f"data_stages.{i}.sequence_length_ramp.start",
-                    f"expected a divisor of the stage's sequence length {length} below it, found {shorter.start}",
                 )
 
 

@@ -398,13 +398,6 @@ class BatchSizeRamp(Section):
     samples: int = key("Number of samples after which the batch has its full size.", ge=1, mark=OURS)
 
 
-class SequenceLengthRamp(Section):
-    """Sequences that grow to the length of the stage: samples are folded into shorter ones, and no token is lost."""
-
-    start: int = key("Sequence length of the first step, a divisor of that of the stage.", ge=1, mark=OURS)
-    steps: int = key("Number of steps after which sequences have the full length.", ge=1, mark=OURS)
-
-
 class DataStage(Section):
     """A phase of the run: its data from one step on."""
 
@@ -414,7 +407,4 @@ class DataStage(Section):
     sequence_length: int | None = key("Sequence length of the stage; null: tokens.sequence_length.", None, ge=1)
     batch_size_ramp: BatchSizeRamp | None = key(
         "Smaller batches at the beginning of the stage; null: none.", None, mark=OURS
-    )
-    sequence_length_ramp: SequenceLengthRamp | None = key(
-        "Shorter sequences at the beginning of the stage; null: none.", None, mark=OURS
     )

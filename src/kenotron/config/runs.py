@@ -26,54 +26,20 @@ from kenotron.config.errors import InputError
 from kenotron.config.resolved import resolved
 from kenotron.config.writing import ABSENT, diff, flatten, to_dict
 
-# Keys that may change when a run is resumed.
-_FREE = (
-    "tokens.train_steps",
-    "tokens.val_check_interval",
-    "tokens.limit_val_batches",
-    "tokens.val_samples",
-    "tokens.val_datasets*",
-    "logging.*",
-    "remote_data.*",
-    "profiler*",
-    "metrics_logging*",
-    "general.run",
-    "general.step",
-    "general.consumed_train_samples",
-    "general.benchmark_csv_path",
-    "general.kill_switch_path",
-    "general.ignore_sanity_checks",
-    "general.deterministic",
-    "general.hooks*",
-    "checkpoints.checkpoints_path*",
-    "checkpoints.staging_path",
-    "checkpoints.remove_after_upload",
-    "s3_upload*",
-    "checkpoints.checkpoint_interval",
-    "checkpoints.save_*",
-    "checkpoints.keep_*",
-    "checkpoints.local*",
-    "checkpoints.export_hf",
-    "evaluation*",
-    "checkpoints.checkpointing_engine",
-    "checkpoints.datastates*",
-    "checkpoints.writer",
-    # layout
-    "parallelism.*",
-    "tokens.micro_batch_size",
-    "tokens.batch_accumulation_per_replica",
-    "optimizer.zero_stage",
-    "optimizer.spikes*",
-    "model.compile",
-    "doremi.ref_model_resume_checkpoint_path",
-    "model.ddp_bucket_cap_mb",
-    "model.make_vocab_size_divisible_by",
-    "data_stages.*.num_loading_workers",
-    "data_stages.*.dataset_processing_num_proc_per_process",
-    "data_stages.*.dataset_overwrite_cache",
-    "data_stages.*.on_bad_document",
-)
-
+KEYS_THAT_MAY_CHANGE = """
+    general.run general.step general.consumed_train_samples general.benchmark_csv_path general.kill_switch_path
+    general.ignore_sanity_checks general.deterministic general.hooks*
+    tokens.train_steps tokens.val_check_interval tokens.limit_val_batches tokens.val_samples tokens.val_datasets*
+    checkpoints.checkpoints_path* checkpoints.staging_path checkpoints.remove_after_upload
+    checkpoints.checkpoint_interval checkpoints.save_* checkpoints.keep_* checkpoints.local* checkpoints.export_hf
+    checkpoints.checkpointing_engine checkpoints.datastates* checkpoints.writer
+    logging.* remote_data.* profiler* metrics_logging* s3_upload* evaluation* doremi.ref_model_resume_checkpoint_path
+    data_stages.*.num_loading_workers data_stages.*.dataset_processing_num_proc_per_process
+    data_stages.*.dataset_overwrite_cache data_stages.*.on_bad_document
+    parallelism.* tokens.micro_batch_size tokens.batch_accumulation_per_replica optimizer.zero_stage optimizer.spikes*
+    model.compile model.ddp_bucket_cap_mb model.make_vocab_size_divisible_by
+"""
+_FREE = KEYS_THAT_MAY_CHANGE.split()  # when a run is resumed
 
 BATCH_KEYS = ("tokens.micro_batch_size", "tokens.batch_accumulation_per_replica", "parallelism.dp")
 """Their product is the global batch."""

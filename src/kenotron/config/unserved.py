@@ -41,6 +41,10 @@ def _keys(data: dict[str, Any]) -> Iterator[tuple[Keys, Any]]:
     init = _at(data, ("model", "init_method"))
     if isinstance(init, dict) and _same(init.get("use_mup"), False):
         del init["use_mup"]  # true selects a variant of its own
+    stages = data.get("data_stages")
+    for stage in stages if isinstance(stages, list) else ():
+        if isinstance(stage, dict) and stage.get("sequence_length_ramp", 0) is None:
+            del stage["sequence_length_ramp"]  # of checkpoints from before the first release
     for path, off in _OFF.items():
         *around, name = keys = tuple(path.split("."))
         section = _at(data, around)

@@ -27,14 +27,14 @@ def warnings_of(config: Config) -> Iterator[str]:
 
 
 def amount(config: Config) -> str:
-    """``4.19M tokens a step, 2.1T in all``; at most that, where batches or sequences grow."""
+    """``4.19M tokens a step, 2.1T in all``; at most that, where batches grow, or stages differ in length."""
     steps, batch, total = config.tokens.train_steps, config.global_batch_size, 0
     stages = sorted(config.data_stages, key=lambda stage: stage.start_training_step)
     ends = [stage.start_training_step for stage in stages[1:]] + [steps + 1]
     for stage, end in zip(stages, ends):
         length = stage.sequence_length or config.tokens.sequence_length
         total += max(0, min(end, steps + 1) - stage.start_training_step) * batch * length
-    grow = any(stage.batch_size_ramp or stage.sequence_length_ramp for stage in config.data_stages)
+    grow = any(stage.batch_size_ramp for stage in config.data_stages)
     most = "at most " if grow or len(set(config.sequence_lengths.values())) > 1 else ""
     a_step = human_format(batch * max(config.sequence_lengths.values()))
     return f"{most}{a_step} tokens a step, {'at most ' if grow else ''}{human_format(total)} in all"

@@ -49,26 +49,6 @@ class TokenBatch:
         return replace(self, **{name: array[rows] for name, array in arrays.items() if array is not None})
 
 
-def fold(batch: TokenBatch, length: int) -> TokenBatch:
-    """The same tokens in sequences of `length`, a divisor of theirs: ``[n, L]`` → ``[n * L / length, length]``.
-
-    A document that continues from one sequence into the next counts as a new one there.
-    """
-    old = batch.tokens.shape[1]
-    if length == old:
-        return batch
-    tokens, labels = batch.tokens.reshape(-1, length), batch.labels.reshape(-1, length)
-    positions = None if batch.positions is None else batch.positions.reshape(-1, length)
-    documents = None if batch.documents is None else batch.documents.reshape(-1, length)
-    if positions is not None:  # what a row begins with counts from there; the documents after it count as before
-        places = np.arange(length)
-        positions = np.where(positions - places == positions[:, :1], places, positions)
-    if documents is not None:
-        documents = documents - documents[:, :1]
-    sources = None if batch.sources is None else np.repeat(batch.sources, old // length)
-    return TokenBatch(tokens, labels, np.repeat(batch.sample_ids, old // length), positions, documents, sources)
-
-
 def batch_places(total: int, micro_batch_size: int, dp_rank: int, dp_size: int) -> Int64:
     """Places ``[total / dp_size]`` in the global batch of `total` samples that one data-parallel rank reads.
 

@@ -1,4 +1,4 @@
-"""Ramps of a stage: how many samples a step takes and how long its sequences are, as functions of the step.
+"""The ramp of a stage: how many samples a step takes, as a function of the step.
 
     batch_size_ramp: {start: 2, increment: 2, samples: 12} up to a global batch of 6: two rises, one every 6 samples
 
@@ -7,15 +7,6 @@
     samples before it    0  2  4    6 10   14 20  …
 
 The samples are the same in the same order as without a ramp; only where one step ends and the next begins moves.
-
-    sequence_length_ramp: {start: 4, steps: 6} up to 16 tokens (Li, Zhang, He 2021, arXiv 2108.06084)
-
-    step of the stage    0  1     2  3  4  5     6  …
-    tokens up to         4  6     8 10 12 14    16         a line
-    length               4  4     8  8  8  8    16  …      its multiples of 4 that divide 16
-
-A step's samples of 16 tokens are read as ever and folded, ``[n, 16]`` → ``[2 n, 8]`` → ``[4 n, 4]``: no token is cut
-off, and every step holds the tokens that it would hold without.
 """
 
 from __future__ import annotations
@@ -24,7 +15,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kenotron.config.data import BatchSizeRamp, SequenceLengthRamp
+from kenotron.config.data import BatchSizeRamp
 
 
 @dataclass(frozen=True)
@@ -34,19 +25,6 @@ class Level:
     first: int
     before: int
     size: int
-
-
-def lengths(ramp: SequenceLengthRamp | None, length: int) -> tuple[tuple[int, int], ...]:
-    """(first step of the stage, sequence length) of a `sequence_length_ramp` up to `length`; one without (None)."""
-    if ramp is None:
-        return ((0, length),)
-    fitting = [l for l in range(ramp.start, length + 1, ramp.start) if length % l == 0]
-    return tuple((-(-(l - ramp.start) * ramp.steps // (length - ramp.start)), l) for l in fitting)
-
-
-def length_of_step(lengths: Sequence[tuple[int, int]], step: int) -> int:
-    """The sequence length of a step of the stage, from 0."""
-    return lengths[bisect_right(lengths, step, key=lambda each: each[0]) - 1][1]
 
 
 def levels(ramp: BatchSizeRamp | None, size: int) -> tuple[Level, ...]:

@@ -23,7 +23,7 @@ import numpy as np
 from kenotron.config import Config
 from kenotron.config.dotted import import_dotted
 from kenotron.config.errors import InputError, counted, is_a_path, nearest_sibling, no_such_path
-from kenotron.data.batch import Int64, TokenBatch, batch_places, fold
+from kenotron.data.batch import Int64, TokenBatch, batch_places
 from kenotron.data.held_out_batches import HeldOut
 from kenotron.data.loader import Prefetcher
 from kenotron.data.open_stage import OpenStage, Sources, open_stage
@@ -127,8 +127,7 @@ class RunData:
             if isinstance(source, StreamSource):
                 drawn = opened.order.mixing.drawn(opened.stage.samples_before(step + 1))[number]
                 source.advance(step, drawn)
-        length = opened.stage.length_at(step)
-        return [fold(batch[first : first + micro], length) for first in range(0, len(positions), micro)]
+        return [batch[first : first + micro] for first in range(0, len(positions), micro)]
 
     def stage_of(self, step: int) -> OpenStage:
         """The stage that `step` belongs to, open."""

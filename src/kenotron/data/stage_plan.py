@@ -22,7 +22,7 @@ from kenotron.config import Config
 from kenotron.config.data import Data, MixtureDataset, PlainDataset
 from kenotron.config.errors import InputError, no_such_path
 from kenotron.config.remote import is_remote
-from kenotron.data.ramps import Level, length_of_step, lengths, level_of_sample, level_of_step, levels
+from kenotron.data.ramps import Level, level_of_sample, level_of_step, levels
 from kenotron.data.source import SourceSpec
 from kenotron.data.sources import specs_of
 from kenotron.kernels.hashing import derive_key
@@ -54,7 +54,7 @@ class SourcePlan:
 class StagePlan:
     """Steps [start, stop) of the run, counted from 1.
 
-    A sample is `sequence_length` tokens; `levels` and `lengths` are its ramps (ramps.py).
+    A sample is `sequence_length` tokens; `levels` are its ramp (ramps.py).
     """
 
     number: int
@@ -63,7 +63,6 @@ class StagePlan:
     stop: int
     sequence_length: int
     levels: tuple[Level, ...]
-    lengths: tuple[tuple[int, int], ...]
     seed: int
     workers: int
     sources: tuple[SourcePlan, ...]
@@ -84,10 +83,8 @@ class StagePlan:
         return self.samples_before(self.stop)
 
     def describe_shape(self) -> str:
-        """``sequence length 64``, and its ramps."""
+        """``sequence length 64``, and its ramp."""
         text = f"sequence length {self.sequence_length}"
-        if len(self.lengths) > 1:
-            text += f" ({self.lengths[0][1]} at first, all from step {self.start + self.lengths[-1][0]} on)"
         if len(self.levels) > 1:
             first, last = self.levels[0], self.levels[-1]
             text += f", {last.size} samples a step ({first.size} at first, all from step {self.start + last.first} on)"
@@ -96,10 +93,6 @@ class StagePlan:
     def batch_size(self, step: int) -> int:
         """Samples of `step`, which is one of the stage's."""
         return level_of_step(self.levels, step - self.start).size
-
-    def length_at(self, step: int) -> int:
-        """Tokens of the sequences that `step`, which is one of the stage's, trains on."""
-        return length_of_step(self.lengths, step - self.start)
 
     def samples_before(self, step: int) -> int:
         """Samples of this stage that the run takes before `step`: 0 up to its start, all of them from its stop on."""
@@ -171,7 +164,6 @@ def plan_stages(config: Config) -> list[StagePlan]:
                 stop=max(start, min(end, tokens.train_steps + 1)),
                 sequence_length=length,
                 levels=levels(stage.batch_size_ramp, config.global_batch_size),
-                lengths=lengths(stage.sequence_length_ramp, length),
                 seed=data.seed,
                 workers=data.num_loading_workers,
                 sources=sources,

@@ -25,24 +25,12 @@ if TYPE_CHECKING:
 # Read outside of that module, by code that all models share: the value of a config that does not have it.
 OF_ALL: dict[str, Any] = {"is_causal": True, "layer_types": None, "tie_word_embeddings": None}
 # Read, and without influence on what a trained model computes: outputs, speed, tokens, and terms of its own loss.
-NOT_MATHS = {
-    "_attn_implementation",
-    "_experts_implementation",
-    "chunk_size",
-    "eos_token_id",
-    "is_encoder_decoder",
-    "max_position_embeddings",
-    "num_labels",
-    "pad_token_id",
-    "problem_type",
-    "residual_in_fp32",
-    "return_dict",
-    "router_aux_loss_coef",
-    "router_jitter_noise",
-    "use_cache",
-    "use_mambapy",
-    "vocab_size",
-}
+NAMES_NOT_OF_MATHS = """
+    _attn_implementation _experts_implementation chunk_size eos_token_id is_encoder_decoder max_position_embeddings
+    num_labels pad_token_id problem_type residual_in_fp32 return_dict router_aux_loss_coef router_jitter_noise use_cache
+    use_mambapy vocab_size
+"""
+NOT_MATHS = frozenset(NAMES_NOT_OF_MATHS.split())
 NOT_MATHS_PARTS = ("drop", "output_", "return_", "gradient_checkpointing")
 
 # Keys that transformers writes beside rules that do not read them.

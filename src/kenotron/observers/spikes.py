@@ -55,7 +55,7 @@ class SpikeGuard(Hook):
     def __init__(self, settings: Spikes) -> None:
         self.settings = settings
         self.window: list[list[float]] = []  # [lm_loss, grad_norm] of the last steps that were accepted
-        self.phase: list[int] = []  # first step of the stage, and sequence length, of those
+        self.stage = 0  # first step of the stage of those
         self.refused = False  # this step, by this hook
         self.in_a_row = 0
         self.rollbacks = 0  # to the current snapshot
@@ -68,9 +68,8 @@ class SpikeGuard(Hook):
 
     def accepts_update(self, run: Run, lm_loss: float, grad_norm: float) -> bool:
         """False on every rank if it is a spike on any."""
-        stage = run.data.stage_at(run.step + 1)
-        if (phase := [stage.start, stage.length_at(run.step + 1)]) != self.phase:
-            self.window, self.phase = [], phase
+        if (stage := run.data.stage_at(run.step + 1).start) != self.stage:
+            self.window, self.stage = [], stage
         spike = max(self._z_scores([lm_loss, grad_norm])) > self.settings.z_score
         self.refused = any_rank(spike, run.mesh.world_size, run.device)
         return not self.refused
@@ -97,7 +96,7 @@ class SpikeGuard(Hook):
             self.snapshot = Snapshot(run)
         else:
             self.snapshot.take(run)
-        self.window_of_snapshot, self.phase_of_snapshot = self.window, self.phase
+        self.window_of_snapshot, self.stage_of_snapshot = self.window, self.stage
 
     def _leave_out(self, run: Run, result: StepResult) -> None:
         self.in_a_row += 1
@@ -114,7 +113,7 @@ class SpikeGuard(Hook):
                 f"smaller optimizer.clip_grad or an earlier checkpoint are the usual remedies."
             )
         self.snapshot.restore(run)
-        self.window, self.phase, self.in_a_row = self.window_of_snapshot, self.phase_of_snapshot, 0
+        self.window, self.stage, self.in_a_row = self.window_of_snapshot, self.stage_of_snapshot, 0
         self.rollbacks += 1
         for step in range(back + 1, run.step - IN_A_ROW + 1):
             self._record(run, step, f"the weights returned to those of step {back} after step {run.step}")
@@ -149,7 +148,7 @@ class SpikeGuard(Hook):
 
     def state_dict(self) -> dict[str, Any]:
         """All but the snapshot, which is taken anew at the start."""
-        names = ("window", "phase", "in_a_row", "rollbacks")
+        names = ("window", "stage", "in_a_row", "rollbacks")
         return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -90,25 +90,30 @@ def nearest_that_fits(
 
 def changes(config: Config, states_fit: bool) -> Iterator[list[str]]:
     """Overrides with the same global batch, by what they cost; the last ones have more ranks."""
-    tokens, layout, at_least = config.tokens, config.parallelism, ["parallelism.recompute_layer=true"]
-    micro, count = tokens.micro_batch_size, tokens.batch_accumulation_per_replica
-    sizes = [size for size in range(micro, 0, -1) if micro % size == 0]
+    layout, count = config.parallelism, config.tokens.batch_accumulation_per_replica
+    _, *less = _ways_to_keep_less(config)
+    least = less[-1] if less else []
     if states_fit:
         if layout.pp_engine == "afab" and count > layout.pp > 1:
             yield ["parallelism.pp_engine=1f1b"]
-        for recompute in LESS_AND_LESS_KEPT[LESS_AND_LESS_KEPT.index(layout.recompute_layer) :]:
-            kept = [] if recompute == layout.recompute_layer else [f"parallelism.recompute_layer={recompute}".lower()]
-            for size in sizes:
-                if kept or size < micro:
-                    yield [*in_batches_of(config, size), *kept]
-    at_least += in_batches_of(config, 1)
+        yield from less
     for stage in range(1, 4):
         if layout.dp > 1 and config.zero_stage in range(stage):
             yield [f"optimizer.zero_stage={stage}"]
-            yield [f"optimizer.zero_stage={stage}", *at_least]
+            yield [f"optimizer.zero_stage={stage}", *least]
     for times in (2, 4, 8):
         if layout.tp * times <= 8:
-            yield [f"parallelism.tp={layout.tp * times}", *at_least]
+            yield [f"parallelism.tp={layout.tp * times}", *least]
+
+
+def _ways_to_keep_less(config: Config) -> Iterator[list[str]]:
+    """Recomputation and smaller micro-batches; the first changes nothing, the last keeps the least."""
+    now, micro = config.parallelism.recompute_layer, config.tokens.micro_batch_size
+    for recompute in LESS_AND_LESS_KEPT[LESS_AND_LESS_KEPT.index(now) :]:
+        kept = [] if recompute == now else [f"parallelism.recompute_layer={recompute}".lower()]
+        for size in range(micro, 0, -1):
+            if micro % size == 0:
+                yield [*in_batches_of(config, size), *kept]
 
 
 def in_batches_of(config: Config, size: int) -> list[str]:

@@ -130,7 +130,7 @@ class Metrics(Hook):
         with writing(path):
             self.file = path.open("a", buffering=1)
         recompute = run.config.parallelism.recompute_layer
-        lengths = {length for stage in run.data.stages for _, length in stage.lengths}
+        lengths = {stage.sequence_length for stage in run.data.stages}
         sequences, loss = run.config.tokens.micro_batch_size, run.config.model.loss
         self.work = {
             length: FlopsPerToken.of(
@@ -204,8 +204,7 @@ class Metrics(Hook):
         seconds = result.seconds + result.data_wait_seconds
         tokens_per_sec = run.step_tokens / seconds
         stage = run.data.stage_at(run.step)
-        length = stage.length_at(run.step)
-        work = self.work[length]
+        work = self.work[stage.sequence_length]
         tflops = work.flops * tokens_per_sec / self.world / 1e12
         fields: dict[str, Any] = {
             "iteration": run.step,
@@ -216,7 +215,7 @@ class Metrics(Hook):
             "global_batch_size": stage.batch_size(run.step),
         }
         if len(self.work) > 1:
-            fields["sequence_length"] = length
+            fields["sequence_length"] = stage.sequence_length
         fields["lm_loss"] = result.lm_loss
         if run.model.config.z_loss_enabled:
             fields["z_loss"] = result.z_loss
@@ -233,7 +232,7 @@ class Metrics(Hook):
 
     def _other_fields(self, run: Run, result: StepResult) -> dict[str, Any]:
         """Fields that the console line does not show."""
-        work = self.work[run.data.stage_at(run.step).length_at(run.step)]
+        work = self.work[run.data.stage_at(run.step).sequence_length]
         achieved = work.flops * run.step_tokens / self.world / (result.seconds + result.data_wait_seconds)
         fields: dict[str, Any] = {
             "data_wait_ms": result.data_wait_seconds * 1000,
