@@ -62,23 +62,6 @@ def _without_dashes(option: str, context: typer.Context | None) -> str:
     return f"; a key is set without dashes: {paths[0]}=…" if paths else hint_of(name)
 
 
-# What other programs call a command.
-OTHER_NAMES = {
-    "config check": "check validate",
-    "config diff": "diff",
-    "convert from-hf": "import",
-    "convert to-hf": "export",
-    "data tokenize": "tokenize preprocess",
-    "doctor": "test env",
-    "evaluate": "eval",
-    "generate": "inference sample",
-    "plan": "estimate memory predict",
-    "report": "dashboard plot",
-    "runs": "list ls",
-    "train": "run pretrain fit finetune resume launch",
-}
-
-
 def all_commands() -> typer.Typer:
     """Every command, mounted."""
     app = typer.Typer(help=HELP, no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False)
@@ -103,7 +86,9 @@ def run(arguments: list[str]) -> int:
         unknown = getattr(error, "option_name", "") if hasattr(error, "possibilities") else ""
         hint = _without_dashes(unknown, context)
         if other := re.search(r"No such command '([\w-]+)'", error.format_message()):
-            meant = next((ours for ours, names in OTHER_NAMES.items() if other[1] in names.split()), "")
+            from kenotron.config.messages import command_called
+
+            meant = command_called(other[1])
             hint = f" Did you mean 'kenotron {meant}'?" if meant else ""
         if "unexpected extra argument" in error.format_message() and context and context.info_name == "generate":
             hint = "; a text to continue is an option: --prompt 'Once upon a time'"

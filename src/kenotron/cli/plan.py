@@ -109,16 +109,9 @@ def plan(
 
 
 def _as_data(plans: Sequence[RankPlan], speed: Speed | None) -> dict[str, Any]:
-    """What is printed for programs: without what only pictures need."""
-    ranks = []
-    for plan in plans:
-        peak = plan.peak._asdict()
-        del peak["over_time"]
-        ranks.append(plan._asdict() | {"peak": peak, "events": len(plan.events)})
-    if speed is None:
-        return {"ranks": ranks, "step": None}
-    spent = [{"of": each.of, "largest": each.largest} for each in speed.ranks]
-    return {"ranks": ranks, "step": speed._asdict() | {"ranks": spent}}
+    ranks = [each._asdict() | {"peak": each.peak._asdict(), "events": len(each.events)} for each in plans]
+    step = None if speed is None else speed._asdict() | {"ranks": [each._asdict() for each in speed.ranks]}
+    return {"ranks": ranks, "step": step}
 
 
 def _print(

@@ -33,23 +33,13 @@ RING_ATTENTION = {"ring": "ring", "ring_flash_triton": "ring", "llama3_ring_atte
 # Names of Hugging Face's hidden_act, those that kernels.swiglu computes.
 ACTIVATIONS = ("silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast", "relu", "relu2")
 
+KEYS_OF_YARN = "original_max_position_embeddings attention_factor beta_fast beta_slow mscale mscale_all_dim truncate"
 # Keys of rope_scaling by type, those that models/blocks/rope.py reads: (required, optional).
 ROPE_KEYS: dict[str, tuple[set[str], set[str]]] = {
     "default": (set(), set()),
     "linear": ({"factor"}, set()),
     "dynamic": ({"factor"}, set()),
-    "yarn": (
-        {"factor"},
-        {
-            "original_max_position_embeddings",
-            "attention_factor",
-            "beta_fast",
-            "beta_slow",
-            "mscale",
-            "mscale_all_dim",
-            "truncate",
-        },
-    ),
+    "yarn": ({"factor"}, set(KEYS_OF_YARN.split())),
     "llama3": ({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}, set()),
 }
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 from pydantic import ValidationError
 
@@ -22,34 +22,23 @@ from kenotron.config.writing import inline
 
 Location = tuple[str | int, ...]
 
-_EXPECTED = {
-    "int_type": "an integer",
-    "int_from_float": "an integer",
-    "float_type": "a number",
-    "finite_number": "a finite number",
-    "string_type": "text",
-    "bool_type": "true or false",
-    "list_type": "a list",
-    "dict_type": "a map of keys",
-    "model_type": "a map of keys",
-    "greater_than": "a number above {gt:g}",
-    "greater_than_equal": "a number of at least {ge:g}",
-    "less_than": "a number below {lt:,.10g}",
-    "less_than_equal": "a number of at most {le:,.10g}",
-    "literal_error": "{expected}",
-    "variant": "{expected}",
-    "too_short": "a list of at least {min_length}",
-    "string_too_short": "non-empty text",
-}
+
+@cache
+def _known() -> dict[str, Any]:
+    """What messages.yaml says."""
+    return cast(dict[str, Any], packaged("kenotron.config", "messages.yaml"))
 
 
 @cache
 def _other_names() -> tuple[dict[str, str], dict[str, str]]:
     """Names that other libraries have for a key → our name, and names of what is done another way here → how."""
-    known = packaged("kenotron.config", "other_names.yaml")
-    keys = {theirs: ours for ours, names in known["keys"].items() for theirs in names.split()}
-    hints = {name: each["hint"] for each in known["otherwise"] for name in each["names"].split()}
-    return keys, hints
+    keys = {theirs: ours for ours, names in _known()["keys"].items() for theirs in names.split()}
+    return keys, {name: each["hint"] for each in _known()["otherwise"] for name in each["names"].split()}
+
+
+def command_called(name: str) -> str:
+    """The command that other programs call `name`; empty if there is none."""
+    return next((ours for ours, names in _known()["commands"].items() if name in names.split()), "")
 
 
 def hint_of(name: str) -> str:
@@ -120,7 +109,7 @@ def _expected(error: dict[str, Any], context: dict[str, Any]) -> str:
     kind, found = error["type"], error["input"]
     if kind == "expected":
         return f"expected {error['msg']}, found {shown(found)}"
-    if kind not in _EXPECTED:
+    if kind not in _known()["expected"]:
         return str(error["msg"])
     if kind == "too_short" and isinstance(found, dict):
         return f"expected a map of at least {context['min_length']}, found {shown(found)}"
@@ -131,7 +120,7 @@ def _expected(error: dict[str, Any], context: dict[str, Any]) -> str:
         hint = next(filter(None, (nearest(str(name), context["keys"]) for name in _names(found))), "")
     elif kind == "string_type" and isinstance(found, int | float):
         hint = " (write it in quotes)"
-    wanted = re.sub(r"\b(True|False)\b", lambda word: word[0].lower(), _EXPECTED[kind].format(**context))
+    wanted = re.sub(r"\b(True|False)\b", lambda word: word[0].lower(), _known()["expected"][kind].format(**context))
     return f"expected {wanted}, found {shown(found)}{hint}"
 
 

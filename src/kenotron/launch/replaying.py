@@ -20,6 +20,7 @@ from typing import Any
 from kenotron.checkpoint.folders import CheckpointFolder, first_of, list_checkpoints, verify
 from kenotron.config import Config, load
 from kenotron.config.errors import InputError, counted
+from kenotron.config.packaged import packaged
 from kenotron.config.resolved import read_resolved
 from kenotron.config.writing import inline, to_dict
 from kenotron.data import open_run
@@ -131,23 +132,8 @@ def config_of_replay(config: Config, folder: Path, step: int, overrides: Sequenc
     """
     hooks = [*(to_dict(config)["general"].get("hooks") or [])]
     hooks.append({"path": "kenotron.observers.replay.StopAfter", "kwargs": {"step": step}})
-    changes: dict[str, Any] = {
-        "general.hooks": hooks,
-        "checkpoints.checkpoints_path": str(folder / "checkpoints"),
-        "checkpoints.keep_last": 1,
-        "checkpoints.local": None,
-        "checkpoints.staging_path": None,
-        "checkpoints.remove_after_upload": False,
-        "s3_upload": None,  # a replay writes to no store, and keeps and removes nothing there
-        "general.benchmark_csv_path": None,
-        "profiler": None,
-        "checkpoints.export_hf": False,
-        "tokens.val_check_interval": -1,
-        "tokens.limit_val_batches": 0,
-        "logging.log_dir": str(folder / "logs"),
-        "logging.log_level": "warning",
-        "logging.tensorboard": False,
-    }
+    folders = {"checkpoints.checkpoints_path": str(folder / "checkpoints"), "logging.log_dir": str(folder / "logs")}
+    changes: dict[str, Any] = {"general.hooks": hooks} | folders | packaged("kenotron.launch", "replay.yaml")
     keys = [override.partition("=")[0] for override in overrides]
     if any(key.startswith("profiler") for key in keys):
         del changes["profiler"]

@@ -19,18 +19,9 @@ from kenotron.config.errors import InputError, NotSupportedYet, nearest
 if TYPE_CHECKING:
     from kenotron.config.optimizer import Optimizer
 FACTORY = "optimizer.optimizer_factory"
-ELEMENTWISE = (  # of torch; Adafactor and Muon are not, and Rprop fails on DTensors
-    torch.optim.Adadelta,
-    torch.optim.Adagrad,
-    torch.optim.Adam,
-    torch.optim.Adamax,
-    torch.optim.AdamW,
-    torch.optim.ASGD,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.RMSprop,
-    torch.optim.SGD,
-)
+NAMES_OF_ELEMENTWISE = "Adadelta Adagrad Adam Adamax AdamW ASGD NAdam RAdam RMSprop SGD"
+# Of torch; Adafactor and Muon are not, and Rprop fails on DTensors.
+ELEMENTWISE = tuple(getattr(torch.optim, name) for name in NAMES_OF_ELEMENTWISE.split())
 OF_THE_CONFIG = {
     "params": "the model",
     "lr": "optimizer.learning_rate_scheduler.learning_rate",

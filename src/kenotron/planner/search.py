@@ -37,13 +37,6 @@ class Layout(NamedTuple):
     peak: int
     speed: Speed | None
 
-    @property
-    def mean(self) -> dict[str, float]:
-        """Seconds that a rank spends, on the mean of the stages, by what on."""
-        ranks = [] if self.speed is None else self.speed.ranks
-        names = {name for rank in ranks for name in rank.of}
-        return {name: sum(rank.of.get(name, 0.0) for rank in ranks) / len(ranks) for name in names}
-
 
 def search(
     config: Config,
@@ -75,11 +68,11 @@ def search(
 
 
 def why(layout: Layout, best: Layout) -> str:
-    """What makes a layout slower than the best one."""
-    if layout.speed is None:
+    """What makes a layout slower than the best one: what its first rank spends most more time on."""
+    if layout.speed is None or best.speed is None:
         return "does not fit"
-    of_best = best.mean
-    more = {name: seconds - of_best.get(name, 0.0) for name, seconds in layout.mean.items()}
+    of_best = best.speed.ranks[0].of
+    more = {name: seconds - of_best.get(name, 0.0) for name, seconds in layout.speed.ranks[0].of.items()}
     name = max(more, key=more.__getitem__)
     return f"{name}: {1000 * more[name]:,.0f} ms more" if more[name] > 0 else ""
 

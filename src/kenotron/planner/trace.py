@@ -37,25 +37,16 @@ NAMES_OF_FREE = """
     stride size is_contiguous storage_offset sym_size numel dim layout wait_tensor"""
 FREE = frozenset(NAMES_OF_FREE.split())
 ADAM_NUMBERS = 7  # fp32: reads weight, gradient and two moments; writes weight and moments
-COLLECTIVES = {  # by the names of torch's operators and of the methods of its process groups
-    "all_reduce": "sum",
-    "all_reduce_": "sum",
-    "allreduce": "sum",
-    "all_gather_into_tensor": "gather",
-    "_allgather_base": "gather",
-    "all_gather_single": "gather",
-    "allgather": "gather",
-    "reduce_scatter_tensor": "scatter",
-    "_reduce_scatter_base": "scatter",
-    "reduce_scatter_single": "scatter",
-    "reduce_scatter": "scatter",
-    "all_to_all_single": "exchange",
-    "alltoall_base": "exchange",
-    "alltoall": "exchange",
+NAMES_OF_COLLECTIVES = {  # torch's operators and the methods of its process groups
+    "sum": "all_reduce all_reduce_ allreduce",
+    "gather": "all_gather_into_tensor _allgather_base all_gather_single allgather",
+    "scatter": "reduce_scatter_tensor _reduce_scatter_base reduce_scatter_single reduce_scatter",
+    "exchange": "all_to_all_single alltoall_base alltoall",
     "broadcast": "broadcast",
     "send": "send",
-    "recv": "receive",
+    "receive": "recv",
 }
+COLLECTIVES = {name: kind for kind, names in NAMES_OF_COLLECTIVES.items() for name in names.split()}
 
 LABELS = {name: name for name in ("pp", "cp", "ep", "tp")} | dict.fromkeys(("loss", "model", "world"), "all")
 

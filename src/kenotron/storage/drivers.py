@@ -31,20 +31,10 @@ _GOOGLE = "`gcloud auth application-default login`, or GOOGLE_APPLICATION_CREDEN
 CREDENTIALS = {"s3": _S3, "s3a": _S3, "gs": _GOOGLE, "gcs": _GOOGLE, "hf": HUB_CREDENTIALS}
 """Where each driver gets its credentials."""
 
-VERSIONS = (
-    "generation",
-    "ETag",
-    "etag",
-    "md5Hash",
-    "blob_id",
-    "xet_hash",
-    "Content-MD5",
-    "mtime",
-    "LastModified",
-    "last_modified",
-    "Last-Modified",
-    "created",
-)
+NAMES_OF_VERSIONS = """
+    generation ETag etag md5Hash blob_id xet_hash Content-MD5 mtime LastModified last_modified Last-Modified created
+"""
+VERSIONS = NAMES_OF_VERSIONS.split()
 """The drivers' names for the version, the most reliable first."""
 
 
