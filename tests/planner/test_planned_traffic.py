@@ -73,3 +73,13 @@ def test_hybrid_sharding_gathers_within_a_machine() -> None:
     groups = {(each.kind, each.group.size, each.group.on_machine) for each in transfers("llama|dp=4 zero=hybrid", 2)}
     assert {("gather", 2, 2), ("scatter", 2, 2), ("sum", 2, 1)} <= groups
     assert not {group for group in groups if group[0] in ("gather", "scatter")} - {("gather", 2, 2), ("scatter", 2, 2)}
+
+
+@pytest.mark.budget(8, reason="a plan")
+def test_experts_that_tp_splits_are_planned_too() -> None:
+    """Their norm is summed over a group of several axes, which the mesh has no name for."""
+    groups = {
+        each.group for each in transfers("mixtral|dp=4 tp=2 ep=2 zero=1 mode=REDUCE_SCATTER|model.dtype=bfloat16")
+    }
+    assert {("tp", 2), ("ep", 2)} <= {(group.name, group.size) for group in groups}
+    assert all(group.on_machine == group.size for group in groups)

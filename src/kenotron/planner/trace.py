@@ -140,6 +140,7 @@ class Trace(TorchDispatchMode):
         self.marks = 0
         self.of_results: dict[int, int] = {}  # address of a storage → the mark of the transfer that fills it
         self.groups = _groups(mesh, ranks_on_machine)
+        self.ranks_on_machine = ranks_on_machine
         self.operators: dict[Operator, Operator] = {}
         self.patches = contextlib.ExitStack()
 
@@ -217,6 +218,8 @@ class Trace(TorchDispatchMode):
             if not tensors or tensors[0].device.type != stand_in.NAME:
                 return Transfer(tensors)
             peer = args[1] if name in ("send", "recv") else 0
+            if group.group_name not in self.groups:  # several axes of a parameter's mesh
+                self.groups[group.group_name] = _described(group, "all", self.ranks_on_machine)
             mark = self._communicate(COLLECTIVES[name], args[:2], group.group_name, peer)
             return Transfer(tensors, lambda: self.wait(stand_in.current_queue(), mark))
 
@@ -235,11 +238,13 @@ def _groups(mesh: Mesh, ranks_on_machine: int) -> dict[str, Group]:
     groups: dict[str, Group] = {}
     for name in (*(axis.name for axis in AXES), *GROUPS):
         if (group := mesh.group(name)) is not None and group.group_name not in groups:
-            ranks = dist.get_process_group_ranks(group)
-            here = dist.get_rank() // ranks_on_machine
-            on_machine = sum(rank // ranks_on_machine == here for rank in ranks)
-            groups[group.group_name] = Group(LABELS.get(name, "dp"), len(ranks), on_machine)
+            groups[group.group_name] = _described(group, LABELS.get(name, "dp"), ranks_on_machine)
     return groups
+
+
+def _described(group: dist.ProcessGroup, name: str, ranks_on_machine: int) -> Group:
+    ranks, here = dist.get_process_group_ranks(group), dist.get_rank() // ranks_on_machine
+    return Group(name, len(ranks), sum(rank // ranks_on_machine == here for rank in ranks))
 
 
 def _bytes(tensors: Sequence[Tensor]) -> float:
