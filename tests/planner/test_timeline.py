@@ -108,6 +108,13 @@ def test_micro_batches_that_were_not_followed_take_what_the_slowest_stage_needs(
     assert followed == pytest.approx(every, rel=0.001)
 
 
+def test_stages_that_wait_for_each_other_are_an_error() -> None:
+    group = Group("pp", 2, 2)
+    waiting = [[MICRO, Communicated(0, "receive", 0.0, group, 1, peer), Waited(0, 1), UPDATE] for peer in (1, 0)]
+    with pytest.raises(ValueError, match="2 of 2 stages wait for messages that no stage sends"):
+        play(waiting, SLOW, 1)
+
+
 def followed_whole(config: Config, gpu: Gpu, rank: int) -> RankPlan:
     """A rank whose micro-batches are all followed."""
     with patch.object(memory, "micro_batches_to_follow", lambda _: config.tokens.batch_accumulation_per_replica):

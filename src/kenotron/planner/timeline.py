@@ -74,7 +74,10 @@ def play(traces: Sequence[Sequence[Event]], gpu: Gpu, micro_batches: int) -> lis
     ranks = [Rank(stage) for stage in range(len(traces))]
     running = [_steps(rank, trace, gpu, arrived) for rank, trace in zip(ranks, traces)]
     while running:  # each until it waits for a message that has not been sent
+        before = len(running), sum(map(len, arrived.values()))
         running = [each for each in running if next(each, "ended") != "ended"]
+        if running and before == (len(running), sum(map(len, arrived.values()))):
+            raise ValueError(f"{len(running)} of {len(ranks)} stages wait for messages that no stage sends")
     more = [_of_a_micro_batch(rank, len(ranks)) for rank in ranks]
     followed = sum(1 for event in traces[0] if isinstance(event, Began)) - 1
     missing = micro_batches - followed
