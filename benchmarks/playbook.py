@@ -128,10 +128,15 @@ def lines(table: Table) -> str:
     return head + "".join(planned(table, row) for row in table.rows)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Plan the tables of the arguments, or all, and write them into the page."""
     for name in sys.argv[1:] or TABLES:
         made = lines(TABLES[name])
         print(name, made, sep="\n", flush=True)
         text = PAGE.read_text()
         between = re.compile(rf"(<!-- planned: {name} -->\n\n).*?(\n<!-- end -->)", re.DOTALL)
         PAGE.write_text(between.sub(lambda found: found[1] + made + found[2], text))  # noqa: B023
+
+
+if __name__ == "__main__":
+    main()

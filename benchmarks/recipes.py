@@ -130,8 +130,13 @@ def table() -> str:
     return "".join(rows)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Write the recipes of the arguments, or all, and print the rows of the README."""
     chosen = [(sys.argv[1], int(sys.argv[2]))] if len(sys.argv) > 2 else list(SHAPES)
     for name, count in chosen:
         print(write(name, count), flush=True)
     print(table())
+
+
+if __name__ == "__main__":
+    main()

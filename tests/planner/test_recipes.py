@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import sys
+from importlib.util import module_from_spec, spec_from_file_location
 
 import pytest
 
 from kenotron.config import load, refuse_unsupported
 from support.tiny_run import REPOSITORY
 
-sys.path.append(str(REPOSITORY / "benchmarks"))
-
-import recipes
+SPEC = spec_from_file_location("benchmark_recipes", REPOSITORY / "benchmarks" / "recipes.py")
+assert SPEC is not None
+assert SPEC.loader is not None
+recipes = module_from_spec(SPEC)
+SPEC.loader.exec_module(recipes)
 
 
 @pytest.mark.parametrize(("model", "gpus"), recipes.SHAPES, ids=str)
