@@ -135,7 +135,8 @@ def main() -> None:
     chosen = [(sys.argv[1], int(sys.argv[2]))] if len(sys.argv) > 2 else list(SHAPES)
     for name, count in chosen:
         print(write(name, count), flush=True)
-    print(table())
+    if len(chosen) == len(SHAPES):
+        print(table())
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import CONFIG_MAPPING, MistralConfig
+from transformers import CONFIG_MAPPING, AutoConfig, MistralConfig
 
 from kenotron.config.decoder import ACTIVATIONS, AttentionArchitecture
 from kenotron.config.errors import InputError, NotSupportedYet
@@ -152,6 +152,15 @@ def test_a_family_without_a_key_for_wide_heads_refuses_them(monkeypatch):
     monkeypatch.setattr(Llama, "section", AttentionArchitecture)
     with pytest.raises(NotSupportedYet, match="head_dim 32, other than hidden_size / num_attention_heads = 16"):
         read(head_dim=32)
+
+
+@pytest.mark.parametrize("model_type", ["codegen", "rwkv", "pegasus"])
+def test_a_config_without_ids_of_special_tokens_has_none(model_type):
+    """transformers' classes for these have no pad_token_id, or no bos_token_id."""
+    config = AutoConfig.for_model(model_type).to_dict() | {"architectures": None}
+    found = architecture_from_hf(config, "config.json")
+    assert found.hf_config["model_type"] == model_type
+    assert found.vocab_size == config["vocab_size"]
 
 
 def test_of_several_ends_of_text_the_first_is_taken_and_that_is_said():

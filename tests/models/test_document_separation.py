@@ -103,6 +103,38 @@ class FullExperts(Base):
         return self.out(x) * (chosen & (chosen.cumsum(1) <= 4)).unsqueeze(-1)
 
 
+def attended_within(x, documents):
+    """Causal attention among tokens of one number in documents ``[sequences or 1, length]``."""
+    before = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+    apart = (documents[:, :, None] != documents[:, None]) | ~before
+    return (x @ x.transpose(1, 2)).masked_fill(apart, -1e9).softmax(-1) @ x
+
+
+class InChunks(Base):
+    """Attends within four tokens of a sequence, whatever document they are of."""
+
+    def mixed(self, x, ctx, tokens):
+        return self.out(attended_within(self.mix(x), torch.arange(x.shape[1])[None] // 4))
+
+
+class ToTheFirstBorder(Base):
+    """All documents but the first are one."""
+
+    def mixed(self, x, ctx, tokens):
+        numbers = (ctx.positions.view(tokens.shape) == 0).cumsum(1).clamp(max=2)
+        return self.out(attended_within(self.mix(x), numbers))
+
+
+class ByTheFirstRow(Base):
+    def mixed(self, x, ctx, tokens):
+        return self.out(attended_within(self.mix(x), (ctx.positions.view(tokens.shape)[:1] == 0).cumsum(1)))
+
+
+class SeesTheNext(Base):
+    def mixed(self, x, ctx, tokens):
+        return self.out(self.mix(x).roll(-1, 1))
+
+
 class Hidden(Base):
     """Its lookups are out of sight, so nothing is shown."""
 
@@ -242,7 +274,7 @@ def test_models_of_transformers_that_separate_them_pass(model_type: str) -> None
     "name",
     [
         *("Sums", "ZeroAtFirst", "Faint", "OnlyTheFirstToken", "Detached", "CountedTokens", "CountedEnds"),
-        *("CountedOnes", "FullExperts", "Hidden"),
+        *("CountedOnes", "FullExperts", "Hidden", "InChunks", "ToTheFirstBorder", "ByTheFirstRow"),
     ],
 )
 def test_a_module_that_is_not_shown_to_separate_them_is_refused(name: str) -> None:
@@ -277,6 +309,17 @@ def test_a_module_whose_logits_do_not_repeat_is_refused(name: str, repeats: bool
         InputError, match=rf"^model\.model_config: .*documents\.{name}.* gives other logits when it reads"
     ):
         check_repeats(of_user(name), ctx)
+
+
+@pytest.mark.usefixtures("user")
+def test_a_model_that_sees_later_tokens_is_refused() -> None:
+    """They are its labels. transformers has BERT among its causal models, and makes it one only where asked."""
+    ctx = Context((1, 12), torch.arange(12), attention)
+    for family in (of_user("SeesTheNext"), of_transformers("bert")):
+        with pytest.raises(InputError, match=r"^model\.model_config: .* is not shown to be causal: the gradient of"):
+            check_repeats(family, ctx)
+    for family in (of_user("Apart"), of_transformers("bert", is_decoder=True), of_transformers("gpt2")):
+        check_repeats(family, ctx)
 
 
 @pytest.mark.usefixtures("user")

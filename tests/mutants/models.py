@@ -489,6 +489,23 @@ MUTANTS = [
         ("models/test_document_separation.py",),
     ),
     Mutant(
+        "documents-checked-at-one-border",
+        "models/document_separation.py",
+        "{each for each in (length // 3 | 1, (2 * length // 3 | 1) + 2 * row) if each < length}",
+        "{length // 2}",
+        "a model that attends within chunks, to the first border, or by the first row's borders is taken for one that "
+        "keeps documents apart",
+        ("models/test_document_separation.py",),
+    ),
+    Mutant(
+        "a-model-that-sees-its-labels-is-trained",
+        "models/document_separation.py",
+        "not ahead <= GRADIENT",
+        "ahead > 1e9",
+        "transformers' BERT looks ahead unless is_decoder is set, and its loss falls to nothing",
+        ("models/test_document_separation.py",),
+    ),
+    Mutant(
         "documents-checked-by-values-alone",
         "models/document_separation.py",
         "    if depends <= GRADIENT and change <= LOGITS:",

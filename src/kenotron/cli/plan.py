@@ -72,9 +72,8 @@ def plan(
     config = changed([])
     device = gpu_here() if gpu is None else gpu_called(gpu)
     if device is not None:
-        device = device._replace(
-            in_machine=in_machine or device.in_machine, network=1e9 * network if network else device.network
-        )
+        given: dict[str, Any] = {"in_machine": in_machine, "network": network and 1e9 * network}
+        device = device._replace(**{name: value for name, value in given.items() if value})
     cpu, ranks = torch.device("cpu"), config.parallelism.world_size
     memory = free_memory(cpu, ranks) if device is None else int(device.memory_gib * GIB)
     if not set(rank or ()) <= set(range(ranks)):

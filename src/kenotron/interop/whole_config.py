@@ -58,17 +58,15 @@ def whole_architecture(
         report(f"{where}: {name} {config[name]} is ignored: training has no dropout")
     if getattr(found, "output_router_logits", False):
         raise NotSupportedYet(f"{where}: output_router_logits: the loss of a router (expected false)")
-    eos = found.eos_token_id[0] if isinstance(found.eos_token_id, list) and found.eos_token_id else found.eos_token_id
+    special = {name: getattr(found, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    special = {name: each[0] if isinstance(each, list) and each else each for name, each in special.items()}
     shapes: dict[str, Any] = {
         "vocab_size": found.vocab_size,
         "hidden_size": found.hidden_size,
         "num_hidden_layers": found.num_hidden_layers,
         "tie_word_embeddings": bool(getattr(found, "tie_word_embeddings", False)),
         "max_position_embeddings": getattr(found, "max_position_embeddings", None),
-        "bos_token_id": found.bos_token_id,
-        "eos_token_id": eos,
-        "pad_token_id": found.pad_token_id,
-    }
+    } | special
     given = {name: value for name, value in shapes.items() if isinstance(value, int) and value >= 0}
     blocks = {"blocks": overrides["blocks"]} if overrides.get("blocks") else {}
     return HuggingFaceArchitecture.model_validate(given | blocks | {"hf_config": values})

@@ -1,7 +1,9 @@
 """Whether code that others wrote keeps the packed documents of a sequence apart: decided before it trains on them.
 
-    tokens   a a a a | b b b b      gradient of b's logits by what the module looked up for the tokens a:   zero
-                                    b's logits, with other tokens in the place of a:                      the same
+    tokens   a a a | b b b b b | c c c      gradient of c's logits by what was looked up for a and b:   zero
+             a a a | b b b b b b b | c      c's logits, with other tokens in the place of a and b:      the same
+
+Borders are at odd places, where no chunk ends, and further back in each row.
 
 The gradient finds whatever b's logits compute from a, however little it is; other tokens find what has no gradient,
 such as experts that are full, or a count of ends of text. Both are taken of fresh random weights: the run's own may
@@ -12,6 +14,7 @@ own, blocks are looked at one by one, in the same two ways: from a block's input
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,7 +38,7 @@ GRADIENT_LENGTH = 128  # tokens of a sequence: activations are kept for backward
 
 
 def check_documents(family: Foreign[Any], ctx: Context) -> None:
-    """Raise InputError unless the second document's logits are shown not to depend on the first.
+    """Raise InputError unless the last document's logits are shown not to depend on those before.
 
     Makes the whole module on the device of `ctx`, in fp32, and calls it with sequences of the shape of `ctx`.
     """
@@ -43,8 +46,8 @@ def check_documents(family: Foreign[Any], ctx: Context) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         module = _random(family, ctx.positions.device)
-        depends = _gradient(family, module, _two_documents(ctx, sequences, min(length, GRADIENT_LENGTH)))
-        change = _change(family, module, _two_documents(ctx, sequences, length))
+        depends = _gradient(family, module, *_documents(ctx, sequences, min(length, GRADIENT_LENGTH)))
+        change = _change(family, module, *_documents(ctx, sequences, length))
     if depends <= GRADIENT and change <= LOGITS:
         return
     raise InputError(
@@ -55,10 +58,10 @@ def check_documents(family: Foreign[Any], ctx: Context) -> None:
 
 
 def check_repeats(family: Foreign[Any], ctx: Context) -> None:
-    """Raise InputError unless the same tokens give the same logits twice, whatever the module keeps, and wherever.
+    """Raise InputError unless the same tokens give the same logits twice, and none that depend on later tokens.
 
-    Else a validation would change training, a resumed run would be another one, and so would recomputation. Makes the
-    whole module on the device of `ctx`, in fp32.
+    Those are its labels. With other logits a validation would change training, a resumed run would be another one, and
+    so would recomputation. Makes the whole module on the device of `ctx`, in fp32.
     """
     length, device = min(ctx.shape[1], GRADIENT_LENGTH), ctx.positions.device
     whole = replace(
@@ -72,6 +75,12 @@ def check_repeats(family: Foreign[Any], ctx: Context) -> None:
         for _ in range(2):
             with torch.no_grad(), put_back(module, {name: each.clone() for name, each in module.named_buffers()}):
                 results.append(family.logits(module, tokens, whole).float())
+        ahead = _gradient(family, module, whole, torch.arange(length).to(device)[None] >= (length + 1) // 2)
+    if length > 1 and not ahead <= GRADIENT:
+        raise InputError(
+            f"model.model_config: {family.config.title} is not shown to be causal: the gradient of logits by later "
+            f"tokens is {ahead:.1g} of that by earlier ones; expected a model that predicts tokens from those before"
+        )
     apart = float((results[0] - results[1]).abs().max() / results[0].abs().max())
     if apart > REPEATED:
         raise InputError(
@@ -86,9 +95,8 @@ def check_blocks(config: DecoderArchitecture, length: int, device: torch.device 
 
     Makes one block after the other on `device`, in fp32, and calls it with a sequence of `length` tokens.
     """
-    family, half = family_of(config), length // 2 | 1  # odd: no border of chunks
-    positions = torch.cat([torch.arange(half), torch.arange(length - half)]).to(device)
-    starts = (0, half, length)
+    family, starts = family_of(config), (0, length // 3 | 1, 2 * length // 3 | 1, length)  # odd: no border of chunks
+    positions = torch.cat([torch.arange(end - begin) for begin, end in pairwise(starts)]).to(device)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         tokens = torch.randint(config.vocab_size, (length,)).to(device)
@@ -106,10 +114,10 @@ def check_blocks(config: DecoderArchitecture, length: int, device: torch.device 
 
 
 def _of_block(family: Family[Any], layer: int, ctx: Context) -> tuple[float, float]:
-    """Of the second document's results: gradient by the first one's input, relative, and change with another."""
+    """Of the last document's results: gradient by the input of those before, relative, and change with others."""
     assert ctx.cu_seqlens is not None
     assert ctx.tokens is not None
-    device, length, half = ctx.positions.device, ctx.shape[1], ctx.cu_seqlens[1]
+    device, length, half = ctx.positions.device, ctx.shape[1], ctx.cu_seqlens[-2]
     block = family.block(layer).eval()
     for weight in (*block.parameters(), *block.buffers()):
         weight.data.zero_()  # until now memory as it was found
@@ -143,47 +151,47 @@ def _random(family: Foreign[Any], device: torch.device) -> nn.Module:
     return module.to(device)
 
 
-def _two_documents(ctx: Context, sequences: int, length: int) -> Context:
-    half, device = length // 2, ctx.positions.device
-    positions = torch.cat([torch.arange(half), torch.arange(length - half)]).repeat(sequences).to(device)
-    starts = (*(row * length + start for row in range(sequences) for start in (0, half)), sequences * length)
-    return replace(
-        ctx,
-        shape=(sequences, length),
-        positions=positions,
-        cu_seqlens=starts,
-        document_starts=torch.tensor(starts, dtype=torch.int32, device=device),
-    )
+def _documents(ctx: Context, sequences: int, length: int) -> tuple[Context, Tensor]:
+    """Sequences of up to three documents; bool ``[sequences, length]``: the tokens before the last document of each."""
+    starts, positions = [0], []
+    before = torch.zeros(sequences, length, dtype=torch.bool)
+    for row in range(sequences):
+        borders = sorted({each for each in (length // 3 | 1, (2 * length // 3 | 1) + 2 * row) if each < length})
+        before[row, : borders[-1]] = True
+        for begin, end in pairwise((0, *borders, length)):
+            positions.append(torch.arange(end - begin))
+            starts.append(row * length + end)
+    device = ctx.positions.device
+    documents = torch.tensor(starts, dtype=torch.int32, device=device)
+    places, shape = torch.cat(positions).to(device), (sequences, length)
+    whole = replace(ctx, shape=shape, positions=places, cu_seqlens=tuple(starts), document_starts=documents)
+    return whole, before.to(device)
 
 
-def _tokens(family: Foreign[Any], ctx: Context) -> Tensor:
-    return torch.randint(family.config.vocab_size, ctx.shape).to(ctx.positions.device)
+def _gradient(family: Foreign[Any], module: nn.Module, ctx: Context, others: Tensor) -> float:
+    """The largest gradient of logits by the tokens of `others`, of that by their own; nan: unknown.
 
-
-def _gradient(family: Foreign[Any], module: nn.Module, ctx: Context) -> float:
-    """The largest gradient of the second documents' logits by the first ones, of that by their own; nan: unknown."""
-    (sequences, length), half = ctx.shape, ctx.shape[1] // 2
-    first = (torch.arange(length) < half).expand(sequences, length).to(ctx.positions.device)
+    others: bool ``[sequences, length]``; logits are those of the tokens that are not among them.
+    """
     with torch.enable_grad():
-        with _Lookups(first) as lookups:
-            logits = family.logits(module, _tokens(family, ctx), ctx)[:, half:].float()
+        with _Lookups(others) as lookups:
+            logits = family.logits(module, torch.randint(family.config.vocab_size, ctx.shape).to(others.device), ctx)
         if not logits.requires_grad:
             return torch.nan
-        projected = (logits * torch.randn(logits.shape).to(logits.device)).sum()
+        read = logits[~others].float()
+        projected = (read * torch.randn(read.shape).to(read.device)).sum()
         found = torch.autograd.grad(projected, [x for x, _ in lookups.found], allow_unused=True)
-    pairs = [(each.abs(), before) for each, (_, before) in zip(found, lookups.found) if each is not None]
+    pairs = [(each.abs(), where) for each, (_, where) in zip(found, lookups.found) if each is not None]
     largest = [torch.stack([each[where ^ own].max() for each, where in pairs]).max() for own in (False, True)]
     return float(largest[0] / largest[1])  # 0 / 0 is nan: logits that depend on no token show nothing
 
 
-def _change(family: Foreign[Any], module: nn.Module, ctx: Context) -> float:
-    """How much the second documents' logits change with other first documents, of the largest logit."""
-    half = ctx.shape[1] // 2
-    tokens = _tokens(family, ctx)
-    others = tokens.clone()
-    others[:, :half] = _telling_tokens(family.config, half).to(tokens.device)
+def _change(family: Foreign[Any], module: nn.Module, ctx: Context, before: Tensor) -> float:
+    """How much the last documents' logits change with other documents before, of the largest logit."""
+    tokens = torch.randint(family.config.vocab_size, ctx.shape).to(before.device)
+    others = torch.where(before, _telling_tokens(family.config, ctx.shape[1]).to(before.device), tokens)
     with torch.no_grad():
-        one, two = (family.logits(module, each, ctx)[:, half:] for each in (tokens, others))
+        one, two = (family.logits(module, each, ctx)[~before] for each in (tokens, others))
     return float((one - two).abs().max() / one.abs().max())
 
 
@@ -198,13 +206,13 @@ def _telling_tokens(config: Any, count: int) -> Tensor:
 class _Lookups(TorchFunctionMode):
     """Makes what is looked up for tokens, or is a float of them, require a gradient, and keeps it in `found`.
 
-    first: bool ``[sequences, length]``, True at the first documents. `found`: pairs of such a tensor and `first` in
-    its layout, sequence or token first, or flat.
+    marked: bool ``[sequences, length]``, True at some tokens. `found`: pairs of such a tensor and `marked` in its
+    layout, sequence or token first, or flat.
     """
 
-    def __init__(self, first: Tensor) -> None:
+    def __init__(self, marked: Tensor) -> None:
         super().__init__()
-        layouts = (first, first.T, first.flatten(), first.flatten()[None])
+        layouts = (marked, marked.T, marked.flatten(), marked.flatten()[None])
         self.layouts = {tuple(each.shape): each for each in reversed(layouts)}
         self.found: list[tuple[Tensor, Tensor]] = []
 

@@ -51,7 +51,5 @@ def gpu_here() -> Gpu | None:
     vendor, capability = ("amd", (0, 0)) if torch.version.hip else ("nvidia", (found.major, found.minor))
     memory = found.total_memory / GIB
     alike = [gpu for gpu in GPUS.values() if gpu.name.split(",")[0].split()[0] in found.name.split()]
-    if not alike:
-        return Gpu(found.name, memory, vendor, capability)
-    nearest_memory = min(alike, key=lambda gpu: abs(gpu.memory_gib - memory))
-    return nearest_memory._replace(name=found.name, memory_gib=memory, capability=capability)
+    known = min(alike, key=lambda gpu: abs(gpu.memory_gib - memory), default=Gpu(found.name, memory, vendor))
+    return known._replace(name=found.name, memory_gib=memory, capability=capability)

@@ -184,3 +184,14 @@ def test_a_missing_path_says_where_it_was_looked_for(tmp_path: Path, monkeypatch
         find_files("a.jsonl", "k")
     with pytest.raises(InputError, match="patterns are not expanded"):
         find_files("*.jsonl", "k")
+
+
+def test_an_array_with_numpys_header_is_read_whatever_its_name_says(tmp_path: Path) -> None:
+    """As raw ids its header would be 64 tokens."""
+    ids = np.arange(5000, dtype=np.uint16)
+    np.save(tmp_path / "a.npy", ids)
+    (tmp_path / "a.npy").rename(tmp_path / "a.bin")
+    (file,) = open_file(tmp_path / "a.bin", "here", np.dtype(np.uint16))
+    assert np.array_equal(file.tokens, ids)
+    with pytest.raises(InputError, match=r"here: uint32 asked for, but .*a\.bin says uint16"):
+        open_file(tmp_path / "a.bin", "here", np.dtype(np.uint32))

@@ -38,7 +38,7 @@ def open_file(path: AnyPath, where: str, dtype: np.dtype | None = None) -> list[
     with readable(path), path.open("rb") as file:
         head = file.read(LLM_C_BYTES).ljust(LLM_C_BYTES, b"\0")
     has_header = head.startswith(npy.MAGIC_PREFIX)
-    if path.suffix == SUFFIX and has_header:
+    if has_header:  # whatever its name says
         tokens = _npy(path, where, dtype)
     elif _is_llm_c(path, head):
         tokens = _llm_c(path, head, where, dtype)
