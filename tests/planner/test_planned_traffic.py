@@ -9,7 +9,7 @@ import pytest
 from kenotron.models import build
 from kenotron.planner.hardware import GPUS
 from kenotron.planner.memory import plan_memory
-from kenotron.planner.trace import Communicated
+from kenotron.planner.trace import Communicated, Ran
 from support.plans import config_of
 
 
@@ -83,3 +83,15 @@ def test_experts_that_tp_splits_are_planned_too() -> None:
     }
     assert {("tp", 2), ("ep", 2)} <= {(group.name, group.size) for group in groups}
     assert all(group.on_machine == group.size for group in groups)
+
+
+@pytest.mark.budget(15, reason="three plans")
+def test_every_method_of_context_parallelism_computes_the_same_attention() -> None:
+    """Half of the square of the sequence over the ranks, whichever keys a rank has: forward, and 2.5 times backward."""
+    for method in ("ring", "allgather", "ulysses"):
+        config = config_of(f"llama|cp=2 method={method} accum=1|model.dtype=bfloat16")
+        model, length = config.model.decoder, max(config.sequence_lengths.values())
+        work = 4 * model.hidden_size * length**2 / 2 / 2 * config.tokens.micro_batch_size * model.num_hidden_layers
+        events = plan_memory(config, GPUS["h100"], [0])[0].events
+        found = [each.operator.flops for each in events if isinstance(each, Ran) and each.operator.kind == "attention"]
+        assert sum(found) == pytest.approx(3.5 * work), method

@@ -269,8 +269,9 @@ def _operator(name: str, tensors: list[Tensor], args: Any, kwargs: Any) -> Opera
             "attention", "", moved, 2.0 * backward * tokens * longest * heads * head_dim, (head_dim,), dtype
         )
     if "flash_attention" in name:
-        batch, heads, length, head_dim = tensors[1 if backward > 1 else 0].shape
-        pairs = batch * heads * length * length / (2 if any(each is True for each in args) else 1)  # causal or not
+        q, k = tensors[1:3] if backward > 1 else tensors[:2]
+        batch, heads, length, head_dim = q.shape
+        pairs = batch * heads * length * k.shape[2] / (2 if any(each is True for each in args) else 1)  # causal or not
         return Operator("attention", "", moved, 4.0 * backward * pairs * head_dim, (head_dim,), dtype)
     if name.startswith("_fused_adam"):
         moved = 4.0 * ADAM_NUMBERS * sum(each.numel() for each in args[0])
