@@ -134,8 +134,8 @@ def main() -> None:
         made = lines(TABLES[name])
         print(name, made, sep="\n", flush=True)
         text = PAGE.read_text()
-        between = re.compile(rf"(<!-- planned: {name} -->\n\n).*?(\n<!-- end -->)", re.DOTALL)
-        PAGE.write_text(between.sub(lambda found: found[1] + made + found[2], text))  # noqa: B023
+        between = re.compile(rf"(<!-- planned: {name} -->\n\n)[^<]*(<!-- end -->)", re.DOTALL)
+        PAGE.write_text(between.sub(lambda found: found[1] + made + "\n" + found[2], text))  # noqa: B023
 
 
 if __name__ == "__main__":
