@@ -151,6 +151,7 @@ def test_layouts_that_do_not_fit_are_ranked_by_memory(tmp_path: Path, capsys: py
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
+        (("--search", "--rank", "0"), "error: --search: expected without --rank and --html, which are for one layout"),
         (("--search",), r"error: --search: it needs a kind of GPU whose speed is known; give --gpu rtx4090 \| .*"),
         (("--gpu", "h10"), r"error: --gpu: expected rtx4090, .*, found 'h10'; did you mean 'h100'\?"),
         (("--rank", "1"), r"error: --rank: expected ranks from 0 to 0, found 1"),

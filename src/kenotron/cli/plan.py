@@ -78,6 +78,8 @@ def plan(
     memory = free_memory(cpu, ranks) if device is None else int(device.memory_gib * GIB)
     if not set(rank or ()) <= set(range(ranks)):
         raise InputError(f"--rank: expected ranks from 0 to {ranks - 1}, found {', '.join(map(str, rank or ()))}")
+    if search and (rank or html):
+        raise InputError("--search: expected without --rank and --html, which are for one layout")
     if search:
         if device is None or not device.flops or memory is None:
             raise InputError(f"--search: it needs a kind of GPU whose speed is known; give --gpu {' | '.join(GPUS)}")

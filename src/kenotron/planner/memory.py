@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -93,7 +92,8 @@ def follow_rank(config: Config, gpu: Gpu | None, rank: int) -> RankPlan:
     if gpu is not None and gpu.vendor == "nvidia":
         kernels = kernels or "triton"
     torch.set_num_threads(1)
-    ranks_on_machine = min(config.parallelism.world_size, gpu.in_machine if gpu is not None else sys.maxsize)
+    world = config.parallelism.world_size
+    ranks_on_machine = world if gpu is None else min(world, gpu.in_machine)
     with (
         on_fake_rank(config, rank, device, ranks_on_machine) as mesh,
         routing_in_balance(),

@@ -35,7 +35,6 @@ def plan_page(
         "usable": verdict.usable,
         "lines": lines,
         "seconds": 0 if speed is None else speed.seconds,
-        "followed": "One rank of each stage; as many micro-batches as were followed",
         "ranks": [_rank(plan, each) for plan, each in zip(plans, spent)],
     }
     text = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")  # no text ends the script

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kenotron.config.errors import InputError
 from kenotron.config.runs import same_batch_overrides
-from kenotron.planner.memory import plan_memory
+from kenotron.planner.memory import first_ranks, plan_memory
 from kenotron.planner.speed import Speed, speed_of
 from kenotron.planner.verdict import COLUMNS, in_batches_of
 
@@ -111,7 +111,8 @@ def best_of(
         if sum(first.peak.of.get(kind, 0) for kind in COLUMNS[:3]) >= usable:
             break
         if first.peak.bytes < usable:
-            plans = [first] if other.parallelism.pp == 1 else plan_memory(other, gpu)
+            others = first_ranks(other)[1:]
+            plans = [first, *(plan_memory(other, gpu, others) if others else ())]
             peak = max(each.peak.bytes for each in plans)
             if peak < usable:
                 return Layout(tried.overrides, peak, speed_of(other, gpu, plans))

@@ -79,8 +79,7 @@ def play(traces: Sequence[Sequence[Event]], gpu: Gpu, micro_batches: int) -> lis
         if running and before == (len(running), sum(map(len, arrived.values()))):
             raise ValueError(f"{len(running)} of {len(ranks)} stages wait for messages that no stage sends")
     more = [_of_a_micro_batch(rank, len(ranks)) for rank in ranks]
-    followed = sum(1 for event in traces[0] if isinstance(event, Began)) - 1
-    missing = micro_batches - followed
+    missing = micro_batches - (len(ranks[0].began) - 1)  # the update began, too
     seconds = max(rank.queues[0] for rank in ranks) + missing * max(sum(each.values()) for each in more)
     return [_spent(rank, each, missing, seconds) for rank, each in zip(ranks, more)]
 
