@@ -8,8 +8,6 @@
 `durable.HashedFile` is one in Python, `native.NativeFile` one in C++.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType

@@ -10,8 +10,6 @@
 says what is wrong, the other believes only manifests and checksums.
 """
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

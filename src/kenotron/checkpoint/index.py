@@ -9,8 +9,6 @@ A chunk is a box of its tensor: the element where it starts, its shape, and the 
 elements begin, row by row. Dtypes go by their safetensors names.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import dataclass

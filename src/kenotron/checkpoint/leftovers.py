@@ -4,8 +4,6 @@
 .trash-10-77ab03c4/   a checkpoint that was being removed: removed
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path

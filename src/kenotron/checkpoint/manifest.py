@@ -16,8 +16,6 @@ file, every scalar of the run (`state`), and, as its last entry, the XXH3 of its
 Each content has exactly one text, so a change in any byte, even a space, is detected by writing what was read again.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath

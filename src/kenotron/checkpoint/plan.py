@@ -11,8 +11,6 @@ Format of safetensors: 8 bytes, little-endian length of the header; the header, 
 bytes; the tensors' bytes without gaps. The widest types come first, so every tensor is aligned.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections import defaultdict

@@ -11,8 +11,6 @@ The step, the step after which the schedule begins and that after which the data
 run's own checkpoints hold them, so that it resumes like any other.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

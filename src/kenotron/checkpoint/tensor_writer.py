@@ -1,7 +1,5 @@
 """Tensors to disk: the files that `plan.py` gives this rank, and that `tensors.py` reads."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -11,8 +11,6 @@ equal their files. No error of the store ends the thread: a checkpoint that coul
 and is retried.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import deque

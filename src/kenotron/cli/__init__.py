@@ -3,8 +3,6 @@
 0 done · 1 the run failed · 2 the input was wrong (one line on stderr; --debug shows the traceback)
 """
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import sys

@@ -5,8 +5,6 @@ Every line of stdin is a turn; the answer is printed as it comes. Ctrl-D ends th
     (echo Hello; echo And in French?) | kenotron chat org/name-instruct
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from typing import Annotated

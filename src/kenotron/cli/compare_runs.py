@@ -1,7 +1,5 @@
 """`kenotron compare logs/a logs/b`: what two runs have logged, side by side, and the keys in which they differ."""
 
-from __future__ import annotations
-
 from math import nan
 from pathlib import Path
 

@@ -6,8 +6,6 @@ kenotron config diff a.yaml b.yaml                       one line per key that d
 kenotron config schema > config.schema.json              JSON schema for an editor
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

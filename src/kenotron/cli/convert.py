@@ -1,7 +1,5 @@
 """`kenotron convert from-hf|to-hf|from-nanotron SRC DST`: models from and to the files of other systems."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Annotated

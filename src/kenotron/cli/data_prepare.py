@@ -1,7 +1,5 @@
 """`kenotron data tokenize | merge | train-tokenizer`: from text to tokens on disk."""
 
-from __future__ import annotations
-
 import re
 import sys
 from enum import StrEnum

@@ -4,8 +4,6 @@ kenotron data which my.yaml --step 100
 kenotron data which my.yaml --step 100 --json tokens.sequence_length=2048
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Annotated

@@ -1,7 +1,5 @@
 """`kenotron doctor`: a page about this machine, with a self-test; made to be pasted into a bug report."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from pathlib import Path

@@ -4,8 +4,6 @@ What the section `evaluation` does beside training, for a checkpoint at hand. A 
 one object.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Annotated
 

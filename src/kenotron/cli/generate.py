@@ -9,8 +9,6 @@ whatever layout the checkpoint was saved on. Under torchrun each process is one 
 given are those of the checkpoint if they fit the number of processes.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Annotated

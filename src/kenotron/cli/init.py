@@ -4,8 +4,6 @@ kenotron init                          list the starters
 kenotron init text-folder > my.yaml    write one
 """
 
-from __future__ import annotations
-
 from importlib.resources import files
 from typing import Annotated
 

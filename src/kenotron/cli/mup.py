@@ -3,8 +3,6 @@
 Exit code 0: it holds; 1: it does not.
 """
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer

@@ -1,7 +1,5 @@
 """The scripts of nanotron and of the first Kénotron under their own names: run_train, run_generate, slurm_launcher."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """What is the same on all ranks is done by one: above all, reporting input that is wrong."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Checkpoints of another machine as arguments: fetched to the cache, and read from there."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

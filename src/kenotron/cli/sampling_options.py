@@ -1,7 +1,5 @@
 """Arguments that `kenotron generate` and `kenotron chat` share."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer

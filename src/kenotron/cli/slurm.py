@@ -5,8 +5,6 @@ kenotron submit my.yaml --gpus-per-node 8 --partition gpu --time 10:00:00 --chai
 kenotron submit my.yaml --gpus-per-node 8 --array optimizer.learning_rate_scheduler.learning_rate=3e-4,1e-3
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

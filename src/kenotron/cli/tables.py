@@ -1,7 +1,5 @@
 """Tables and progress bars on the console."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """`kenotron train my.yaml`: train, or continue where the last run of the same YAML stopped."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Annotated

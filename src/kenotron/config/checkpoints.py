@@ -1,7 +1,5 @@
 """`checkpoints`: when and where a run is saved, which checkpoints are kept, and what it resumes from."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, Tag, model_validator

@@ -1,7 +1,5 @@
 """The complete config: its sections, values derived from several of them, and checks across sections."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Self

@@ -14,8 +14,6 @@ A dataset is one of these, recognized by the key that comes first here:
     {mixture: [{weight: 3, corpus: python-stdlib}, …]}       several of the above                     (Kénotron)
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, Tag, model_validator

@@ -11,8 +11,6 @@ A family's own section derives from one of the classes here and adds its keys:
         sliding_window: int | None = key("Tokens that a token looks back on.", 4096, ge=1)
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal

@@ -18,8 +18,6 @@ precision: bf16-mixed         →       model: {dtype: bfloat16}, optimizer: {ac
 weight_decay_exclude_named_params: [.*token_embedding.*]  →  [.*embed_tokens.*]
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from kenotron.config import lighteval

@@ -10,8 +10,6 @@ Plain scalars follow `scalars`; every tag other than plain data is an error. Of 
 counts, as for PyYAML, with a line in `notes`: some of nanotron's examples have one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from os import PathLike

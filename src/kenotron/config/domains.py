@@ -6,8 +6,6 @@ doremi:                                          data_stages.0.data.dataset:
 data_stages.0.data.dataset: {text_files: texts}    - {text_files: texts/prose, weight: 0.3}
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`doremi`: domains of the data, their shares, and the reference that a proxy run learns new shares beside."""
 
-from __future__ import annotations
-
 from kenotron.config.section import Section, key
 
 

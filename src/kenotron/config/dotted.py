@@ -5,8 +5,6 @@ import_dotted("counting.CountingTokens", "dataset.source")                    # 
 import_registered("genomes", "dataset.source", "kenotron.datasets")           # an entry point of an installed package
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys

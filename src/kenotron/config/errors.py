@@ -9,8 +9,6 @@ valid name if there is one:
     ''
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """`evaluation`: tasks of lm-evaluation-harness on the checkpoints of a run, beside its training."""
 
-from __future__ import annotations
-
 from kenotron.config.section import OURS, LocalPath, Section, key
 
 

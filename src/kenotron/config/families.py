@@ -8,8 +8,6 @@ A family is a class with a `section`, the keys of its `model_config`. Modules of
 that a config is checked at once.
 """
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 from functools import cache

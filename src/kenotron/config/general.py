@@ -1,7 +1,5 @@
 """`general`: what the run is called, and its seed."""
 
-from __future__ import annotations
-
 from pathlib import PurePath
 from typing import Annotated, Any
 

@@ -7,8 +7,6 @@ lighteval:                                                          evaluation:
     max_samples: 1000                                         →       limit: 1000
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

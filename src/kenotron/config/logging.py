@@ -1,7 +1,5 @@
 """`logging`: what a run prints, and what it writes to files."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from kenotron.config.section import OURS, LocalPath, Section, key, null_means

@@ -5,8 +5,6 @@ my.yaml:30: unknown key 'tokens.trainsteps'; did you mean 'train_steps'?
 my.yaml:54: model.init_method: 'std' belongs to the variant random, but 'path' makes this existing; …
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from functools import cache

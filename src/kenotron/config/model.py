@@ -1,7 +1,5 @@
 """`model`: its architecture, its initial weights, and its compute dtype."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field, Tag

@@ -1,7 +1,5 @@
 """`optimizer`: the update rule, learning-rate schedule, weight decay and gradient clipping."""
 
-from __future__ import annotations
-
 import re
 from typing import Annotated, Any, Literal
 

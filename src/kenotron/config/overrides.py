@@ -3,8 +3,6 @@
 tokens.train_steps=100    data_stages.0.data.seed=1    model.init_method={path: checkpoints/100}    data.yaml
 """
 
-from __future__ import annotations
-
 from kenotron.config.document import Document, Keys, parse_value
 from kenotron.config.errors import InputError
 

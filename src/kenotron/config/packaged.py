@@ -1,7 +1,5 @@
 """YAML files that are part of the package."""
 
-from __future__ import annotations
-
 from importlib.resources import files
 from typing import Any
 

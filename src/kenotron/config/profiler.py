@@ -1,7 +1,5 @@
 """`profiler`: a torch profiler trace of some steps."""
 
-from __future__ import annotations
-
 from kenotron.config.section import OURS, LocalPath, Section, key
 
 

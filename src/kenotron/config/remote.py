@@ -1,7 +1,5 @@
 """`remote_data`: how remote files (s3://, gs://, hf://, https://) are read."""
 
-from __future__ import annotations
-
 from kenotron.config.section import OURS, LocalPath, Section, key
 
 

@@ -3,8 +3,6 @@
 A checkpoint's config.yaml may be of an earlier version, whose schema had more keys (see `unserved`).
 """
 
-from __future__ import annotations
-
 from copy import deepcopy
 from pathlib import Path
 from typing import Any

@@ -13,8 +13,6 @@ the schedule of the longer run, and is still the same run.
 Only stages of `data_stages` that have begun at the step of the resume are compared: later ones may be edited.
 """
 
-from __future__ import annotations
-
 import math
 from datetime import datetime
 from fnmatch import fnmatchcase

@@ -1,7 +1,5 @@
 """What a plain scalar of our YAML is: `1e-5` is a float, `12:30:00` and `2026-01-01` are text, `010` is not octal."""
 
-from __future__ import annotations
-
 import re
 
 import yaml

@@ -6,8 +6,6 @@
 Error messages take valid names from here, the config reference its tables, tests their lists of keys.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

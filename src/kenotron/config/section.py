@@ -15,8 +15,6 @@ Variants of one key (`init_method`, `dataset`, …) are distinguished by a funct
 trying one after the other. Tags look like ``(random)``, so that they differ from keys in an error's location.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterable
 from typing import Annotated, Any

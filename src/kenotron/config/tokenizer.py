@@ -1,7 +1,5 @@
 """`tokenizer`: a tokenizer from the Hub or a folder, or one trained on the data of the run."""
 
-from __future__ import annotations
-
 from typing import Self
 
 from pydantic import model_validator

@@ -1,7 +1,5 @@
 """`tokens`: sequence length, batch size, number of steps, and validation."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator

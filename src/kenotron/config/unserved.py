@@ -6,8 +6,6 @@
 A feature that arrives takes its line out of the list and adds its section to the schema.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 Unsupported keys of other sections are not in the schema; `unserved` lists them.
 """
 
-from __future__ import annotations
-
 from kenotron.config.config import Config
 from kenotron.config.errors import NotSupportedYet
 from kenotron.config.parallelism import stays_on_cpu

@@ -3,8 +3,6 @@
 checkpoints.staging_path: s3://bucket/run      not supported yet: …: expected a local path
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from typing import Any

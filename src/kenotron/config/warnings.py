@@ -4,8 +4,6 @@
 ['optimizer.learning_rate_scheduler.lr_warmup_steps is 50, tokens.train_steps only 20: the learning rate …']
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from kenotron.config.config import Config

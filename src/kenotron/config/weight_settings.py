@@ -7,8 +7,6 @@ Nothing fails then: the loss is only higher than it should be. To change a setti
 rope_theta for longer sequences), so this is a warning.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

@@ -10,8 +10,6 @@
 The YAML loads to an equal config.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

@@ -13,8 +13,6 @@ $KENOTRON_CACHE, else ~/.cache/kenotron
 └── remote/                   blocks of files on other machines (storage/blocks.py)
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import threading

@@ -4,8 +4,6 @@ A lock file keeps several processes from doing the same work; it is the kernel's
 Where a file system has no locks, all of them build, and the first rename wins.
 """
 
-from __future__ import annotations
-
 import hashlib
 import shutil
 import time

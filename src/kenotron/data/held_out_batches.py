@@ -11,8 +11,6 @@ is exact for byte-level tokenizers, whose tokens are of known bytes (the one tha
 that of its name). For others the bytes are the source's bytes per token times the labels, exact over the whole set.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

@@ -8,8 +8,6 @@
 It holds no time and no host: the same work gives the same manifest.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path

@@ -7,8 +7,6 @@ with a limit, or with a weight by their size. `Sources` opens no more than that 
 the next.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future

@@ -7,8 +7,6 @@ Nothing of this is recorded while training: the order is arithmetic, so the past
 up alike, on any machine that has the data. No token is read, only the ends of documents.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from itertools import pairwise

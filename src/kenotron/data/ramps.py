@@ -9,8 +9,6 @@
 The samples are the same in the same order as without a ramp; only where one step ends and the next begins moves.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass

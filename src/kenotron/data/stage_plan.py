@@ -9,8 +9,6 @@ nothing is read twice before everything was read once; `restart` of a stage star
 arithmetic (`order.Mixing`); where that requires the length of a source, because of a weight or a limit, it is opened.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager

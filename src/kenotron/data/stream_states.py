@@ -6,8 +6,6 @@
 Which samples of an indexed source come next is arithmetic; a stream's state has to be saved and restored.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 
 from kenotron.config.errors import InputError

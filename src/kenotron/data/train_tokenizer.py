@@ -1,7 +1,5 @@
 """A run's own tokenizer, trained on the text of its first stage and kept."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path

@@ -10,8 +10,6 @@ a driver that hangs or a file server that is gone is a line on the page. This pr
 nothing from here.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 import time

@@ -3,8 +3,6 @@
 Each function returns one section of `Facts`; where a system keeps no such file, its fields stay None.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import re

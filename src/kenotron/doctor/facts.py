@@ -7,8 +7,6 @@ so that a rule about eight GPUs is tested without one. Sizes are bytes, times se
 here. `asdict(report)` is the object that `--json` prints.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from kenotron.launch.environment import within_quota

@@ -6,8 +6,6 @@
 The function is at the top level of a module; arguments and result are JSON values.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -7,8 +7,6 @@
 A page holds no name of a machine or user, no address and no path (`settings` says how).
 """
 
-from __future__ import annotations
-
 import json
 import re
 import textwrap

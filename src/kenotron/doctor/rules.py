@@ -7,8 +7,6 @@ new finding needs facts in which it is found, in tests/doctor/test_rules.py, and
 hints do not belong here.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 

@@ -9,8 +9,6 @@ The losses of the uninterrupted run are the same on every machine, up to roundin
 are in the folder that is tested, so that its file system is, too.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

@@ -8,8 +8,6 @@ HF_TOKEN=…                      is not on the list, and not read
 Messages of errors lose their folders: OSError: /home/ada/env/lib/libtorch.so: … → OSError: …/libtorch.so: …
 """
 
-from __future__ import annotations
-
 import getpass
 import re
 import socket

@@ -1,7 +1,5 @@
 """What torch says of itself and of its devices; runs in a process of its own, as either may crash or hang."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import asdict
 from typing import Any

@@ -8,8 +8,6 @@ scored get logits. Choices that differ in their last token alone (A, B, C, D) ar
     context  2 7 9      choices  [5] [6] [8]      read once: 2 7 9      the logits after 9 serve all three
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from dataclasses import replace

@@ -10,8 +10,6 @@ when its stdin does: with the process that started it, however that ends. Its fo
 requests that were made of the datasets, which every evaluation of the run repeats.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import select

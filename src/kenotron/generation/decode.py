@@ -11,8 +11,6 @@ shape). A row that is done leaves the batch.
 One loop for all layouts: with tp and pp every rank of a replica runs it on the same rows (`ranks.ModelOnRanks`).
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager

@@ -16,8 +16,6 @@ Prompts of different lengths need no padding: prefill packs them with document b
 grows on its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """The layout of a model that is decoded: chosen for the processes there are, and checked against its shapes."""
 
-from __future__ import annotations
-
 from kenotron.config.decoder import DecoderArchitecture
 from kenotron.config.errors import InputError, counted
 from kenotron.config.parallelism import Parallelism

@@ -7,8 +7,6 @@
 A new option is a field here, a keyword of `kn.generate`, and an option of the two commands.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from numbers import Integral, Real

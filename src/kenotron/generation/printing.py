@@ -1,7 +1,5 @@
 """What `kenotron generate` prints on rank 0: text on stdout, warnings on stderr."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Sequence

@@ -10,8 +10,6 @@ end for the rest of the model; here each becomes a row of its own, so that the s
                                               z
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -9,8 +9,6 @@ The number that decides is a function of (seed, request, position), so a request
 else is in its batch, and the global generators of torch are never touched.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

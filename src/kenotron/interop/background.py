@@ -7,8 +7,6 @@
 The process reads only the checkpoint's files. It ignores the signals that a scheduler sends to all processes.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -9,8 +9,6 @@ ranks call it (`checkpoints.export_hf`), and each writes some of the shards: it 
 whose files do not depend on the layout, so no rank ever gathers the model.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

@@ -8,8 +8,6 @@ The files are copied beside the weights, and ``config.json`` names the classes (
 ``from_pretrained(folder, trust_remote_code=True)`` finds them. An import reads weights and config; it runs no code.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import inspect
 import shutil

@@ -9,8 +9,6 @@ other:
     halves        a0 a1 a2 b0 b1 b2
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

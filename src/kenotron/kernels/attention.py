@@ -17,8 +17,6 @@ Paths, all behind :func:`attention`:
   core, where SDPA in bf16 takes 685 (see `kernels.products`).
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 

@@ -9,8 +9,6 @@ GFLOP/s of ``[4096, 256] x [256, 768]``, 2 cores:
     other CPUs                          bfloat16 is emulated
 """
 
-from __future__ import annotations
-
 import torch
 
 

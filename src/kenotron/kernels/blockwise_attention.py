@@ -13,8 +13,6 @@ Backward needs no merge: given the final output and log-sum-exp, each block's co
 independent sums. Torch's kernels for one block are used where they exist, else the formulas.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -8,8 +8,6 @@ Width 4, one channel, weights w0 … w3, the last for the token itself; a docume
 Before the first token there are zeros, or the last width - 1 tokens of a text that goes on: the `state`.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

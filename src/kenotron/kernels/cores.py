@@ -1,7 +1,5 @@
 """The processor cores of this process."""
 
-from __future__ import annotations
-
 import os
 
 

@@ -18,8 +18,6 @@ loop over experts writes into slices of one buffer; a loop that indexes the weig
 all experts for each of them, 8 to 30 times slower.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

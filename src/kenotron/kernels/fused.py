@@ -12,8 +12,6 @@ has measured them. Compiled blocks (`model.compile`) take torch's operators in a
 itself. The loss and the experts are not compiled, so their kernels are used there, too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache

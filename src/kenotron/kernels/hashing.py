@@ -14,8 +14,6 @@ with Stafford's variant 13 of the constants) over ``key + counter * golden``. Th
 halfway, so that two streams whose states happen to coincide still produce different numbers.
 """
 
-from __future__ import annotations
-
 import hashlib
 
 import numpy as np

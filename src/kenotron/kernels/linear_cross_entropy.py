@@ -21,8 +21,6 @@ numbers a token travel in two small collectives: max is that of all ranks, s and
 all else stays local, and each rank's dhidden is one summand of the whole.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

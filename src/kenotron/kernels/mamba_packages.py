@@ -13,8 +13,6 @@ document 0, and goes on in the tokens that no document's start separates from it
 `packaged` finds the packages when they are first needed, and passes their functions in (`kernel`).
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from functools import cache, partial

@@ -12,8 +12,6 @@ row: for ``dy^T x`` one of the two is transposed before. Everything else here is
 ``model.kernels: torch`` everything is.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -14,8 +14,6 @@ of the true quantile from the middle out to 8.2 sigma (u = 2**-54), the last the
 Numpy only; `kernels.random` looks numbers up in it.
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 import numpy as np

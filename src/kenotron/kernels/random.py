@@ -13,8 +13,6 @@ Torch's generators are never touched.
 Work goes chunk by chunk through buffers that fit a CPU core's cache.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import lru_cache
 from math import prod

@@ -12,8 +12,6 @@ pass, so a matrix-vector product (the row sums of g) corrects it. Only x and r a
 ``[2048, 384]``, 1 thread: 5.0 ms → 2.0 in fp32, 5.6 → 2.6 in bf16.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import cache
 from typing import Any

@@ -10,8 +10,6 @@ The backward is the same rotation by the opposite angle, so nothing is saved but
 fp32. At ``[8, 256, 6, 64]`` on CPU, forward and backward: 3.3 ms → 1.6 in fp32, 2.3 → 1.8 in bf16.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

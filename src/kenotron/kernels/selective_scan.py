@@ -20,8 +20,6 @@ chunk, and backward makes the others again. Backward is the same recurrence with
 A document that begins at t forgets the state before it: h_{t-1} counts as 0 there.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

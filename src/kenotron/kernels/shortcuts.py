@@ -1,7 +1,5 @@
 """When a kernel may leave its usual way: for few numbers, and where looking at a value costs nothing."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

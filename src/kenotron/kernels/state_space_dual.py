@@ -16,8 +16,6 @@ Every exponential is of a sum of negative numbers, masked before it is taken: no
 Backward is autograd's. A document that begins inside of a chunk cuts L and the states there.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -8,8 +8,6 @@ forward and backward) and 8 MiB a layer less. In bf16 on CPU the activation is s
 plain form stays; under torch.compile it stays because the compiler does the same by itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple

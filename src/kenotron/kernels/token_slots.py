@@ -5,8 +5,6 @@ token are in a fixed order, where an ``index_add`` of the rows would add in any.
 they have no row, and add nothing.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

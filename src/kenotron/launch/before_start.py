@@ -1,7 +1,5 @@
 """What a command warns of before a run starts, above all a global batch that overrides of the layout have changed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Sixteen cores and four ranks: four threads each, unless OMP_NUM_THREADS says otherwise; four accelerators, one each.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import resource

@@ -1,7 +1,5 @@
 """How the error of a rank reaches the launcher: one JSON file, in the form of torch's own records."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -16,8 +16,6 @@ process as well, so no rank is left behind. If the machine that holds it is lost
 store do not return for a quarter of an hour; a second thread, which calls nobody, ends the process after the timeout.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

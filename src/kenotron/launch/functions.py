@@ -1,7 +1,5 @@
 """Functions by name, for processes that do not share memory."""
 
-from __future__ import annotations
-
 import pkgutil
 from collections.abc import Callable
 from typing import Any

@@ -14,8 +14,6 @@ The recorder does not count sends and receives between pipeline stages. They run
 later; with gloo the same report is made then, and the ranks that are not communicating are the ones waited for.
 """
 
-from __future__ import annotations
-
 import json
 import time
 import traceback

@@ -1,7 +1,5 @@
 """Memory and processor time that processes here may use, within the limits of containers and Slurm jobs (cgroups)."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -10,8 +10,6 @@ store:
     left/0/0         process 0 has left the group of generation 0
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import gc

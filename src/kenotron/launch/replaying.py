@@ -5,8 +5,6 @@ equal bit by bit; on another layout losses and norms agree up to rounding. Where
 a changed file of tokens or another version of a library is the cause. The run and its checkpoints are only read.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

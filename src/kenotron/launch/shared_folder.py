@@ -1,7 +1,5 @@
 """Whether all machines of a run see one folder of checkpoints: a checkpoint is one folder that all ranks write into."""
 
-from __future__ import annotations
-
 import socket
 import time
 import uuid

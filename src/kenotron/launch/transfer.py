@@ -10,8 +10,6 @@
 are those of small steps, and large ones show that widths are finite. `best_rates` trains in full, over a grid of rates.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence

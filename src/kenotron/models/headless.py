@@ -16,8 +16,6 @@ Source: Godey et al., "Headless language models: learning without predicting wit
 (arXiv 2309.08351). Their code counts the right token once more in the sum.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

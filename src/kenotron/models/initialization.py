@@ -7,8 +7,6 @@ vocabulary adds rows at the end and moves nothing.
 Which distribution a parameter gets is a list of rules: `models.init_rules`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Several optimizers over parameters of their own, which train as one, and the moving average of what they train."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager

@@ -9,8 +9,6 @@ decay that is larger in proportion.
 Source: Chen et al., "Symbolic discovery of optimization algorithms" (arXiv 2302.06675), algorithm 2.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -12,8 +12,6 @@ The weights of experts, ``[experts, rows, columns]``, are a matrix each. Ranks t
 matrices, and update those.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence

@@ -11,8 +11,6 @@ depend on the layout; and no rank works more than its share. A matrix that is re
 among all ranks that hold any of it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

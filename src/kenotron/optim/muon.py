@@ -27,8 +27,6 @@ and its coefficients; Liu et al., "Muon is scalable for LLM training" (arXiv 250
 the weight decay; Li et al., "NorMuon" (arXiv 2510.05491), with the norm as their code keeps it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from typing import Any

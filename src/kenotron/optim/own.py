@@ -1,7 +1,5 @@
 """What the optimizers of this package have in common: state that is made, not stepped into being."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

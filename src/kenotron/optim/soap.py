@@ -13,8 +13,6 @@ more than Muon's two halves of a gradient.
 Source: Vyas et al., "SOAP: Improving and stabilizing Shampoo using Adam" (arXiv 2409.11321), algorithm 3.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -14,8 +14,6 @@ an edited config is never overruled by an old checkpoint.
 To resume: build the optimizer, `init_state`, fill what `state_tensors` shows, `load_numbers`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

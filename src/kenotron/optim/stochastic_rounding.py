@@ -11,8 +11,6 @@ never of the rank, so any layout rounds alike, and so does a run that goes on fr
 Source: Gupta et al., "Deep learning with limited numerical precision" (arXiv 1502.02551).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator
 from typing import Any

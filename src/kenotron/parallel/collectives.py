@@ -25,8 +25,6 @@ Between ranks of one machine, on CPUs, `parallel.shared_memory` replaces them. N
 sum of a gradient, amid backward, would wait for a rank that waits for this one in another group.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any

@@ -15,8 +15,6 @@ causally (`local_blocks`), and those of a document that began before the chunk s
 block: no work is done for them.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple

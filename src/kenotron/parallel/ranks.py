@@ -7,8 +7,6 @@ Without a process group, or with a group of one, all of them are plain calls. An
     raise_on_any_rank(lambda: check_my_share())            # everyone works; if one fails, all fail
 """
 
-from __future__ import annotations
-
 import re
 import sys
 import time

@@ -17,8 +17,6 @@ and values are gathered while the rank computes with its own; their gradients ar
 Both are plain functions of local tensors, for any module of yours.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

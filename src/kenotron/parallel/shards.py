@@ -11,8 +11,6 @@ the number of blocks that were there already. Blocks are those of `torch.chunk`:
 Torch's arithmetic is private and makes a list of every row.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import prod
 from typing import Any

@@ -12,8 +12,6 @@ state and w - 1 tokens a layer, whatever the length of the sequence. (LASP, arXi
 attention, around a ring.)
 """
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from torch import Tensor

@@ -9,8 +9,6 @@ The requirements come from the config. Each is resolved by the same function tha
 here succeeds in the run with HF_HUB_OFFLINE=1. With that variable set, nothing is downloaded: the command only checks.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field

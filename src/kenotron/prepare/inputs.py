@@ -9,8 +9,6 @@ A shard is a run of byte ranges (text/documents.py) of about `--shard-size`, pla
 So shard 3 can be made without reading what comes before it, by any process, at any time.
 """
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence

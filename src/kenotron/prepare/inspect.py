@@ -1,7 +1,5 @@
 """What tokens on disk hold, in one pass and bounded memory."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

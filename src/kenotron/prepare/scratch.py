@@ -5,8 +5,6 @@ with scratch_beside(Path("all")) as folder:      # .all.unfinished
     publish_folder(folder, Path("all"))
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Iterator

@@ -8,8 +8,6 @@ bucket's order is a random permutation. Memory holds a bucket's document ends, a
 of documents that come in chunks one; buckets are memory-mapped files.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from pathlib import Path

@@ -5,8 +5,6 @@ history.jsonl     one JSON object a start or end: when, at which step; on which 
 samples.jsonl     completions of `logging.sample_prompts`
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

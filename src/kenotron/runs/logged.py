@@ -1,7 +1,5 @@
 """A run's folder, read."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path

@@ -4,8 +4,6 @@ The page (page.html) draws everything itself; this file puts the numbers into it
 steps with their lowest and highest value.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

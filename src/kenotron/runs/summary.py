@@ -1,7 +1,5 @@
 """A run in one line, from its files: its state, its steps, its losses."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Iterable

@@ -5,8 +5,6 @@ read_rows(arrays, starts, rows)          the parts of a whole batch are fetched 
 fetch_ahead(arrays, starts, lengths)     the same, without waiting
 """
 
-from __future__ import annotations
-
 import mmap
 from collections.abc import Sequence
 from concurrent.futures import Future

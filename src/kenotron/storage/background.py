@@ -1,7 +1,5 @@
 """How a process begins that works beside training."""
 
-from __future__ import annotations
-
 import os
 import signal
 

@@ -6,8 +6,6 @@ A version of a file (`RemoteFile`) is its size and its ETag, or the protocol's e
 read, so that no run trains on a mixture of two versions.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import random

@@ -9,8 +9,6 @@ folder that holds its name, were synced; hence `sync_folder` after every change 
 know what they were doing and for whom.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

@@ -3,8 +3,6 @@
 Only this file uses private names of gcsfs: `GCSFileSystem._request`, and the function that its retry decorator wraps.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import gcsfs

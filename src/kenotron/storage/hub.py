@@ -1,7 +1,5 @@
 """Files of Hugging Face repositories: from the local cache, else from the hub, else one clear line."""
 
-from __future__ import annotations
-
 import logging
 import os
 from pathlib import Path

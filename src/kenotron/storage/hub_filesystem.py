@@ -1,7 +1,5 @@
 """huggingface_hub's file system without its caches, retries and read-ahead; every read returns the file's version."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import quote

@@ -8,8 +8,6 @@ ctypes needs neither Python's headers nor torch's, so a C++ compiler is enough. 
 name that has the hash of what it depends on: the source, the flags, the kind of machine.
 """
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import os

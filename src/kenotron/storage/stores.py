@@ -10,8 +10,6 @@ object that was sent is compared with its file: by its length and the MD5 that t
 Google's md5Hash), or, where that is none (KMS encryption, other stores), by reading it back.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Training a tokenizer: a byte-level BPE, as GPT-2's."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from kenotron.config.errors import InputError

@@ -3,8 +3,6 @@
 [{role: user, content: Hi}]  ──render_chat──▶  <|im_start|>user↵Hi<|im_end|>↵
 """
 
-from __future__ import annotations
-
 import re
 from functools import lru_cache
 from typing import Any

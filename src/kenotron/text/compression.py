@@ -1,7 +1,5 @@
 """Compressed files as streams."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import zlib

@@ -11,8 +11,6 @@ read by ranges, each of which is found without reading those before it:
 Sources: `file_documents.FileDocuments`, `hub_datasets.HubDocuments`, `sft.SftDocuments`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, Protocol

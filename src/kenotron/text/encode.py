@@ -10,8 +10,6 @@ run of the user's script, and it ends by itself when its pipe closes, also when 
 process no worker is started: the library's own threads do the work here.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import queue

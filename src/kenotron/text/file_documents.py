@@ -10,8 +10,6 @@ What a document is:
 A line or row of more than half a million characters comes in chunks, too.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

@@ -16,8 +16,6 @@ its next chunk goes to the other side it ends, since what would come next there 
     held out       b b|
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
 

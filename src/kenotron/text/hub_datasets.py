@@ -8,8 +8,6 @@ commit in the local hub cache, so a second run neither imports it nor asks the h
 `dataset_overwrite_cache: true` does.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import sys

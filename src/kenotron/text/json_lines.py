@@ -1,7 +1,5 @@
 """Documents of JSON lines, read from any byte on."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from typing import IO

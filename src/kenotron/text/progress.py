@@ -3,8 +3,6 @@
 Work in the background gets plain lines, too: the terminal belongs to what runs in front.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 import time

@@ -5,8 +5,6 @@ Within `deterministic` torch takes operators with a fixed order, and raises at o
 is reproducible in any case, it shows which operators those are.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -8,8 +8,6 @@ It is started once and inherits nothing: no torch, no open file of the training 
 does, so also when the training process is killed.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import subprocess

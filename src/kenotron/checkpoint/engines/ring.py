@@ -7,8 +7,6 @@ larger than the ring.
 The memory has no name that a killed process could leave behind. No torch here: the writer imports this.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import tempfile

@@ -7,8 +7,6 @@ The tensors are referenced until their last byte is copied. A device is read by 
 the event that `mark` recorded; a block counts as copied when the stream has done it.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor

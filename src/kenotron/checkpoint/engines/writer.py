@@ -7,8 +7,6 @@ There are no collectives here: ranks meet in the checkpoint's temporary folder. 
 ends when the training process does, however that dies, leaving a temporary folder without a manifest.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -8,8 +8,6 @@ An item is a document; `dim` counts the tokens of a chunk. Each chunk is a file 
 litdata writes it with `item_loader=TokensLoader()`.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -7,8 +7,6 @@
 A document is one sequence or several; the last of the D = documents + 1 starts is S. All integers are little-endian.
 """
 
-from __future__ import annotations
-
 import struct
 
 import numpy as np

@@ -8,8 +8,6 @@
 These files do not record where documents end.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray

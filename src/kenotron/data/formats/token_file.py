@@ -8,8 +8,6 @@ disk. Opening does not read the tokens, so that a folder of terabytes opens at o
 and an index is read, and checked, where documents are asked for (`documents_between`).
 """
 
-from __future__ import annotations
-
 import errno
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -5,8 +5,6 @@ config asks for it, by the same function that imports what a user's own `dataset
 interface (`data/source.py`) alone, and reads no code of kinds that it does not use.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from kenotron.config.data import (

@@ -1,7 +1,5 @@
 """Samples that validation reads: the last ones of a source."""
 
-from __future__ import annotations
-
 from kenotron.data.source import SampleRange, TokenSource
 
 

@@ -18,8 +18,6 @@ once and kept in the cache, memory-mapped when read:
     └── first              int64 [rows + 1], the first fragment of each row
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future

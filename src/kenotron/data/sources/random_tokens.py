@@ -1,7 +1,5 @@
 """`dataset: null`: endless uniformly random tokens, a hash of (seed, sample, place), the same everywhere."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from kenotron.data.batch import Int64

@@ -15,8 +15,6 @@ An epoch ends for all shards together: when the shuffle buffer is empty and no s
 document is read once before any is read again, whatever the sizes of the files.
 """
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

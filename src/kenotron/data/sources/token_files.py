@@ -7,8 +7,6 @@
 Of the windows of a folder (`token_folder.py`) the last `tokens.val_fraction` are held out.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Sequence

@@ -11,8 +11,6 @@ A sample's file is found by bisection in the cumulative numbers of windows, so o
 however long it is. Tokens are checked when they are read: an id that the model has no row for is never fed.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import os

@@ -7,8 +7,6 @@ What the class or function returns is one of
     `__len__` and `__getitem__`: `sequence_length + 1` ids (list, array, tensor), or a dict with `input_ids`
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

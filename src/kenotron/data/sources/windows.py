@@ -5,8 +5,6 @@ sample 0  7 8 9 2 5              documents  0 0 0 0 1
 sample 1          5 6 3 1 4      documents  1 1 1 1 1
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

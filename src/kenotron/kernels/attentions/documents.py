@@ -8,8 +8,6 @@ Two sequences of 4 tokens, the second of two documents:
                        [2, 2, 3, 3]]
 """
 
-from __future__ import annotations
-
 from itertools import accumulate, chain, pairwise
 
 import torch

@@ -7,8 +7,6 @@ A compiled model takes it into its graph; elsewhere on a GPU it is compiled by i
 a kernel, and torch has no backward there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 

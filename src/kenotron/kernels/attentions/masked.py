@@ -9,8 +9,6 @@ Work and mask grow with the square of the length, whatever the documents. It is 
 hidden blocks; and `eager` is the plain form, which every device and dtype has, to compare the others with.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -10,8 +10,6 @@ take 1.58 ms with a bound of 4096 and 1.09 ms with 771 (32 heads of 64). It take
 the true number would be a new constant of a compiled model with every batch.
 """
 
-from __future__ import annotations
-
 from inspect import signature
 from typing import Any
 

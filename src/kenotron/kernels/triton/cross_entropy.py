@@ -7,8 +7,6 @@ exponentials, which are the gradient of the logits but for a factor and the labe
     row 0 ln2 ln3, blocks of one     max 0 ln2 ln3     sum 1   1/2 + 1   3/2 * 2/3 + 1 = 2     row 1/3 2/3 1
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -9,8 +9,6 @@ of the output, which has a row for each slot:
 Over rows of width F torch's operators move 29 times rows x F numbers, and these kernels 9 times.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -6,8 +6,6 @@ registers; the sums of the groups are added at the end. Their number depends on 
     rows 0 … 5, 2 groups       program 0: rows 0 2 4       program 1: rows 1 3 5       dweight = sum 0 + sum 1
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

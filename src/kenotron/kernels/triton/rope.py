@@ -4,8 +4,6 @@ A program turns all heads of a token, which share its angles. The backward is th
 The result is laid out token by token, as varlen attention reads it.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 With s = sigmoid(gate):   silu = gate s     dup = dy silu     dgate = dy up s (1 + gate (1 - s))
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -7,8 +7,6 @@ logs/slurm/tiny-20261123_101500/
 └── 4217.log        output of all ranks; a requeued job appends to it
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

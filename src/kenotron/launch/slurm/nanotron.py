@@ -4,8 +4,6 @@ python slurm_launcher.py --run pretrain --model 1b --dp 8 --tp 2 --partition hop
 python slurm_launcher.py --run pretrain --config my.yaml --partition hopper --dry-run
 """
 
-from __future__ import annotations
-
 import argparse
 import shlex
 from collections.abc import Sequence

@@ -6,8 +6,6 @@ SLURM_PROCID=5  SLURM_STEP_NUM_TASKS=8  SLURM_LOCALID=1  SLURM_STEP_NODELIST=r7i
 RANK=5          WORLD_SIZE=8            LOCAL_RANK=1     MASTER_ADDR=r7i3n2  MASTER_PORT=23581
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 

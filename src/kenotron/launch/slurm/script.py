@@ -7,8 +7,6 @@ Slurm requeues the job by itself.
 Only a site's `setup` and ``--pre-launch`` are shell; every other value is quoted.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Mapping

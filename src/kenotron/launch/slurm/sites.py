@@ -6,8 +6,6 @@
 A profile belongs to whoever runs the job: its `setup` lines are shell and run as they are written.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import yaml

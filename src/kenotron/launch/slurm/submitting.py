@@ -1,7 +1,5 @@
 """A config as a job of Slurm, or several: `kenotron submit` and `kn.submit`."""
 
-from __future__ import annotations
-
 import contextlib
 import shlex
 import shutil

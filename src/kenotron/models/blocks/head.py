@@ -4,8 +4,6 @@ Logits of a training step are the largest tensor of a small model (tokens x voca
 computed together with the projection and they never exist as a whole in fp32.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -12,8 +12,6 @@ kernel) takes them; zeros change no score, and their outputs are cut off.
 Tensor parallelism splits the heads. What comes before a norm is the same for all heads, and every rank has all of it.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

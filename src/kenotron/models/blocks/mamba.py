@@ -8,8 +8,6 @@ Every channel is a separate recurrence; only x_proj mixes channels, so a tensor-
 sums what its part of x_proj makes of them with the other ranks. Channel counts are those of the local weights.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -11,8 +11,6 @@ rank holds some heads and the groups whose B and C they read; one group that all
 counts are those of the local weights.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -8,8 +8,6 @@ Each is a function of (key, element), so that a rank fills just its own shard, w
 are taken on the CPU in float64, whatever the device.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from functools import partial

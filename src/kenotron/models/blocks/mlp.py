@@ -3,8 +3,6 @@
 Gated: Shazeer 2020, arXiv 2002.05202; SwiGLU when act is SiLU. Plain: Vaswani et al. 2017, arXiv 1706.03762.
 """
 
-from __future__ import annotations
-
 from torch import Tensor, nn
 
 from kenotron.kernels.swiglu import activate, swiglu

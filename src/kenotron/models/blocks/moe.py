@@ -22,8 +22,6 @@ No token is dropped, unless training has a capacity: of a sequence's slots, each
 ``ceil(capacity * tokens * k / E)``, those of the largest weights (`within_capacity`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ square 12.5, so the output is [3, 4] / sqrt(12.5 + eps) * weight = [0.85, 1.13] 
 first and has a bias (Ba et al. 2016, arXiv 1607.06450): [3, 4] becomes [-1, 1] * weight + bias.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

@@ -4,8 +4,6 @@ x ──┬─ norm ─ attention ─(+)── x
     └─ norm ─ MLP ────────┘
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from kenotron.models.blocks.pre_norm import PreNormBlock

@@ -4,8 +4,6 @@ x ──┬─ attention ─ norm ─(+)─┬─ MLP ─ norm ─(+)── x
     └────────────────────────┘└────────────┘
 """
 
-from __future__ import annotations
-
 from torch import Tensor, nn
 
 from kenotron.models.context import Context

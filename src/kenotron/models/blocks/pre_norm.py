@@ -4,8 +4,6 @@ x ──┬─ norm ─ attention ─(+)─┬─ norm ─ MLP ─(+)── x
     └────────────────────────┘└────────────┘
 """
 
-from __future__ import annotations
-
 from torch import Tensor, nn
 
 from kenotron.models.context import Context

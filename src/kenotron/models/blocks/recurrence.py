@@ -5,8 +5,6 @@ sequence resets them. In generation ``ctx.states`` folds instead: each text is a
 from where the last step left it. Where ranks share sequences, ``ctx.passing`` brings what the ranks before have.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

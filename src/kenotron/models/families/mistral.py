@@ -3,8 +3,6 @@
 Later models of the family have no window: `sliding_window: null`.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 from kenotron.config.section import OURS, key

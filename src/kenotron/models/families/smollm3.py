@@ -6,8 +6,6 @@
 A layer without rotary positions tells tokens apart by their content and by the causal mask alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Literal
 
