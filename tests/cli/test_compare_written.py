@@ -1,4 +1,4 @@
-"""`kenotron compare` and `config diff` of what runs have written, and what is no run."""
+"""`kenotron plot`, and `compare` and `config diff` of what runs have written, and what is no run."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kenotron.cli import main
+from kenotron.runs.plot import HEIGHT, WIDTH
 from support.tiny_run import tiny_config, tiny_yaml, train_quietly
 
 
@@ -28,6 +29,31 @@ def written(folder: Path, losses: list[float | None], val: dict[int, float]) -> 
     return folder
 
 
+def test_curves_in_the_terminal_go_from_the_highest_loss_to_the_lowest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    falls = written(tmp_path / "falls", [8.0, 6.0, None, 2.0], {4: 4.0})
+    flat = written(tmp_path / "flat", [5.0] * 4, {})
+    assert call("plot", falls, flat / "metrics.jsonl") == 0
+    lines = capsys.readouterr().out.splitlines()
+    rows = [line[10:] for line in lines[:HEIGHT]]
+    assert rows[0] == "*"  # step 1, loss 8
+    assert rows[-1] == " " * (WIDTH - 1) + "*"  # step 4, loss 2
+    assert [row.index("v") for row in rows if "v" in row] == [WIDTH - 1]
+    assert "v" in rows[round((8 - 4) / (8 - 2) * (HEIGHT - 1))]
+    assert [row.count("o") for row in rows if "o" in row] == [4]
+    assert lines[HEIGHT].split()[:4] == ["1K", "to", "4K", "tokens;"]
+    assert lines[-2:] == ["* falls: 2", "o flat: 5"]
+
+
+def test_a_column_shows_the_mean_of_its_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Losses of 1 and 3 in turn: three steps or more have a mean between 5/3 and 7/3, drawn in the middle third."""
+    noisy = written(tmp_path / "noisy", [1.0, 3.0] * (4 * WIDTH), {})
+    assert call("plot", noisy) == 0
+    drawn = [row for row, line in enumerate(capsys.readouterr().out.splitlines()[:HEIGHT]) if "*" in line]
+    assert HEIGHT / 3 - 1 <= min(drawn) <= max(drawn) <= HEIGHT * 2 / 3
+
+
 def test_losses_that_are_not_finite_are_not_equal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = [written(tmp_path / "a", [2.0, None, 1.0], {}), written(tmp_path / "b", [2.0, 3.0, 1.0], {})]
     for run in runs:
@@ -44,8 +70,15 @@ def test_what_is_no_run_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[s
         (tmp_path / "logs", "expected the folder of a run, with metrics.jsonl; it has the runs a"),
         (tmp_path / "log", "no such file or folder"),
     ):
-        assert call("report", path) == 2
+        assert call("report", path) == call("plot", path) == 2
         assert expected in capsys.readouterr().err
+
+
+def test_runs_that_cannot_be_drawn_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("plot", written(tmp_path / "nan", [None], {})) == 2
+    assert "nan: its metrics.jsonl has no losses yet" in capsys.readouterr().err
+    assert call("plot", *[written(tmp_path / str(number), [1.0], {}) for number in range(9)]) == 2
+    assert "expected at most 8 runs, found 9" in capsys.readouterr().err
 
 
 def test_another_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

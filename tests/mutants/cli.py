@@ -120,6 +120,14 @@ MUTANTS = [
         tests=("checkpoint/test_checkpoint_cli.py::test_verify_exits_with_1_and_names_the_file",),
     ),
     Mutant(
+        name="a-column-of-a-plot-shows-one-step",
+        file="runs/plot.py",
+        find="mean = curve[column == at, 1].mean()",
+        replace="mean = curve[column == at, 1][-1]",
+        why="noise of single steps hides which of two runs is better",
+        tests=("cli/test_compare_written.py::test_a_column_shows_the_mean_of_its_steps",),
+    ),
+    Mutant(
         name="prune-removes-in-a-dry-run",
         file="cli/checkpoint.py",
         find="for path in () if dry_run else [Path(entry.path) for entry in doomed]:",

@@ -1,7 +1,5 @@
 """The commands, mounted: each file of this folder holds one, and imports what it needs when it is called."""
 
-from __future__ import annotations
-
 import re
 import sys
 from typing import Annotated
@@ -23,7 +21,7 @@ from kenotron.cli.generate import generate
 from kenotron.cli.init import init
 from kenotron.cli.plan import plan
 from kenotron.cli.replay import replay
-from kenotron.cli.runs import report, runs
+from kenotron.cli.runs import plot, report, runs
 from kenotron.cli.slurm import cancel, logs, status, submit
 from kenotron.cli.train import train
 
@@ -67,7 +65,7 @@ def all_commands() -> typer.Typer:
     app = typer.Typer(help=HELP, no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False)
     app.info.context_settings = {"help_option_names": ["-h", "--help"]}
     app.callback()(_options)
-    trained = (init, plan, train, branch, generate, chat, evaluate, compare, runs, report)
+    trained = (init, plan, train, branch, generate, chat, evaluate, compare, runs, report, plot)
     for command in (*trained, replay, doctor, submit, status, logs, cancel):
         app.command()(command)
     for group in (config, checkpoint, convert, data, mup):

@@ -1,6 +1,4 @@
-"""`kenotron runs [FOLDER…]` lists the runs below folders of logs, `kenotron report RUN…` makes a page of some."""
-
-from __future__ import annotations
+"""`kenotron runs [FOLDER…]` lists the runs below folders of logs; `kenotron plot RUN…` and `report` draw some."""
 
 import json
 from dataclasses import asdict
@@ -41,6 +39,16 @@ def runs(
     ]
     header = "run", "state", "steps", "tokens", "loss", "val loss", "tokens/s", "last step", "reason"
     print_table(header, rows)
+
+
+def plot(
+    runs: Annotated[list[Path], typer.Argument(help="Folders of runs, such as logs/my_run, or metrics.jsonl files.")],
+) -> None:
+    """Plot the losses of runs over tokens in the terminal; `kenotron report` draws them, and more, on a page."""
+    from kenotron.runs.logged import read_run
+    from kenotron.runs.plot import loss_plot
+
+    typer.echo(loss_plot([read_run(run) for run in runs]))
 
 
 def report(

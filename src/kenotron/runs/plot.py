@@ -1,0 +1,46 @@
+"""The losses of runs over tokens, drawn with characters."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kenotron.config.errors import InputError, human_format
+from kenotron.runs.logged import LoggedRun
+from kenotron.runs.summary import is_number
+
+WIDTH, HEIGHT, MARKS, VALIDATION = 72, 18, "*o+x#@%&", "v"
+
+
+def loss_plot(runs: Sequence[LoggedRun]) -> str:
+    """One curve a run, where each column has the mean of its steps, with the last losses below.
+
+    Raises InputError if no run has a loss, or there are more runs than marks.
+    """
+    if len(runs) > len(MARKS):
+        raise InputError(f"RUN: expected at most {len(MARKS)} runs, found {len(runs)}; `kenotron report` draws more")
+    curves, legend = list[tuple[str, NDArray[np.float64]]](), []
+    for mark, run in zip(MARKS, runs):
+        training, validation = _losses(run, "lm_loss"), _losses(run, "val_loss")
+        curves += [(mark, training), (VALIDATION, validation)]
+        legend.append(f"{mark} {run.name}: {training[-1, 1]:.4g}" if len(training) else f"{mark} {run.name}: no losses")
+    tokens, losses = np.concatenate([curve for _, curve in curves]).T
+    if not len(tokens):
+        raise InputError(f"{runs[0].folder}: its metrics.jsonl has no losses yet")
+    (left, right), (low, high) = (tokens.min(), tokens.max()), (losses.min(), losses.max())
+    canvas = np.full((HEIGHT, WIDTH), " ")
+    for mark, curve in curves:
+        column = np.rint((curve[:, 0] - left) / (right - left or 1) * (WIDTH - 1)).astype(int)
+        for at in np.unique(column):
+            mean = curve[column == at, 1].mean()
+            canvas[round((high - mean) / (high - low or 1) * (HEIGHT - 1)), at] = mark
+    labels = [f"{high:.4g}", *[""] * (HEIGHT - 2), f"{low:.4g}"]
+    rows = [f"{label:>8} |{''.join(row)}".rstrip() for label, row in zip(labels, canvas)]
+    below = f"{human_format(left)} to {human_format(right)} tokens; {VALIDATION}: validation; last losses:"
+    return "\n".join([*rows, f"{'':10}{below}", *legend])
+
+
+def _losses(run: LoggedRun, key: str) -> NDArray[np.float64]:
+    """Tokens and losses of the steps that have one, ``[steps, 2]``."""
+    pairs = [(line["consumed_tokens"], line.get(key)) for line in run.steps.values()]
+    return np.array([pair for pair in pairs if all(map(is_number, pair))], float).reshape(-1, 2)
