@@ -3,8 +3,6 @@
 ``torch.accelerator`` raises on a build without one, and CUDA, ROCm and CPU differ; no other file has to know.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import resource
@@ -17,6 +15,7 @@ import torch
 from numpy.typing import ArrayLike
 
 from kenotron.config.errors import InputError
+from kenotron.config.packaged import packaged
 from kenotron.config.parallelism import stays_on_cpu
 from kenotron.kernels.products import rows_by_matrix
 
@@ -109,28 +108,13 @@ def name(device: torch.device) -> str:
     return models[0] if models else platform.processor() or "CPU"
 
 
-# Dense bf16 matrix FLOP/s by the vendors' data sheets (no sparsity); the first whose name is in the device's.
-PEAK_BF16 = {
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "GB200": 2500e12,
-    "B200": 2250e12,
-    "MI250X": 191.5e12,  # one of the two dies that a rank sees
-    "MI300X": 1307e12,
-    "MI325X": 1307e12,
-}
-
-
+@cache
 def vendor_peak(device: torch.device) -> float | None:
-    """The data sheet's dense bf16 FLOP/s of this accelerator, or None when we do not know it."""
+    """The data sheet's dense bf16 FLOP/s of this accelerator, or None when it is not in gpus.yaml."""
     if device.type != "cuda":
         return None
-    known = name(device)
-    return next((flops for model, flops in PEAK_BF16.items() if model in known), None)
+    gpus, known = packaged("kenotron.parallel", "gpus.yaml").values(), name(device)
+    return next((float(gpu["flops"]) for gpu in gpus if gpu["device"] in known), None)
 
 
 def matmul_ceiling(device: torch.device, dtype: str) -> float:

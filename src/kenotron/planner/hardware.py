@@ -1,7 +1,5 @@
 """GPUs that a run may be planned for, by the names that `kenotron plan --gpu` takes."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -14,9 +12,10 @@ GIB = 1 << 30
 
 
 class Gpu(NamedTuple):
-    """A GPU as torch sees it (gpus.yaml says what the fields are); of a kind that is not there, only the memory."""
+    """A GPU as torch sees it, with the fields of parallel/gpus.yaml; of a kind that is not there, only the memory."""
 
     name: str
+    device: str
     memory_gib: float
     vendor: str
     capability: tuple[int, int] = (0, 0)
@@ -32,7 +31,7 @@ class Gpu(NamedTuple):
 
 GPUS = {
     name: Gpu(**fields | {"capability": tuple(fields.get("capability", (0, 0)))})
-    for name, fields in packaged("kenotron.planner", "gpus.yaml").items()
+    for name, fields in packaged("kenotron.parallel", "gpus.yaml").items()
 }
 
 
@@ -50,6 +49,6 @@ def gpu_here() -> Gpu | None:
     found = torch.cuda.get_device_properties(0)
     vendor, capability = ("amd", (0, 0)) if torch.version.hip else ("nvidia", (found.major, found.minor))
     memory = found.total_memory / GIB
-    alike = [gpu for gpu in GPUS.values() if gpu.name.split(",")[0].split()[0] in found.name.split()]
-    known = min(alike, key=lambda gpu: abs(gpu.memory_gib - memory), default=Gpu(found.name, memory, vendor))
+    alike = [gpu for gpu in GPUS.values() if gpu.device in found.name] or [Gpu("", "", memory, vendor)]
+    known = min(alike, key=lambda gpu: abs(gpu.memory_gib - memory))
     return known._replace(name=found.name, memory_gib=memory, capability=capability)
