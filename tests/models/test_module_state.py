@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import random
 from collections import deque
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -20,6 +23,7 @@ from kenotron.kernels.attention import attention
 from kenotron.models import Context, build, initialize_model, named_parameters
 from kenotron.models.foreign import HUGGING_FACE
 from kenotron.models.foreign_model import ForeignModel
+from kenotron.models.module_state import check_state
 from kenotron.parallel.mesh import Mesh
 from kenotron.training.step import count_real_tokens, forward_backward
 from support.foreign_models import folder_of, plain_config
@@ -30,8 +34,26 @@ DYNAMIC = {"max_position_embeddings": 6, "rope_scaling": {"rope_type": "dynamic"
 SHAPES = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_hidden_layers": 2}
 
 
+COUNTED = {"calls": 0}
+
+
+class Other:
+    """Of another package than the module that holds it, called like a function."""
+
+    __module__ = "another.package"
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self) -> int:
+        self.calls += 1
+        return self.calls
+
+
 class Block(nn.Module):
     """Counts its calls in every place that a module has, and computes with all of them; a running mean."""
+
+    of_class = 0
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -42,6 +64,7 @@ class Block(nn.Module):
         self.register_buffer("replaced", torch.zeros(()), persistent=False)
         self.calls, self.names, self.numbers, self.kinds = 0, ["a"], {"calls": 0}, {0}
         self.nested, self.own, self.last = {"calls": [0]}, SimpleNamespace(calls=0), deque([0])
+        self.array, self.fixed, self.other = np.zeros(2), ([0], 1), Other()
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -56,9 +79,14 @@ class Block(nn.Module):
         self.nested["calls"].append(1)
         self.own.calls += 1
         self.last.append(1)
+        self.array += 1
+        self.fixed[0].append(1)
+        COUNTED["calls"] += 1
+        Block.of_class += 1
         self.late = getattr(self, "late", 0) + 1
         counted = [self.written, self.replaced, self.calls, len(self.names), self.numbers["calls"], len(self.kinds)]
-        counted += [len(self.nested["calls"]), self.own.calls, len(self.last)]
+        counted += [len(self.nested["calls"]), self.own.calls, len(self.last), int(self.array[0]), len(self.fixed[0])]
+        counted += [COUNTED["calls"], Block.of_class, self.other()]
         return x + 0.01 * (sum(counted) + self.late) * torch.relu(self.f(x - self.mean))
 
 
@@ -137,11 +165,15 @@ def test_every_call_begins_with_what_the_module_was_made_with(tmp_path: Path, ca
     block = model.foreign_module.layers[0]
     assert (block.calls, block.names, block.numbers, block.kinds) == (0, ["a"], {"calls": 0}, {0})
     assert (block.nested, block.own.calls, list(block.last)) == ({"calls": [0]}, 0, [0])
+    assert (block.array.tolist(), block.fixed, block.other.calls) == ([0, 0], ([0], 1), 0)
+    assert (COUNTED, Block.of_class) == ({"calls": 0}, 0)
     assert not hasattr(block, "late")
     told = [record.getMessage() for record in caplog.records if "no checkpoint holds" in record.getMessage()]
     assert len(told) == 1, "once, not at every call"
-    for name in ("calls", "names", "numbers", "kinds", "nested.calls", "own", "last", "late", "written", "replaced"):
-        assert f"layers.1.{name}" in told[0]
+    names = ["calls", "names", "numbers", "kinds", "nested.calls", "own", "last", "late", "written", "replaced"]
+    names += ["array", "fixed.0", "other"]
+    for name in (*(f"layers.1.{each}" for each in names), f"{__name__}.COUNTED", "Block.of_class"):
+        assert name in told[0]
     assert "count" not in told[0]
 
 
@@ -167,6 +199,14 @@ def test_with_torchs_inference_mode(tmp_path: Path) -> None:
 def test_a_tensor_that_is_no_buffer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"forward writes into total, a tensor that is no buffer"):
         called(made(of_user(tmp_path, "WritesATensor")), torch.arange(24).view(2, 12))
+
+
+@pytest.mark.parametrize("state", [itertools.count(), random.Random(1), np.random.default_rng(1), torch.Generator()])
+def test_a_position_that_no_checkpoint_holds_is_refused(state: object) -> None:
+    block = Block(8)
+    block.numbers_drawn = state
+    with pytest.raises(InputError, match=rf"f\.0\.numbers_drawn is a {type(state).__name__}, whose position"):
+        check_state(nn.ModuleDict({"f": nn.Sequential(block)}))
 
 
 @pytest.mark.parametrize("compiled", [False, True])

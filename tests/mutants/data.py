@@ -221,6 +221,14 @@ MUTANTS = [
         tests=("training/test_exact_resume.py",),
     ),
     Mutant(
+        name="held-out-of-the-weights-parent",
+        file="checkpoint/start.py",
+        find="continues=False).held_out if weights and weights.ours else ()",
+        replace="continues=False).held_out if False else ()",
+        why="a new run with another run's weights trains on what that run has validated on",
+        tests=("training/test_exact_resume.py",),
+    ),
+    Mutant(
         name="a-lookup-before-the-first-checkpoint-forgets-the-parents-data",
         file="launch/data_which.py",
         find="place_elsewhere(config, resolve(named))",

@@ -538,6 +538,14 @@ MUTANTS = [
         ("models/test_module_state.py",),
     ),
     Mutant(
+        "a-foreign-module-keeps-what-forward-left-in-its-class",
+        "models/module_state.py",
+        "        for space, before in self.variables:\n",
+        "        for space, before in self.variables[:0]:\n",
+        "a counter in a class or in a file lasts: a validation changes training, and a resumed run is another one",
+        ("models/test_module_state.py",),
+    ),
+    Mutant(
         "recomputation-writes-buffers-again",
         "models/module_state.py",
         "            with put_back(self.block, self.values()):\n                before.put_back()\n",

@@ -384,6 +384,7 @@ def test_columns_that_a_template_reads_reach_it_as_in_transformers(tmp_path: Pat
         ({"system": "Be brief."}, "'system' is not read beside 'messages': write it as the first of the messages"),
         ({"chat_template": "{{ 1 }}"}, "'chat_template' is not read beside 'messages': the tokenizer's is used"),
         ({"functions": [TOOL]}, "'functions' is not read beside 'messages': name it tools"),
+        ({"images": ["a.png"]}, "'images' is not read, only text is"),
     ],
 )
 def test_a_column_that_would_be_ignored_is_refused(tmp_path: Path, given: dict[str, Any], line: str) -> None:
@@ -403,6 +404,7 @@ def test_a_system_column_beside_a_prompt_is_refused(tmp_path: Path, tokenizer: T
     [
         ({"input": "2 and 3"}, "'input' is not read beside 'prompt': join it into the prompt"),
         ({"context": "A page."}, "'context' is not read beside 'prompt'"),
+        ({"image": {"bytes": "iVBO"}}, "'image' is not read, only text is"),
         ({"tools": [TOOL]}, "'tools' is not read beside 'prompt': write the row as messages"),
         ({"weight": 0}, "weight = 0 is not supported: every row counts the same"),
     ],

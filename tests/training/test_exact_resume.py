@@ -453,9 +453,13 @@ def test_a_document_that_was_validated_on_is_not_trained_on_once_files_were_adde
     held = side(train_quietly(tiny_config(tmp_path, *overrides)), "validation")
     assert ordered[1].strip() in held
     put(ordered[:1] + ordered[30:])
-    run = train_quietly(tiny_config(tmp_path, *overrides, "tokens.train_steps=5"))
-    assert run.start.step == 3
-    assert ordered[1].strip() not in side(run, "train")
-    assert ordered[1].strip() in side(run, "validation")
-    assert ordered[0].strip() in side(run, "validation")
-    assert ordered[30].strip() in side(run, "train")
+    (tmp_path / "new").mkdir()
+    weights = f"model.init_method={{path: {tmp_path / 'checkpoints'}}}"
+    resumed = train_quietly(tiny_config(tmp_path, *overrides, "tokens.train_steps=5"))
+    new = train_quietly(tiny_config(tmp_path / "new", *overrides, weights, "tokens.train_steps=1"))
+    assert (resumed.start.step, new.start.step) == (3, 0)
+    for run in (resumed, new):
+        assert ordered[1].strip() not in side(run, "train")
+        assert ordered[1].strip() in side(run, "validation")
+        assert ordered[0].strip() in side(run, "validation")
+        assert ordered[30].strip() in side(run, "train")

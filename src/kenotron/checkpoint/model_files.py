@@ -5,8 +5,6 @@ find_model("HuggingFaceTB/SmolLM2-135M")          # config.json is fetched, loca
 locate("HuggingFaceTB/SmolLM2-135M")              # the folder, with weights and tokenizer fetched
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from contextlib import suppress
@@ -25,6 +23,7 @@ from kenotron.text.tokenizer import GENERATION, TOKENIZER_FILES, TextTokenizer, 
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+ADAPTER = "adapter_config.json"
 HUB = "no such folder here"  # so each of the hub's errors begins
 
 

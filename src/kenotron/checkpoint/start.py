@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from kenotron.checkpoint import folders, loading, manifest
+from kenotron.checkpoint.model_files import find_model
 from kenotron.config import ABSENT, Config, fill_run_name, same_run_difference
 from kenotron.config.checkpoints import LOAD_MODES
 from kenotron.config.errors import InputError
+from kenotron.config.model import ExistingCheckpointInit
 from kenotron.config.resolved import read_resolved
 from kenotron.config.runs import edited_stages, same_batch_overrides
 from kenotron.optim.schedule import learning_rate
@@ -32,7 +34,8 @@ class Start:
     `continues`: the checkpoint is one of this run, which continues; else another run's, for a new one. The first steps
     of schedule and data are those after `schedule_start` and `data_start`: 0, unless the run is a restart.
     `durable_step`: that of `path`, or if it is a local checkpoint, of the newest in `checkpoints_path` before it.
-    `held_out`: `RunData.held_out_hashes` of `path`. `name`: the run's, once `Checkpoints.start` has chosen it.
+    `held_out`: `RunData.held_out_hashes` of `path`, or of the checkpoint whose weights a run at step 0 takes.
+    `name`: the run's, once `Checkpoints.start` has chosen it.
     """
 
     path: Path | None = None
@@ -52,6 +55,13 @@ class Start:
         defaults = {"schedule_start": 0, "data_start": 0, "durable_step": saved.step, "held_out": ()}
         starts = {name: saved.state.get(name, default) for name, default in defaults.items()}
         return cls(path, continues, saved.step, frozenset(LOAD_MODES["continue"]), **starts)
+
+    @classmethod
+    def new(cls, config: Config) -> Start:
+        """Step 0. What the model of `model.init_method.path` was validated on stays held out."""
+        init = config.model.init_method
+        weights = find_model(init.path) if isinstance(init, ExistingCheckpointInit) else None
+        return cls(held_out=cls.at(weights.folder, continues=False).held_out if weights and weights.ours else ())
 
     def end(self, config: Config) -> int:
         """The last step: that of the schedule's step `tokens.train_steps`."""
@@ -127,7 +137,7 @@ def start_of_run(config: Config, newest: Path | None, start_elsewhere: StartElse
         return start
     named = config.resume_folder
     if named is None:
-        return Start()
+        return Start.new(config)
     if start_elsewhere is None:
         key = "checkpoints.resume_checkpoint_path"
         raise InputError(f"{key}: Checkpoints needs start_elsewhere for it; kenotron.train has it")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kenotron.checkpoint.model_files import INDEX, SINGLE, shard_names
+from kenotron.checkpoint.model_files import ADAPTER, INDEX, SINGLE, shard_names
 from kenotron.config.errors import InputError, nearest
 
 if TYPE_CHECKING:
@@ -64,6 +64,8 @@ def hf_weights(folder: Path) -> Weights:
     """The tensors of a folder with one safetensors file or several and an index."""
     from safetensors import SafetensorError, safe_open
 
+    if (folder / ADAPTER).is_file():  # transformers loads it on top
+        raise InputError(f"{folder} has an adapter ({ADAPTER}): merge it into the weights, or remove it")
     names = shard_names(folder / INDEX) if (folder / INDEX).is_file() else [SINGLE]
     if SINGLE not in names and (folder / SINGLE).is_file():  # programs differ in which one they prefer
         raise InputError(f"{folder} has both {SINGLE} and {INDEX}, which names other files; remove the one that is old")

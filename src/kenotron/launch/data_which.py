@@ -1,7 +1,5 @@
 """What a step of a run reads, from the data order alone."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 
 from kenotron.checkpoint.folders import CheckpointFolder, resolve
@@ -21,7 +19,7 @@ def start_of(config: Config, saved: CheckpointFolder | None) -> Start:
     if saved is not None:
         return Start.at(saved.path, continues=True)
     if (named := config.resume_folder) is None:
-        return Start()
+        return Start.new(config)
     if "://" in (url := config.checkpoints.resume_checkpoint_path or "") and not named.exists():
         raise InputError(f"checkpoints.resume_checkpoint_path: {url} was not fetched yet; `kenotron train` fetches it")
     return place_elsewhere(config, resolve(named))

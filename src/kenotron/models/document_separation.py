@@ -13,6 +13,8 @@ own, blocks are looked at one by one, in the same two ways: from a block's input
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -43,9 +45,7 @@ def check_documents(family: Foreign[Any], ctx: Context) -> None:
     Makes the whole module on the device of `ctx`, in fp32, and calls it with sequences of the shape of `ctx`.
     """
     sequences, length = min(ctx.shape[0], 2), ctx.shape[1]
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(0)
-        module = _random(family, ctx.positions.device)
+    with _alive(family, ctx.positions.device) as module:
         depends = _gradient(family, module, *_documents(ctx, sequences, min(length, GRADIENT_LENGTH)))
         change = _change(family, module, *_documents(ctx, sequences, length))
     if depends <= GRADIENT and change <= LOGITS:
@@ -67,13 +67,11 @@ def check_repeats(family: Foreign[Any], ctx: Context) -> None:
     whole = replace(
         ctx, shape=(1, length), positions=torch.arange(length).to(device), cu_seqlens=None, document_starts=None
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(0)
-        module = _random(family, device)
+    with _alive(family, device) as module:
         tokens = torch.randint(family.config.vocab_size, (1, length)).to(device)
         results = []
         for _ in range(2):
-            with torch.no_grad(), put_back(module, {name: each.clone() for name, each in module.named_buffers()}):
+            with torch.no_grad(), put_back(module, _copies(module)):
                 results.append(family.logits(module, tokens, whole).float())
         ahead = _gradient(family, module, whole, torch.arange(length).to(device)[None] >= (length + 1) // 2)
     if length > 1 and not ahead <= GRADIENT:
@@ -143,12 +141,23 @@ def _enliven(module: nn.Module) -> None:
         parameter.requires_grad_(False).data = parameter.float() + torch.randn(parameter.shape) * fan_in**-0.5
 
 
-def _random(family: Foreign[Any], device: torch.device) -> nn.Module:
-    """Every weight is alive: its own initial value and noise that keeps the size of activations."""
-    with torch.device("cpu"):
-        module = family.make().eval()
-    _enliven(module)
-    return module.to(device)
+@contextmanager
+def _alive(family: Foreign[Any], device: torch.device) -> Iterator[nn.Module]:
+    """A new module whose every weight has its own initial value and noise that keeps the size of activations.
+
+    What its calls leave in variables of classes and files, which other modules see, is put back.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        with torch.device("cpu"):
+            module = family.make().eval()
+        _enliven(module)
+        with put_back(module.to(device), _copies(module)):
+            yield module
+
+
+def _copies(module: nn.Module) -> dict[str, Tensor]:
+    return {name: buffer.clone() for name, buffer in module.named_buffers()}
 
 
 def _documents(ctx: Context, sequences: int, length: int) -> tuple[Context, Tensor]:

@@ -35,7 +35,7 @@ from kenotron.models.decoder import Decoder, check_positions
 from kenotron.models.document_separation import check_documents, check_repeats
 from kenotron.models.foreign_decoding import next_logits
 from kenotron.models.init_rules import FilledBy, InitRule
-from kenotron.models.module_state import Recomputed, put_back, recomputed
+from kenotron.models.module_state import Recomputed, check_state, put_back, recomputed
 from kenotron.models.part import ModelPart
 from kenotron.models.plan import modules
 from kenotron.models.recomputation import Recompute, checkpoint_options
@@ -62,7 +62,7 @@ class ForeignModel(Decoder):
         self._fresh_buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
         self._logged: set[str] = set()
         self._saved = [name for name in module.state_dict() if name in self._fresh_buffers]
-        _check_extra_state(module)
+        check_state(module)
         family.plan = family.plan_of(module)
         names: dict[nn.Parameter, list[str]] = {}
         for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -220,15 +220,6 @@ class ForeignModel(Decoder):
         matrices = sum(p.numel() for p in self.parameters() if p.dim() > 1)
         attended = 4.0 * self.config.num_hidden_layers * self.config.hidden_size * sequence_length
         return 2.0 * (matrices - looked_up + heads) + attended / (2 if causal else 1)
-
-
-def _check_extra_state(model: nn.Module) -> None:
-    for module in model.modules():
-        if type(module).get_extra_state is not nn.Module.get_extra_state:
-            raise InputError(
-                f"model.model_config: {type(module).__name__} has get_extra_state, which checkpoints do not hold; "
-                f"expected its state in buffers (register_buffer)"
-            )
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:

@@ -1,20 +1,24 @@
 """What forward leaves in a module that others wrote, besides what its checkpoints hold.
 
     buffers in the state_dict             a training step changes them; put back after any other call
-    other buffers, attributes             put back after every call: a resumed run would not have them
+    other buffers, attributes,            put back after every call: a resumed run would not have them
+      variables of classes and files
+    an iterator, random numbers' state    refused
     what recomputation writes in backward put back: the forward pass has written it
 
 A counter, a cache that grows with the longest text (`max_seq_len_cached`), a list of losses: without this, a validation
 would change training, and a resumed run would be another one.
 """
 
-from __future__ import annotations
-
+import random
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -23,6 +27,10 @@ from kenotron.config.errors import InputError
 
 OURS = __name__.partition(".")[0]
 _TORCHS = frozenset(vars(nn.Module()))
+_FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, property, staticmethod, classmethod)
+_CODE = (nn.Parameter, nn.Module, type, ModuleType, *_FUNCTIONS)
+_POSITIONS = (Iterator, random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
+_OTHERS = sys.stdlib_module_names - {"types", "argparse"} | {"torch", OURS}  # whose objects hold no state of a model
 
 
 class ModuleState:
@@ -35,15 +43,19 @@ class ModuleState:
     def __init__(self, root: nn.Module, values: Mapping[str, Tensor]) -> None:
         self.attributes, self.buffers, self.values = [], [], values
         self.mutable: list[tuple[str, Any, Any]] = []
-        package, seen = type(root).__module__.partition(".")[0], set[int]()
+        package, seen = _package(root), set[int]()
+        self.variables = [(space, _variables(space)) for space in _namespaces(root, package)]
+        for space, variables in self.variables:
+            for name, each in variables.items():
+                self.mutable += _mutable(f"{space.__name__}.{name}", each, seen)
         for path, module in root.named_modules():
-            if package != OURS and type(module).__module__.startswith(f"{OURS}."):
+            if package != OURS and _package(module) == OURS:
                 continue  # parallel layers and blocks: what they keep is theirs
             prefix, own = f"{path}." if path else "", vars(module)
             self.attributes.append((prefix, own, own.copy()))
             for name, each in own.items():
                 if name not in _TORCHS:
-                    self.mutable += _mutable(prefix + name, each, package, seen)
+                    self.mutable += _mutable(prefix + name, each, seen)
             for name, buffer in module._buffers.items():
                 if prefix + name in values:
                     self.buffers.append((prefix, name, module._buffers, buffer, _contents(buffer)))
@@ -55,6 +67,12 @@ class ModuleState:
             if not _holds(value, contents):
                 changed.append(name)
                 _refill(name, value, contents)
+        for space, before in self.variables:
+            now = _variables(space)
+            for name in now.keys() | before.keys():
+                if not _equal(now.get(name), before.get(name)):
+                    changed.append(f"{space.__name__}.{name}")
+                    setattr(space, name, before[name]) if name in before else delattr(space, name)
         for prefix, own, before in self.attributes:
             if [*map(id, own.values())] == [*map(id, before.values())]:
                 continue  # the usual case; there are thousands
@@ -116,32 +134,67 @@ class Recomputed:
         return recomputed(first_or_again, self.how)(*args, **kwargs)
 
 
-def _mutable(name: str, value: Any, package: str, seen: set[int]) -> Iterator[tuple[str, Any, Any]]:
+def check_state(root: nn.Module) -> None:
+    """Raise InputError for state that can be neither saved nor put back: extra state, an iterator, random numbers'."""
+    for path, module in root.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            raise InputError(
+                f"model.model_config: {type(module).__name__} has get_extra_state, which checkpoints do not hold; "
+                f"expected its state in buffers (register_buffer)"
+            )
+        for name, each in vars(module).items():
+            if isinstance(each, _POSITIONS):
+                raise InputError(
+                    f"model.model_config: {path}{'.' if path else ''}{name} is a {type(each).__name__}, whose position "
+                    "no checkpoint holds; expected state in buffers (register_buffer)"
+                )
+
+
+def _package(value: Any) -> str:
+    return type(value).__module__.partition(".")[0]
+
+
+def _namespaces(root: nn.Module, package: str) -> list[Any]:
+    """The classes of the modules that users wrote themselves, and the files that these classes are in."""
+    if package in (OURS, "transformers"):
+        return []
+    kinds = {kind: None for module in root.modules() for kind in type(module).__mro__}
+    own = [kind for kind in kinds if kind.__module__.partition(".")[0] == package]
+    return [*own, *{kind.__module__: sys.modules[kind.__module__] for kind in own}.values()]
+
+
+def _variables(space: Any) -> dict[str, Any]:
+    """What a class or a file has besides functions, classes and what Python itself keeps there."""
+    values = {name: each for name, each in vars(space).items() if not name.startswith("__")}
+    return {name: each for name, each in values.items() if not isinstance(each, _CODE)}
+
+
+def _mutable(name: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Any, Any]]:
     """What may be changed in place, in an attribute and inside of it: its name, itself, its contents."""
-    if isinstance(value, int | float | str | nn.Parameter) or callable(value) or id(value) in seen:
-        return  # functions, classes, modules: not values
-    inside = _inside(value, package)
-    if inside is None and not torch.is_tensor(value):
+    if isinstance(value, (int, float, str, bytes, *_CODE)) or id(value) in seen:
+        return
+    inside = _inside(value)
+    if inside is None and not isinstance(value, Tensor | np.ndarray):
         return
     seen.add(id(value))
-    yield name, value if inside is None else inside, _contents(value if inside is None else inside)
+    if not isinstance(value, tuple):
+        yield name, value if inside is None else inside, _contents(value if inside is None else inside)
     for key, each in inside.items() if isinstance(inside, dict) else enumerate(inside or ()):
-        yield from _mutable(f"{name}.{key}", each, package, seen)
+        yield from _mutable(f"{name}.{key}", each, seen)
 
 
-def _inside(value: Any, package: str) -> Any:
-    """The container that `value` is, or that holds the attributes of an object of the user's `package`."""
-    if isinstance(value, list | dict | set | deque):
+def _inside(value: Any) -> Any:
+    """The container that `value` is, or that holds the attributes of an object."""
+    if isinstance(value, list | dict | set | deque | tuple):
         return value
-    theirs = type(value).__module__.partition(".")[0] in (package, "types")  # SimpleNamespace
-    return vars(value) if theirs and hasattr(value, "__dict__") else None
+    return vars(value) if hasattr(value, "__dict__") and _package(value) not in _OTHERS else None
 
 
 def _contents(value: Any) -> Any:
     """What `_holds` and `_refill` need of a value that may be changed in place."""
     if isinstance(value, Tensor):
         return -1 if value.is_inference() else value._version
-    return None if value is None else value.copy()
+    return value.copy()
 
 
 def _holds(value: Any, contents: Any) -> bool:
@@ -150,6 +203,8 @@ def _holds(value: Any, contents: Any) -> bool:
         return len(value) == len(contents) and all(one is other for one, other in zip(value, contents))
     if isinstance(value, dict):
         return value.keys() == contents.keys() and all(value[key] is contents[key] for key in contents)
+    if isinstance(value, np.ndarray):
+        return value.tobytes() == contents.tobytes()
     return bool((value if isinstance(value, set) else _contents(value)) == contents)
 
 
@@ -161,6 +216,9 @@ def _equal(one: Any, other: Any) -> bool:
 def _refill(name: str, value: Any, contents: Any) -> None:
     if isinstance(value, Tensor):
         raise InputError(f"model.model_config: forward writes into {name}, a tensor that is no buffer: register it")
+    if isinstance(value, np.ndarray):
+        value[...] = contents
+        return
     value.clear()
     (value.extend if isinstance(value, list | deque) else value.update)(contents)
 

@@ -64,6 +64,8 @@ class Example(NamedTuple):
 OF_MESSAGES = ("system", "tools", "documents", "chat_template_kwargs")
 OF_PROMPTS = ("input", "context", "history")
 """Columns that add to a prompt in many datasets, and are not read beside one."""
+OTHER_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+"""Columns that an answer may need besides the text, as multimodal datasets name them."""
 
 
 @dataclass(frozen=True)
@@ -141,6 +143,8 @@ class SftDocuments:
     def _of_row(self, row: dict[str, Any], where: str) -> Example:
         columns = self.columns
         _refuse_preferences(row, columns, where)
+        if other := [name for name in OTHER_MEDIA if row.get(name)]:
+            raise InputError(f"{where}: '{other[0]}' is not read, only text is: drop such rows, or the column")
         if row.get("weight", 1) not in (1, None):
             raise InputError(f"{where}: weight = {row['weight']!r} is not supported: every row counts the same")
         if row.get(columns.messages) is not None:

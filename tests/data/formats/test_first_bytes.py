@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from kenotron.config.errors import InputError
+from kenotron.data.formats import open_token_files
 from kenotron.data.formats.numpy import open_file
 from kenotron.text.byte_level_bpe import train_byte_level_bpe
 from kenotron.text.file_documents import FileDocuments, find_files, unread_files
@@ -26,6 +27,14 @@ def texts_of(path: Path) -> list[str]:
 def test_json_lines_under_any_spelling(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text(LINES)
     assert texts_of(tmp_path / name) == texts_of(tmp_path) == ["hello", "bye"]
+
+
+@pytest.mark.parametrize("name", ["a.BIN", "a.Npy", "a.DS"])
+def test_tokens_under_a_suffix_in_capitals_are_named(tmp_path: Path, name: str) -> None:
+    np.arange(8, dtype="uint16").tofile(tmp_path / "b.bin")
+    (tmp_path / name).write_bytes(b"1234")
+    with pytest.raises(InputError, match=f"{name}: expected the suffix .* in lower case"):
+        open_token_files(tmp_path, "test", "uint16")
 
 
 @pytest.mark.parametrize("name", ["part-00000", "x.txt"])

@@ -6,8 +6,6 @@
 A folder may be nested; its files come in order of path. A file's suffix says what it is, and its content must match.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -89,6 +87,8 @@ def _module(format: str) -> ModuleType:
 
 def _recognised(file: AnyPath) -> tuple[AnyPath, str] | None:
     """The file to open and its format, or None for a file that does not hold tokens."""
+    if (lower := file.suffix.lower()) != file.suffix and lower in (".ds", ".idx", ".npy", ".bin"):
+        raise InputError(f"{file}: expected the suffix {lower} in lower case, found {file.suffix}: rename the file")
     if file.suffix == ".ds":
         return file, "datatrove"
     if file.name == "index.json":
