@@ -67,10 +67,6 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> tuple[object, str]:
     return config, said
 
 
-def test_every_line_has_the_seeds_prefix(watched) -> None:
-    assert all(PREFIX.match(line) for line in watched[1].splitlines())
-
-
 def test_a_plain_log_has_no_prefix_no_config_and_lines_of_at_most_120_columns(tmp_path: Path) -> None:
     config = tiny_config(tmp_path, "checkpoints.checkpoint_interval=2", "model.model_config.z_loss_enabled=true")
     _, said = train_and_listen(config)
@@ -174,6 +170,8 @@ def test_tensorboard_reads_every_scalar_back(watched) -> None:
         assert [value for _, value in found] == pytest.approx([value for _, value in expected], rel=1e-6), name
     (text,) = (event.tensor_proto.string_val[0].decode() for event in events.Tensors("config/text_summary"))
     assert "hidden_size: 16" in text
+    (project,) = events.Tensors("project/text_summary")
+    assert project.tensor_proto.string_val == [b"tests"]
 
 
 def test_the_resolved_config_is_printed_and_written(watched) -> None:
@@ -183,14 +181,6 @@ def test_the_resolved_config_is_printed_and_written(watched) -> None:
     printed = [PREFIX.sub("", line) for line in said.splitlines()]
     for line in path.read_text().splitlines():
         assert line in printed
-
-
-@pytest.mark.parametrize(
-    "said_once", ["[Start training] datetime: ", "Total number of parameters: ", "Saved checkpoint"]
-)
-def test_the_start_and_the_saves_are_announced(said_once: str, watched) -> None:
-    expected = 2 if said_once == "Saved checkpoint" else 1
-    assert watched[1].count(said_once) == expected
 
 
 def test_a_save_says_where_how_much_and_how_long(watched) -> None:
@@ -342,37 +332,10 @@ def test_a_run_over_text_validates_in_bits_per_byte(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("number", "shown"),
     [
-        (4710, "4.71K"),
-        (11.8, "11.8"),
-        (10, "10"),
-        (10.0, "10"),
-        (9.15, "9.15"),
-        (109, "109"),
-        (512, "512"),
-        (1024, "1.02K"),
-        (4096, "4.1K"),
-        (54976, "55K"),
-        (0.000296, "0.000296"),
-        (7.26e-05, "7.26e-05"),
-        (1e-05, "1e-05"),
-        (0.0101, "0.0101"),
-        (5.3249, "5.32"),
-        (3.2, "3.2"),
-        (67_400_000, "67.4M"),
-        (952e9, "952G"),
-        (2.13e12, "2.13T"),
-        (12368, "12.4K"),
-        (999.6, "1K"),
-        (999_950, "1M"),
-        (0, "0"),
-        (-2840, "-2.84K"),
-        (-0.5, "-0.5"),
-        (11.0, "11"),
-        (1, "1"),
-        (math.nan, "nan"),
-        (math.inf, "inf"),
-        (-math.inf, "-inf"),
-        (0.9999, "1"),
+        *[(4710, "4.71K"), (10.0, "10"), (9.15, "9.15"), (1024, "1.02K"), (4096, "4.1K"), (54976, "55K"), (1, "1")],
+        *[(0.000296, "0.000296"), (7.26e-05, "7.26e-05"), (1e-05, "1e-05"), (0.0101, "0.0101"), (2.13e12, "2.13T")],
+        *[(999.6, "1K"), (999_950, "1M"), (0.9999, "1"), (0, "0"), (-2840, "-2.84K"), (-0.5, "-0.5")],
+        *[(math.nan, "nan"), (math.inf, "inf"), (-math.inf, "-inf")],
     ],
 )
 def test_numbers_are_shown_as_in_the_seeds_log(number: float, shown: str) -> None:
@@ -419,6 +382,7 @@ def test_a_resumed_run_has_every_step_once_in_metrics_and_tensorboard(tmp_path: 
     events = EventAccumulator(str(tmp_path / "logs" / "tiny"))
     events.Reload()
     assert [event.step for event in events.Scalars("train/lm_loss")] == [1, 2, 3, 4, 5]
+    assert not [*(tmp_path / "logs" / "tiny").glob("replaced-*")]
 
 
 def test_a_full_disk_under_tensorboard_ends_the_run_with_one_line(
@@ -457,22 +421,6 @@ def test_a_run_goes_on_when_the_reader_of_its_lines_goes_away(
     assert run is not None
     assert run.finished
     assert "Traceback" not in capsys.readouterr().err
-
-
-def test_without_a_terminal_the_time_left_is_a_line_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At a minute a step, four minutes are left after the first of five."""
-    from kenotron.observers.progress import Pace
-
-    clock = iter(range(100))
-    monkeypatch.setattr(Pace, "SECONDS_BETWEEN", 0.0)
-    monkeypatch.setattr("kenotron.observers.progress.time", SimpleNamespace(perf_counter=lambda: 60.0 * next(clock)))
-    _, said = train_and_listen(tiny_config(tmp_path, "tokens.train_steps=5"))
-    assert re.findall(r"training: .*", said) == [
-        "training: 20% | ETA 0:04:00",
-        "training: 40% | ETA 0:03:00",
-        "training: 60% | ETA 0:02:00",
-        "training: 80% | ETA 0:01:00",
-    ]
 
 
 def test_time_left_is_reckoned_from_the_steps_of_this_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -520,16 +468,6 @@ def test_the_hook_of_the_page_sends_every_line_to_a_tracker(tmp_path: Path, monk
     assert (project, name) == ("tests", config.general.run)
     assert lines == [(line["iteration"], line) for line in metrics(config)]
     assert end == "finished"
-
-
-def test_the_project_is_in_tensorboards_text(watched) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    (folder,) = Path(watched[0].logging.log_dir).glob("*")
-    events = EventAccumulator(str(folder))
-    events.Reload()
-    (text,) = events.Tensors("project/text_summary")
-    assert text.tensor_proto.string_val == [b"tests"]
 
 
 def test_a_metric_that_is_no_number_is_one_clear_error(tmp_path: Path) -> None:

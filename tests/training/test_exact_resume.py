@@ -146,22 +146,6 @@ def test_a_run_killed_at_file_system_events_ends_as_if_it_had_not_been(
 
 
 @pytest.mark.slow
-def test_a_run_killed_at_random_times_ends_as_if_it_had_not_been(
-    uninterrupted: tuple[dict[str, Any], Path], nursery: Nursery, tmp_path: Path
-) -> None:
-    changes, whole = uninterrupted
-    file = two_stages_of_text(tmp_path, changes)
-    dice = random.Random(5)
-    for _ in range(4):
-        child = nursery.start("train", file, folder=tmp_path)
-        time.sleep(dice.uniform(0.2, 2.0))
-        kill(child.pid, signal.SIGKILL)
-        child.wait()
-    assert nursery.run("train", file, folder=tmp_path).code == 0
-    same_run(tmp_path, whole)
-
-
-@pytest.mark.slow
 @pytest.mark.cases(slow=0)
 def test_runs_killed_with_every_engine_lose_nothing_that_was_announced(capsys: pytest.CaptureFixture[str]) -> None:
     assert soak.main(["--kills", "30"]) == 0
@@ -377,13 +361,6 @@ def test_the_same_run_goes_on_with_more_steps_another_split_or_other_intervals(
     assert ("Loaded weights, optimizer, data position, schedule, step of" in finished.stdout) != quiet
     assert [step["iteration"] for step in story(folder)] == [1, 2, 3, 4, 5, 6]
     assert (folder / "checkpoints" / "latest.txt").read_text().strip() == "6"
-
-
-def test_a_finished_run_says_so_and_exits_with_0(stopped_at_4: Path, nursery: Nursery) -> None:
-    finished = nursery.run("train", stopped_at_4, "tokens.train_steps=4", folder=stopped_at_4.parent)
-    assert (finished.code, finished.stderr) == (0, "")
-    assert "This run is finished" in finished.stdout
-    assert "tokens.train_steps" in finished.stdout
 
 
 def test_fresh_sets_earlier_checkpoints_aside_and_starts_at_step_0(stopped_at_4: Path, nursery: Nursery) -> None:

@@ -33,25 +33,22 @@ def test_a_disk_without_room_ends_the_run_and_leaves_the_last_checkpoint(nursery
     assert "Training from step 3 to " in again.stdout
 
 
-def test_a_checkpoints_path_that_is_a_file_is_said_in_one_line(nursery: Nursery, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("checkpoints", "checkpoints.checkpoints_path: cannot create {}/checkpoints: File exists\n"),
+        ("logs", "logging.log_dir: cannot write to "),
+    ],
+)
+def test_a_folder_that_is_a_file_is_said_in_one_line_that_names_the_key(
+    name: str, said: str, nursery: Nursery, tmp_path: Path
+) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump(tiny_dict(tmp_path)))
-    (tmp_path / "checkpoints").write_text("not a folder")
+    (tmp_path / name).write_text("not a folder")
     finished = nursery.run("train", file, folder=tmp_path)
     assert finished.code == 2
-    assert (
-        finished.stderr == f"error: checkpoints.checkpoints_path: cannot create {tmp_path}/checkpoints: File exists\n"
-    )
-    assert not (tmp_path / "logs").exists()  # said before the first step, not after the last
-
-
-def test_a_log_dir_that_is_a_file_is_said_in_one_line_that_names_the_key(nursery: Nursery, tmp_path: Path) -> None:
-    file = tmp_path / "run.yaml"
-    file.write_text(yaml.safe_dump(tiny_dict(tmp_path)))
-    (tmp_path / "logs").write_text("not a folder")
-    finished = nursery.run("train", file, folder=tmp_path)
-    assert finished.code == 2
-    assert finished.stderr.startswith("error: logging.log_dir: cannot write to ")
+    assert finished.stderr.startswith(f"error: {said.format(tmp_path)}")
     assert finished.stderr.count("\n") == 1
     assert "number of parameters" not in finished.stdout  # said before the model is built
 

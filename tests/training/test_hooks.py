@@ -134,18 +134,6 @@ def test_a_hook_may_end_the_run_in_good_order(tmp_path: Path) -> None:
     assert recorders(run)[0].moments[-3:] == ["on_train_end 2", "on_save 2", "on_close"]
 
 
-def test_after_an_error_every_hook_is_closed(tmp_path: Path) -> None:
-    config = tiny_config(tmp_path, "general.hooks=[support.user_parts.Broken, support.user_parts.Recorder]")
-    closed: list[str] = []
-    plain = user_parts.Recorder.on_close
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(user_parts.Recorder, "on_close", lambda self, run: (closed.append("yes"), plain(self, run)))
-        with pytest.raises(RuntimeError, match="this hook is broken"):
-            train_quietly(config)
-    assert closed == ["yes"]
-    assert len(metrics(config)) == 1
-
-
 def test_hooks_are_called_by_priority_and_then_in_the_order_of_the_list(tmp_path: Path) -> None:
     listed = [{"path": "support.user_parts.Recorder", "kwargs": {"name": name}} for name in "ab"]
     content = tiny_dict(tmp_path)
@@ -208,18 +196,6 @@ def test_hooks_learn_of_an_error_before_they_are_closed(tmp_path: Path, monkeypa
     with pytest.raises(RuntimeError, match="this hook is broken"):
         train_quietly(config)
     assert recorded[0].moments[-2:] == ["on_error 1 this hook is broken", "on_close"]
-
-
-def test_a_hook_by_its_python_path_in_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "my_hooks_here.py").write_text(
-        "from kenotron.training import Hook\n"
-        "class Stop(Hook):\n"
-        "    def after_step(self, run, result):\n"
-        "        run.stop(f'loss {result.lm_loss:.0f}')\n"
-    )
-    monkeypatch.chdir(tmp_path)
-    run = train_quietly(tiny_config(tmp_path, "general.hooks=[my_hooks_here.Stop]"))
-    assert run.stop_reason == "loss 4"
 
 
 def test_a_function_that_returns_a_hook_will_do_and_anything_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

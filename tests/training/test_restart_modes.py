@@ -62,6 +62,7 @@ MODES: dict[str, tuple[bool, bool, int, int, int, int]] = {
     "transfer_with_lr": (True, True, 1, 5, 5, 8),
     "cooldown": (True, True, 5, 1, 5, 12),
     "[model, scheduler]": (True, False, 1, 5, 1, 4),
+    "[model, data, scheduler, step]": (True, False, 5, 5, 5, 8),
 }
 
 
@@ -367,11 +368,6 @@ def first_update_is(parent: Config, config: Config, folder: Path) -> bool:
         (["load_mode=cooldwn"], r"load_mode: expected 'continue', .*found 'cooldwn'; did you mean 'cooldown'\?"),
         (["load_mode=[model, weights]"], r"load_mode.1: expected 'model', .* or 'step', found 'weights'"),
         (["load_mode=[]"], "load_mode: expected a list of at least 1"),
-        (["load_mode=3"], "load_mode: expected continue, model_only, .*, or a list of model, optimizer, data"),
-        (
-            ["resume_checkpoint_path=a", "load_mode=transfer", "load_optimizer=false"],
-            "load_mode: transfer has optimizer, but load_optimizer: false; remove one of them",
-        ),
         (
             ["resume_checkpoint_path=a", "load_mode=cooldown", "load_lr_scheduler=false"],
             "load_mode: cooldown has data, but load_lr_scheduler: false; remove one of them",

@@ -59,28 +59,6 @@ def complete() -> list[int]:
     return [entry.step for entry in RemoteCheckpoints(URL).all() if entry.manifest]
 
 
-def test_a_branch_of_what_a_store_holds(
-    machine: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("KENOTRON_CACHE", str(tmp_path / "cache"))
-    parent = machine("a", f"checkpoints.staging_path={tmp_path}/staged")
-    train_quietly(parent)
-    (tmp_path / "my.yaml").write_text(dump(parent))
-
-    def command(*arguments: str) -> str:
-        with pytest.raises(SystemExit) as ended:
-            main(list(arguments))
-        assert not ended.value.code, capsys.readouterr().err
-        return capsys.readouterr().out
-
-    text = command("branch", f"{tmp_path}/my.yaml", "--at", "2", "--cooldown", "3", "--name", "cool")
-    config = load(yaml.safe_load(text), [f"logging.log_dir={tmp_path}/b"])
-    run = train_quietly(config)
-    assert (run.step, losses(config)[0]) == (5, losses(parent)[2])
-    assert [entry.step for entry in RemoteCheckpoints(f"{URL}-cool").all()] == [4, 5]
-    assert (complete(), steps_of(tmp_path / "staged")) == ([2, 4], ["2", "4"])
-
-
 def test_another_machine_goes_on_from_the_store(machine: Callable[..., Config], whole: list[float]) -> None:
     first = machine("a")
     train_quietly(first)
@@ -343,13 +321,20 @@ def test_what_a_fresh_run_resumes_from_is_fetched_though_it_has_checkpoints(
     assert (again.resume_folder / "manifest.json").is_file()
 
 
-def test_a_branch_of_a_run_that_uploads_uploads_elsewhere(
-    machine: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("folder", ["in the store", "here"])
+def test_a_branch_of_what_a_store_holds_is_uploaded_elsewhere(
+    folder: str,
+    machine: Callable[..., Config],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("KENOTRON_CACHE", str(tmp_path / "cache"))
-    parent = local_run(tmp_path / "a", UPLOADED.replace("remove_after_upload: false", "remove_after_upload: true"))
+    if folder == "here":
+        parent = local_run(tmp_path / "a", UPLOADED.replace("remove_after_upload: false", "remove_after_upload: true"))
+    else:
+        parent = machine("a", f"checkpoints.staging_path={tmp_path}/staged")
     train_quietly(parent)
-    assert complete() == [2, 4]
     (tmp_path / "my.yaml").write_text(dump(parent))
     capsys.readouterr()
     with pytest.raises(SystemExit) as ended:
@@ -357,9 +342,11 @@ def test_a_branch_of_a_run_that_uploads_uploads_elsewhere(
     assert not ended.value.code
     config = load(yaml.safe_load(capsys.readouterr().out), [f"logging.log_dir={tmp_path}/b"])
     assert config.upload_url == f"{URL}-cool"
-    train_quietly(config)
-    assert losses(config)[0] == losses(parent)[2]
+    run = train_quietly(config)
+    assert (run.step, losses(config)[0]) == (5, losses(parent)[2])
     assert [entry.step for entry in RemoteCheckpoints(f"{URL}-cool").all()] == [4, 5]
+    assert complete() == [2, 4]
+    assert steps_of(tmp_path / "staged") == (["2", "4"] if folder == "in the store" else [])
 
 
 def test_checkpoints_that_cannot_be_removed_do_not_end_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

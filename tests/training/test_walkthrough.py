@@ -94,11 +94,7 @@ def steps(walked: tuple[Path, subprocess.CompletedProcess[str]]) -> list[dict[st
 
 
 def test_the_seeds_config_trains_by_the_seeds_command(walked) -> None:
-    assert walked[1].returncode == 0, walked[1].stderr
-
-
-def test_nothing_is_said_on_stderr_and_no_socket_leaves_the_machine(walked) -> None:
-    assert walked[1].stderr == ""
+    assert (walked[1].returncode, walked[1].stderr) == (0, "")  # nor did a socket leave the machine
 
 
 def test_the_watch_on_sockets_is_awake(tmp_path: Path) -> None:
@@ -119,11 +115,10 @@ def test_the_model_has_12368_parameters(walked, messages: list[str]) -> None:
     assert sum(tensor.numel() for tensor in tensors.values()) == 12368
 
 
-def test_the_learning_rate_printed_is_the_seeds_at_every_step(iterations: list[dict[str, str]]) -> None:
+def test_the_learning_rate_printed_and_written_is_the_seeds_at_every_step(
+    iterations: list[dict[str, str]], steps: list[dict[str, float]]
+) -> None:
     assert [fields["lr"] for fields in iterations] == LEARNING_RATES.split()
-
-
-def test_the_learning_rate_written_is_the_seeds_at_every_step(steps: list[dict[str, float]]) -> None:
     assert [float(f"{step['lr']:.3g}") for step in steps] == [float(rate) for rate in LEARNING_RATES.split()]
 
 
@@ -163,7 +158,7 @@ def test_the_log_has_every_line_of_the_seeds(messages: list[str]) -> None:
         "No checkpoint path provided.",
         "Parametrizing model parameters using StandardParametrizator",
         "[Optimizer Building] Using LearningRateForSP as learning rate",
-        "[Training Plan] Stage Stable Training Stage has ",
+        "[Training Plan] Stage Stable Training Stage has 9 remaining training steps and has consumed 0 samples",
         "Using `datasets` library",
         f"Loading tokenizer from {TOKENIZER} and transformers/hf_hub versions ('",
         "[Training Plan] There are 2 training stages",
@@ -181,17 +176,7 @@ def test_the_log_has_every_line_of_the_seeds(messages: list[str]) -> None:
         assert any(message.startswith(start) for message in found), start
     assert "  hidden_size: 16" in [message[2:] for message in messages]
     assert "hidden_size: 16" in messages
-
-
-def test_the_stages_have_nine_and_six_steps(messages: list[str]) -> None:
-    text = "\n".join(messages)
-    assert (
-        "[Training Plan] Stage Stable Training Stage has 9 remaining training steps and has consumed 0 samples" in text
-    )
-    assert "[Training Plan] Stage Annealing Phase has 6 remaining training steps and has consumed 0 samples" in text
-    assert "[Training Plan] There are 2 training stages" in text
-    assert "[Stage Stable Training Stage] start from step 1" in text
-    assert "[Stage Annealing Phase] start from step 10" in text
+    assert any("Stage Annealing Phase has 6 remaining training steps" in message for message in messages)
 
 
 def test_the_start_is_announced_in_the_seeds_words(messages: list[str]) -> None:

@@ -165,16 +165,6 @@ def kept(folder: Path) -> list[list[int]]:
     return [[json.loads(line)["iteration"] for line in path.read_text().splitlines()] for path in files]
 
 
-def test_a_run_of_the_same_name_with_other_checkpoints_erases_no_metrics(tmp_path: Path) -> None:
-    config = tiny_config(tmp_path, "tokens.train_steps=4")
-    train_quietly(config)
-    other = f"checkpoints.checkpoints_path={tmp_path / 'wide'}"
-    _, said = train_and_listen(tiny_config(tmp_path, "tokens.train_steps=2", other))
-    assert kept(tmp_path / "logs" / "tiny") == [[1, 2, 3, 4]]
-    assert "tiny has metrics of an earlier run; they are now in " in said
-    assert [step["iteration"] for step in metrics(config)] == [1, 2]
-
-
 @pytest.mark.parametrize("stands_there", ["a folder", "a link to nowhere"])
 def test_metrics_that_cannot_be_written_are_one_line_before_the_first_step(stands_there: str, tmp_path: Path) -> None:
     train_quietly(tiny_config(tmp_path))
@@ -200,14 +190,6 @@ def test_going_on_with_the_first_after_the_second_keeps_both(tmp_path: Path) -> 
     train_quietly(tiny_config(tmp_path, "tokens.train_steps=4"))
     assert sorted(kept(tmp_path / "logs" / "tiny")) == [[1, 2], [1, 2, 3]]
     assert [step["iteration"] for step in metrics(config)] == [3, 4]
-
-
-def test_a_run_that_goes_on_keeps_one_file_of_metrics(tmp_path: Path) -> None:
-    train_quietly(tiny_config(tmp_path, "tokens.train_steps=2"))
-    config = tiny_config(tmp_path, "tokens.train_steps=4")
-    train_quietly(config)
-    assert kept(tmp_path / "logs" / "tiny") == []
-    assert [step["iteration"] for step in metrics(config)] == [1, 2, 3, 4]
 
 
 # ---- what is wrong is said before the data are opened -----------------------------------------------------
@@ -261,12 +243,6 @@ def test_text_that_changed_is_a_warning_and_the_tokenizer_stays_the_checkpoints(
     assert "texts.jsonl" in warning
     first, last = (tmp_path / "checkpoints" / step / "tokenizer" / "tokenizer.json" for step in ("3", "6"))
     assert first.read_bytes() == last.read_bytes()
-
-
-def test_text_that_did_not_change_is_no_warning(tmp_path: Path) -> None:
-    train_quietly(tiny_config(tmp_path, *text_overrides(tmp_path)))
-    _, said = train_and_listen(tiny_config(tmp_path, *text_overrides(tmp_path), "tokens.train_steps=6"))
-    assert "has changed since" not in said
 
 
 def test_text_that_two_stages_read_in_two_ways_has_not_changed(tmp_path: Path) -> None:
@@ -329,11 +305,6 @@ def test_a_saved_config_of_another_schema_is_one_line(tmp_path: Path, monkeypatc
     monkeypatch.setattr("kenotron.checkpoint.folders.newest_complete", lambda *_: tmp_path / "checkpoints" / "3")
     with pytest.raises(InputError, match=r"3/config\.yaml: .*another version of kenotron"):
         train_quietly(tiny_config(tmp_path, "tokens.train_steps=5"))
-
-
-def test_the_first_line_names_the_project(tmp_path: Path) -> None:
-    _, said = train_and_listen(tiny_config(tmp_path))
-    assert said.splitlines()[0] == "project: tests"
 
 
 def test_the_last_line_says_how_long_the_steps_waited_for_data(tmp_path: Path) -> None:
