@@ -166,10 +166,6 @@ def test_a_strategy_that_a_yaml_names_means_what_one_process_means(
     expect_the_same(run_ranks(world_size, train_on_layout, problem, layout, tmp_path, reference), reference)
 
 
-def test_there_are_at_least_forty_layouts() -> None:
-    assert len({layout for _, _, layout in LAYOUTS}) >= 40
-
-
 def test_the_quick_layouts_have_every_pair_of_options_that_all_have() -> None:
     every, quick = (
         {pair for _, problem, layout in layouts for pair in pairs(options(problem, layout))}
