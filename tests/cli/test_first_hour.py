@@ -42,11 +42,8 @@ LR = "optimizer.learning_rate_scheduler"
 
 REFUSED = [
     # names and numbers, as people write them
-    ("model.dtype=foo", "model.dtype: expected bfloat16, float16 or float32, found 'foo'"),
     ("model.dtype=fp64", "not supported yet: model.dtype: fp64"),
-    ("model.dtype=16", "model.dtype: expected bfloat16, float16 or float32, found 16"),
     ("wandb.project=mine", "unknown key 'wandb'; did you mean 'logging.wandb'?"),
-    ("tokens.train_steps=1.5e0", "tokens.train_steps: expected an integer, found 1.5"),
     (
         "tokens.val_fraction=0",
         "tokens.val_fraction: expected a number above 0 (1e-9 holds out one document, or sample, and trains on all "
@@ -59,7 +56,6 @@ REFUSED = [
         "general.run=../../evil",
         "general.run: expected a name whose folder is inside logging.log_dir, found '../../evil'",
     ),
-    ("general.run=/tmp/evil", "general.run: expected a name whose folder is inside logging.log_dir, found '/tmp/evil'"),
     # YAML
     (
         "model.model_config={hf:gpt2}",
@@ -107,51 +103,18 @@ REFUSED = [
 
 # More of what people type, none of it tested elsewhere.
 REFUSED += [
-    ("tokens..x=3", "tokens..x=3: expected an override of the form section.key=value"),
-    ("=3", "=3: expected an override of the form section.key=value"),
-    ("tokens.train_steps", "tokens.train_steps: expected an override of the form section.key=value"),
-    ("data_stages.x.name=x", "'data_stages' is a list: expected a number from 0 to 0, found 'x'"),
-    ("tokens.train_steps.x=3", "'tokens.train_steps' is 3, it has no key 'x'"),
     ("tokens.train_steps=", "tokens.train_steps: expected an integer, found null"),
-    ("tokens.train_steps=1_000x", "tokens.train_steps: expected an integer, found '1_000x'"),
-    ("tokens.train_steps=1e-3", "tokens.train_steps: expected an integer, found 0.001"),
     ("tokens.sequence_length=-16", "tokens.sequence_length: expected a number of at least 1, found -16"),
-    ("tokens.micro_batch_size=[4]", "tokens.micro_batch_size: expected an integer, found [4]"),
-    ("tokens.val_fraction=5%", "tokens.val_fraction: expected a number, found '5%'"),
-    ("model.model_config.num_key_value_heads=3", "expected a divisor of num_attention_heads 4, found 3"),
-    ("model.model_config.hidden_size=15", "num_attention_heads: expected a divisor of hidden_size 15, found 4"),
-    ("model.model_config.vocab_size=0", "model.model_config.vocab_size: expected a number of at least 1, found 0"),
-    ("model.model_config.hidden_act=gellu", "model.model_config.hidden_act: gellu; did you mean 'gelu'?"),
     (
         "model.init_method={}",
         "model.init_method: expected one of {std}, {use_mup: true}, {path}, found a map with no keys",
     ),
-    ("model.init_method.std=-1", "model.init_method.std: expected a number above 0, found -1"),
-    ("parallelism.tp=3", "parallelism.tp: expected a divisor of num_attention_heads 4, found 3"),
-    ("parallelism.pp=5", "parallelism.pp: expected at most num_hidden_layers 2 stages, found 5"),
-    ("parallelism.dp=two", "parallelism.dp: expected an integer, found 'two'"),
-    (f"{LR}.learning_rate=1e-3x", f"{LR}.learning_rate: expected a number, found '1e-3x'"),
-    (f"{LR}.learning_rate=.inf", f"{LR}.learning_rate: expected a finite number, found inf"),
-    (f"{LR}.min_decay_lr=5", f"{LR}.min_decay_lr: expected at most learning_rate 0.01, found 5.0"),
     (f"{LR}.warmup=5", f"unknown key '{LR}.warmup'"),
-    ("optimizer.optimizer_factory.adam_beta1=1", "adam_beta1: expected a number below 1, found 1"),
-    ("checkpoints.checkpoint_interval=never", "checkpoint_interval: expected an integer, found 'never'"),
-    ("logging.log_level=verbose", "'critical' or 'passive', found 'verbose'"),
-    ("logging.log_dirr=x", "unknown key 'logging.log_dirr'; did you mean 'log_dir'?"),
     ("lr=1e-3", f"unknown key 'lr'; did you mean '{LR}.learning_rate'?"),
-    ("optimizer.learning_rate=1e-3", f"unknown key 'optimizer.learning_rate'; did you mean '{LR}.learning_rate'?"),
-    ("tokens.batch_size=4", "unknown key 'tokens.batch_size'; did you mean 'tokens.micro_batch_size'?"),
-    ("general.seed=-1", "general.seed: expected a number of at least 0, found -1"),
-    ("general.hooks=a.B", "general.hooks: expected a list, found 'a.B'"),
     ("general.hooks=[{kwargs: {}}]", "missing key 'general.hooks.0.path'"),
-    ("data_stages.0.start_training_step=2", "expected one stage that starts at 1, found 2"),
     (f"{STAGE}=texts.jsonl", f"{STAGE}: expected a dataset: null, or a map with one of the keys "),
-    (f"{STAGE}={{corpus: wikipedia}}", f"{STAGE}.corpus: expected 'python-stdlib', found 'wikipedia'"),
     (f"{STAGE}={{text_files: texts.jsonl}}", "missing: the stage 'only' reads text (set it, or tokenizer.train)"),
-    ("profiler.profiler_export_path=x", "profiler: expected tokens.train_steps of at least 6 for the trace, found 3"),
     ("optimizer.optimizer_factory={name: fractions.Fraction}", "expected a torch.optim.Optimizer at 'fractions.Frac"),
-    ("model.loss=math.pi", "model.loss: expected a function at 'math.pi', found 3.14159"),
-    ("parallelism.strategy=math.pi", "parallelism.strategy: expected a function at 'math.pi', found 3.14159"),
     (f"{LR}.lr_decay_style=math.pi", f"{LR}.lr_decay_style: expected a function at 'math.pi', found 3.14159"),
 ]
 
@@ -409,7 +372,6 @@ COMMANDS = [
     (("train", "."), "error: .: expected a YAML file, found a folder"),
     (("train", "tini.yaml"), "error: tini.yaml: no such file; did you mean 'tiny.yaml'?"),
     (("trian", "tiny.yaml"), "error: No such command 'trian'. Did you mean 'train'?"),
-    (("config", "show", "tiny.yaml", "--multiplies"), "error: No such option: --multiplies (Possible options: --mu"),
     (("init", "tini-llama"), "error: no starter 'tini-llama'; did you mean 'tiny-llama'?"),
     (("convert", "to-hf", "tiny.yaml", "out"), "error: tiny.yaml is a file; expected a checkpoint, or a folder"),
     (("checkpoint", "verify", "tiny.yaml"), "error: tiny.yaml is a file; expected a folder of checkpoints"),
@@ -498,13 +460,6 @@ for arguments in (
     ]
 
 
-def test_a_rank_that_is_no_number_is_reported(tell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "zero")
-    code, _, stderr = tell("train", "tiny.yaml")
-    assert code == 2
-    assert stderr.startswith("error: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE: expected integers, found zero, 1")
-
-
 def test_the_version_and_the_bare_command(tell: Shell) -> None:
     assert tell("--version") == (0, f"kenotron {kn.__version__}\n", "")
     code, stdout, stderr = tell()
@@ -541,12 +496,6 @@ def test_a_folder_of_runs_and_a_misspelt_folder_are_named(tell: Shell, tmp_path:
     assert nearest_sibling(tmp_path / "checkpoint" / "mine") == "; did you mean 'checkpoints/mine'?"
     assert nearest_sibling(tmp_path / "checkpoint" / "other") == ""
     assert nearest_sibling(tmp_path / "checkpoints" / "mine") == ""  # itself
-
-
-def test_a_device_that_no_run_takes_is_an_error_of_the_check(tell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KENOTRON_DEVICE", "cuda")
-    expected = "error: KENOTRON_DEVICE: expected cpu, or unset to use an accelerator where one is, found 'cuda'\n"
-    assert tell("config", "check", "tiny.yaml") == (2, "", expected)
 
 
 def test_two_runs_of_one_name_keep_their_curves_apart(tmp_path: Path) -> None:

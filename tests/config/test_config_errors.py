@@ -72,13 +72,7 @@ def test_a_misspelt_word_is_suggested_beside_true_and_false(minimal: dict[str, A
     ("name", "ours"),
     [
         ("per_device_train_batch_size", "tokens.micro_batch_size"),  # Hugging Face's Trainer
-        ("max_grad_norm", "optimizer.clip_grad"),
-        ("bf16", "model.dtype"),
-        ("gradient_checkpointing", "parallelism.recompute_layer"),
-        ("logging_steps", "logging.iteration_step_info_interval"),
         ("parallelism.tensor_parallel_degree", "parallelism.tp"),  # torchtitan
-        ("parallelism.data_parallel_shard_degree", "parallelism.dp"),
-        ("tokens.seq_len", "tokens.sequence_length"),
         ("model.model_config.n_kv_heads", "model.model_config.num_key_value_heads"),
         ("parallelism.tensor_model_parallel_size", "parallelism.tp"),  # Megatron-LM
         ("max_iters", "tokens.train_steps"),  # nanoGPT
@@ -92,12 +86,8 @@ def test_a_key_of_another_library_is_reported_with_ours(minimal: dict[str, Any],
     ("override", "expected"),
     [
         ("epochs=3", "tokens.train_steps"),
-        ("tokens.max_tokens=9", "tokens.train_steps"),
-        ("model.model_config.dropout=0.1", "optimizer.weight_decay"),
         ("parallelism.fsdp_degree=8", "optimizer.zero_stage=3"),
-        ("parallelism.gpus=8", "parallelism.dp x tp x pp"),
         ("optimizer.betas=[0.9, 0.95]", "adam_beta1 and adam_beta2"),
-        ("use_wandb=true", "logging.wandb"),
         ("resume=true", "a run resumes by itself"),
         ("optimizer.optimizer_factory=muon", "set optimizer.optimizer_factory.name=muon"),
         ("checkpoints.checkpoint_interval=null", "expected an integer, found null"),
@@ -127,23 +117,18 @@ def test_a_key_in_the_wrong_section_is_reported_with_the_right_one(minimal: dict
     [
         ("tokens.train_steps=1.5", "expected an integer, found 1.5"),
         ("tokens.train_steps=true", "expected an integer, found true"),
-        ("tokens.train_steps='3'", "expected an integer, found '3'"),
         ("tokens.train_steps=0", "expected a number of at least 1, found 0"),
         ("tokens.val_fraction=1", "expected a number below 1, found 1"),
         ("tokens.val_check_interval=0", "expected -1 (never) or a number of steps above 0, found 0"),
         ("optimizer.weight_decay=.nan", "expected a finite number, found nan"),
         ("optimizer.zero_stage=4", "expected 0, 1, 2, 3 or 'hybrid', found 4"),
-        ("optimizer.clip_grad=0", "expected a number above 0, found 0"),
         ("model.dtype=bfloat", "expected bfloat16, float16 or float32, found 'bfloat'"),
         ("general.run=2026", "expected text, found 2026 (write it in quotes)"),
         ("logging.tensorboard=1", "expected true or false, found 1"),
         ("parallelism.pp_engine=1F1B", "expected 'afab', '1f1b', 'interleaved_1f1b', "),
-        ("logging.sample_prompts=hello", "expected a list, found 'hello'"),
         ("tokens=null", "tokens: expected a map of keys, found null"),
-        ("data_stages=[]", "expected a list of at least 1"),
-        ("model.model_config.rope_scaling={rope_type: yarn}", "expected the key 'factor' beside rope_type: yarn"),
         ("model.model_config.rope_scaling={rope_type: foo}", "expected a rope_type among default, linear"),
-        ("model.model_config.rope_scaling={rope_type: [1]}", "expected a rope_type among default, linear"),
+        ("model.model_config.rope_scaling={rope_type: yarn}", "expected the key 'factor' beside rope_type: yarn"),
         ("model.model_config.rope_scaling={rope_type: linear, factor: big}", "expected a number as factor"),
         ("model.model_config.rope_scaling={type: linear, factor: 2, beta: 1}", "not 'beta'"),
         ("optimizer.weight_decay_exclude_named_params=['(']", "expected a regular expression"),
@@ -171,7 +156,6 @@ def test_a_wrong_value_says_what_was_expected(minimal: dict[str, Any], override:
         ("tokens.val_samples=4", "tokens.limit_val_batches: expected -1 or a number above 0 with tokens.val_samples"),
         ("checkpoints.keep_every=4", "checkpoints.keep_last: missing"),
         ("parallelism.tp=3", "parallelism.tp: expected a divisor of num_attention_heads 4, found 3"),
-        ("parallelism.tp=8", "parallelism.tp: expected a divisor of num_attention_heads 4, found 8"),
         ("optimizer.learning_rate_scheduler.min_decay_lr=1", "expected at most learning_rate 0.0003, found 1.0"),
         ("optimizer.learning_rate_scheduler.lr_decay_starting_step=1", "expected at least lr_warmup_steps 2, found 1"),
         ("optimizer.learning_rate_scheduler.lr_decay_style=step", "lr_step_size: missing"),
@@ -329,12 +313,6 @@ def test_aliases_that_multiply_without_end_are_stopped(write: Callable[[str], Pa
     levels = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
     levels += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 9)]
     assert "values with aliases expanded" in message(write("\n".join(levels)))
-
-
-def test_a_missing_file_suggests_its_neighbour(write: Callable[[str], Path]) -> None:
-    path = write("a: 1")
-    assert message(path.parent / "mi.yaml").endswith("no such file; did you mean 'my.yaml'?")
-    assert message(path.parent).endswith("expected a YAML file, found a folder")
 
 
 def test_a_file_that_is_not_text_is_named(tmp_path: Path) -> None:

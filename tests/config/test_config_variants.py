@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import yaml
 
 from kenotron.config import Config, InputError, load, to_dict
 from kenotron.config.architecture import HFArchitecture
@@ -42,6 +43,19 @@ from kenotron.models.foreign import UserModuleArchitecture
 HF = {"hf_dataset_or_datasets": "org/name"}
 
 
+NAMES = """qwen2 qwen3 smollm3 olmo2 gpt_neox starcoder2 mistral mixtral olmoe nano
+    qwen2_moe qwen3_moe llamoe deepseek_v3 nemotron_h"""
+KINDS = (
+    *(Qwen2Architecture, Qwen3Architecture, SmolLM3Architecture, Olmo2Architecture, GPTNeoXArchitecture),
+    *(Starcoder2Architecture, MistralArchitecture, MixtralArchitecture, OlmoeArchitecture, NanoArchitecture),
+    *(Qwen2MoeArchitecture, Qwen3MoeArchitecture, LlamoeArchitecture, DeepseekV3Architecture, NemotronHArchitecture),
+)
+FAMILIES = dict(zip(NAMES.split(), KINDS, strict=True))
+MARKERS = """is_qwen2_config is_qwen3_config is_olmo2_config is_gpt_neox_config is_starcoder2_config is_mistral_config
+    is_mixtral_config is_olmoe_config is_qwen2_moe_config is_qwen3_moe_config is_deepseek_v3_config
+    is_nemotron_h_config"""
+
+
 @pytest.mark.parametrize(
     ("keys", "variant"),
     [
@@ -50,40 +64,18 @@ HF = {"hf_dataset_or_datasets": "org/name"}
         ({}, LlamaArchitecture),
         ({"hidden_size": 64, "rope_interleaved": True}, LlamaArchitecture),
         ({"family": "llama", "hidden_size": 64}, LlamaArchitecture),
-        ({"is_qwen2_config": True}, Qwen2Architecture),
-        ({"family": "qwen2"}, Qwen2Architecture),
-        ({"family": "olmo2"}, Olmo2Architecture),
-        ({"is_olmo2_config": True}, Olmo2Architecture),
-        ({"family": "gpt_neox"}, GPTNeoXArchitecture),
         ({"is_gpt_neox_config": True, "rotary_pct": 1.0}, GPTNeoXArchitecture),
-        ({"family": "starcoder2"}, Starcoder2Architecture),
-        ({"is_starcoder2_config": True}, Starcoder2Architecture),
         ({"grouped_query": True, "num_kv_heads": 2}, Starcoder2Architecture),
-        ({"family": "smollm3"}, SmolLM3Architecture),
         ({"is_smollm3_config": True, "no_rope_layers": [1, 0], "num_hidden_layers": 2}, SmolLM3Architecture),
-        ({"family": "qwen3"}, Qwen3Architecture),
-        ({"family": "nano"}, NanoArchitecture),
+        *(({"family": name}, kind) for name, kind in FAMILIES.items()),
+        *(({marker: True}, FAMILIES[marker[3:-7]]) for marker in MARKERS.split()),
         ({"is_qwen3_config": True, "head_dim": 8}, Qwen3Architecture),
         ({"head_dim": 8}, LlamaArchitecture),
-        ({"family": "llamoe"}, LlamoeArchitecture),
         ({"is_llamoe_config": True, "moe_num_experts": 4, "moe_capacity_factor": 1}, LlamoeArchitecture),
         ({"moe_num_experts": 4, "pretraining_tp": 2, "hidden_act": "silu"}, LlamoeArchitecture),
-        ({"family": "mixtral"}, MixtralArchitecture),
-        ({"is_mixtral_config": True}, MixtralArchitecture),
         ({"num_local_experts": 4}, MixtralArchitecture),
-        ({"family": "nemotron_h"}, NemotronHArchitecture),
-        ({"is_nemotron_h_config": True}, NemotronHArchitecture),
         ({"hybrid_override_pattern": "M*", "num_hidden_layers": 2}, NemotronHArchitecture),
-        ({"family": "olmoe"}, OlmoeArchitecture),
-        ({"is_olmoe_config": True}, OlmoeArchitecture),
-        ({"family": "qwen2_moe"}, Qwen2MoeArchitecture),
-        ({"is_qwen2_moe_config": True}, Qwen2MoeArchitecture),
-        ({"family": "deepseek_v3"}, DeepseekV3Architecture),
-        ({"is_deepseek_v3_config": True}, DeepseekV3Architecture),
         ({"qk_rope_head_dim": 32}, DeepseekV3Architecture),
-        ({"family": "qwen3_moe"}, Qwen3MoeArchitecture),
-        ({"is_qwen3_moe_config": True}, Qwen3MoeArchitecture),
-        ({"family": "mistral"}, MistralArchitecture),
         ({"is_mistral_config": True, "sliding_window": 8}, MistralArchitecture),
         ({"_fused_rotary_emb": False, "_fused_rms_norm": False, "log_attn_probs": False}, Qwen2Architecture),
         ({"_use_qkv_packed": False, "pretraining_tp": 2}, Qwen2Architecture),
@@ -100,20 +92,10 @@ def test_an_architecture_is_known_by_its_keys(minimal: dict[str, Any], keys: dic
 def test_a_starcoder2_has_nanotrons_defaults_and_names(minimal: dict[str, Any]) -> None:
     minimal["model"]["model_config"] = {"is_starcoder2_config": True}
     model = load(minimal).model.decoder
-    defaults = {
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 16,
-        "kv_heads": 1,
-        "vocab_size": 49280,
-        "max_position_embeddings": 4096,
-        "bos_token_id": 49152,
-        "eos_token_id": 49152,
-        "hidden_act": "gelu_pytorch_tanh",
-        "tie_word_embeddings": True,
-        "attention_window": None,
-    }
+    defaults = yaml.safe_load("""{hidden_size: 2048, intermediate_size: 8192, num_hidden_layers: 24,
+        num_attention_heads: 16, kv_heads: 1, vocab_size: 49280, max_position_embeddings: 4096,
+        bos_token_id: 49152, eos_token_id: 49152, hidden_act: gelu_pytorch_tanh, tie_word_embeddings: true,
+        attention_window: null}""")
     assert {name: getattr(model, name) for name in defaults} == defaults
     minimal["model"]["model_config"] |= {
         "grouped_query": True,
