@@ -188,10 +188,7 @@ def test_a_run_without_data_for_one_step_does_not_begin(files: dict[str, str]) -
 
 
 def test_a_dataset_of_several_paths_weighs_what_all_of_them_hold(files: dict[str, str]) -> None:
-    parts = [
-        {"weight": "tokens", "tokens": [files["a"], files["c"]]},
-        {"weight": "tokens", "tokens": {files["b"]: 1}},
-    ]
+    parts = [{"weight": "tokens", "tokens": [files["a"], files["c"]]}, {"weight": "tokens", "tokens": {files["b"]: 1}}]
     with opened(config_of({"mixture": parts}, **VAL)) as data:
         assert data.stage_of(1).order.mixing.weights == pytest.approx([19, 9, 49])
     parts[0]["tokens"] = {files["a"]: 3, files["c"]: 1}

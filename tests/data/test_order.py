@@ -7,17 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kenotron.data.order import (
-    BLOCK,
-    Mixing,
-    Order,
-    counts,
-    huffman,
-    interleave,
-    left_count,
-    permute,
-    position_of,
-)
+from kenotron.data.order import BLOCK, Mixing, Order, counts, huffman, interleave, left_count, permute, position_of
 from kenotron.kernels.hashing import derive_key, mix64
 
 BOUND = Fraction(168, 100)

@@ -351,21 +351,6 @@ def test_several_sources_are_validated_together_each_token_once(texts, other_tex
         assert sum(sizes) - 20 <= sum(size for _, size, _ in batches) < sum(sizes)
 
 
-def test_a_tokenizer_that_is_not_byte_level_counts_bytes_by_the_mean(texts, tmp_path):
-    from support.hub_cache import TOKENIZER, made_documents, make_tokenizer_repository
-
-    folder = make_tokenizer_repository(tmp_path, TOKENIZER)
-    (tmp_path / "words").mkdir()
-    for number, text in enumerate(made_documents(60)):
-        (tmp_path / "words" / f"{number}.txt").write_text(text)
-    with opened({"text_files": str(tmp_path / "words")}, tokenizer__tokenizer_name_or_path=str(folder)) as data:
-        split = data._open(0).result().sources[0].cache.validation
-        batches = list(data.validation())
-        labels = sum((batch.labels != NO_LOSS).sum() for batch, *_ in batches)
-        assert labels == len(split.tokens) - 1
-        assert sum(size for _, size, _ in batches) == pytest.approx(split.bytes * labels / len(split.tokens))
-
-
 def test_the_token_that_ends_documents_has_bytes_where_a_text_has_it_within(tmp_path):
     """Of length 32, so that some are a window's last label and some its first."""
     lines = [json.dumps({"text": f"story {number} <|endoftext|>" * (1 + number % 5) + " end"}) for number in range(60)]
@@ -546,18 +531,6 @@ def test_a_token_beyond_the_models_vocabulary_is_named(texts, tmp_path):
 def test_steps_outside_the_run_are_named():
     with opened(None) as data, pytest.raises(InputError, match="step 13 is not in the run"):
         data.batch(13)
-
-
-def test_the_console_lines_say_what_is_read(texts):
-    with opened({"text_files": str(texts)}, {"dataset": None, "start": 5}) as data:
-        data._opened[1].result()
-        lines = data.describe()
-    assert "byte-level, 300 entries" in lines[0]
-    assert "documents end with token 0 (its own)" in lines[0]
-    assert lines[1].startswith("[stage 0] steps 1-4, sequence length 32: 100.00% ")
-    assert "documents" in lines[1]
-    assert "cache: " in lines[1]
-    assert lines[2].startswith("[stage 1] steps 5-12, sequence length 32: 100.00% random tokens")
 
 
 def test_a_path_that_is_not_there_is_named_before_anything_is_opened(texts):

@@ -469,14 +469,6 @@ def test_states_of_other_streams_are_refused(folder: Path, config_of: Callable[.
     refused(config, "the state of another stream: files is")
 
 
-def test_shards_beyond_the_files_and_keys_of_the_cached_mode_are_refused(config_of: Callable[..., Config]) -> None:
-    with pytest.raises(InputError, match=r"streaming\.reader_shards: .*found 7 for the 6 files of"):
-        open_run(config_of(shards=7), 1, quiet)
-    hub = {"hf_dataset_or_datasets": "a/b", "streaming": {}}
-    with pytest.raises(InputError, match="dataset_overwrite_cache"):
-        run_config(hub | {"dataset_overwrite_cache": True})
-
-
 @pytest.mark.parametrize(
     ("damage", "line"),
     [

@@ -50,10 +50,7 @@ REFUSED = {
         f"{AT}.dataset.return_positions: expected true with packing: best_fit",
     ),
     "no share": (of({"text_files": {"a": 0}}), f"{AT}.dataset.text_files.a: expected a number above 0, found 0"),
-    "nothing is remote": (
-        of(TOKENS) | {"remote_data": {"tries": 2}},
-        "remote_data: expected a remote path",
-    ),
+    "nothing is remote": (of(TOKENS) | {"remote_data": {"tries": 2}}, "remote_data: expected a remote path"),
     "a revision of nothing": (
         of(None) | {"tokenizer": {"tokenizer_revision": "main"}},
         "tokenizer.tokenizer_revision: expected null without tokenizer_name_or_path",

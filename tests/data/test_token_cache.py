@@ -56,11 +56,6 @@ def test_it_holds_every_document_with_its_end_on_the_side_of_its_hash(folder, to
         assert len(split.tokens) == split.ends[-1]
 
 
-def test_the_hash_holds_out_the_asked_share():
-    held = sum(is_held_out(f"document {number}", threshold_of_fraction(0.1)) for number in range(20_000))
-    assert abs(held - 2000) < 4 * (20_000 * 0.1 * 0.9) ** 0.5
-
-
 def test_several_processes_make_the_same_bytes_as_one(folder, tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr("kenotron.text.encode.BATCH_CHARACTERS", 1500)
     alone = open_tokens(texts_in(folder), tokenizer, RULES, 0.3, 1, report=quiet)
@@ -138,15 +133,6 @@ def test_an_end_of_document_token_beyond_two_bytes_is_kept_whole(folder, tokeniz
     opened = open_tokens(texts_in(folder), tokenizer, EncodeRules(70_000, None), 0.3, report=quiet)
     assert opened.train.tokens.dtype == np.dtype("<u4")
     assert set(opened.train.tokens[opened.train.ends.astype(int) - 1].tolist()) == {70_000}
-
-
-def test_a_truncated_description_of_an_entry_makes_it_again(folder, tokenizer):
-    made = open_tokens(texts_in(folder), tokenizer, RULES, 0.3, report=quiet)
-    (made.path / "meta.json").write_text("{")
-    lines = []
-    again = open_tokens(texts_in(folder), tokenizer, RULES, 0.3, report=lines.append)
-    assert len(lines) == 1
-    assert again.train.tokens.tolist() == made.train.tokens.tolist()
 
 
 def test_inspect_finds_a_flipped_bit(folder, tokenizer, capsys):

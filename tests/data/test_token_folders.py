@@ -84,13 +84,6 @@ def test_windows_of_other_formats_share_a_token_so_that_none_is_lost(tmp_path: P
                 assert batch.tokens[batch.labels == NO_LOSS].tolist() == [t for t in batch.tokens.flat if t + 1 in ends]
 
 
-def test_files_of_different_widths_may_lie_in_one_folder(folder: Path) -> None:
-    write_ds(folder / "c.ds", counting(70_000, LENGTHS), 4)
-    expected = [cut(list(range(first, first + 180)), L + 1) for first in (0, 1000, 70_000)]
-    with opened({"dataset_folder": str(folder)}, arch__vocab_size=100_000) as data:
-        assert sorted(epoch(data) + held_out(data)) == [row for rows in expected for row in rows]
-
-
 @given(
     st.lists(st.tuples(st.integers(0, 40), st.booleans()), min_size=1, max_size=6),
     st.integers(1, 9),
@@ -130,22 +123,6 @@ def test_a_sample_is_the_window_that_a_plain_loop_finds(files: Any, length: int,
         assert documents.tolist() == [expected[i][1] for i in order]
         assert (loss is None) == all(file.loss is None for file in made)
         assert loss is None or loss.tolist() == [expected[i][2] for i in order]
-
-
-def test_a_step_is_the_same_on_every_layout_and_after_a_resume(folder: Path) -> None:
-    parts = {"dataset_folder": str(folder / "b")}, {"tokens": str(folder / "a.ds")}
-    dataset = {"mixture": [{"weight": 3 - 2 * i, **part} for i, part in enumerate(parts)]}
-    with opened(dataset) as data:
-        steps = [windows(data.batch(step)) for step in range(1, 13)]
-    found = []
-    with opened(dataset, micro_batch_size=1, batch_accumulation_per_replica=4) as data:
-        for step in range(1, 13):
-            ranks = [data.batch(step, rank, 2) for rank in (0, 1)]
-            rows = {int(b.sample_ids[0]): windows([b])[0] for batches in ranks for b in batches}
-            found.append([rows[sample] for sample in sorted(rows)])
-    assert found == steps
-    with opened(dataset, start_step=7) as data:
-        assert [windows(data.batch(step)) for step in range(7, 13)] == steps[6:]
 
 
 @pytest.mark.parametrize("both", ["one stage", "two stages"])

@@ -404,14 +404,6 @@ def test_a_saved_dataset_is_read_in_spans_of_rows(tokenizer, tmp_path):
     assert len(list((tmp_path / "out").glob("*.ds"))) > 1
 
 
-def test_names_that_are_no_input_are_reported(tokenizer, tmp_path):
-    with pytest.raises(InputError, match=r"INPUT: no such file or folder: .*nowhere\.jsonl"):
-        tokenize([str(tmp_path / "nowhere.jsonl")], tokenizer, tmp_path / "out", TokenizeOptions(), 1, quiet)
-    (tmp_path / "a.jsonl").write_text("")
-    with pytest.raises(InputError, match="no text in it"):
-        tokenize([str(tmp_path / "a.jsonl")], tokenizer, tmp_path / "out", TokenizeOptions(), 1, quiet)
-
-
 def twice(row, file):
     return 2
 

@@ -144,11 +144,6 @@ def test_a_missing_driver_names_its_extra(url: str, module: str, extra: str, mon
         as_path(url)
 
 
-def test_an_unknown_protocol() -> None:
-    with pytest.raises(InputError, match=r"^s4://: no such protocol"):
-        as_path("s4://bucket/x")
-
-
 def test_cache_folder_and_cap(tmp_path: Path, upload: Upload, own_cache: Path) -> None:
     here = write_folder(tmp_path / "tokens", loss=False)
     settings = {"cache_folder": str(tmp_path / "elsewhere"), "cache_gb": 3e-5}

@@ -233,15 +233,6 @@ def test_what_is_not_there_is_reported(tmp_path: Path) -> None:
         open_token_files(tmp_path, "PATH")
 
 
-def test_a_folder_is_walked_in_order_of_path_and_links_do_not_loop(tmp_path: Path) -> None:
-    for name in ("b", "a/z", "a/c/d"):
-        (tmp_path / name).mkdir(parents=True, exist_ok=True)
-        write_datatrove(tmp_path / name)
-    (tmp_path / "a" / "loop").symlink_to(tmp_path)
-    found = [str(file.path.parent.relative_to(tmp_path)) for file in open_token_files(tmp_path, "PATH")]
-    assert found == ["a/c/d", "a/z", "b"]
-
-
 @pytest.mark.parametrize("format", WRITERS)
 @given(data=st.data())
 def test_no_damage_is_another_exception(format: str, data: st.DataObject) -> None:

@@ -45,13 +45,6 @@ def test_inspect_reports_an_id_beyond_the_vocabulary(corpus: Path, shell: Shell)
     assert shell("data", "inspect", corpus, "--vocab-size", 10)[0] == 0
 
 
-@pytest.mark.parametrize("suffix", [".bin", ".npy"])
-def test_a_format_that_is_only_read_is_refused(corpus: Path, tmp_path: Path, shell: Shell, suffix: str) -> None:
-    code, _, err = shell("data", "merge", corpus, "--output", tmp_path / f"out{suffix}")
-    assert code == 2
-    assert f"--output: expected a folder, or a file that ends in .ds, found {tmp_path}/out{suffix}" in err
-
-
 def test_a_folder_is_read_in_order_of_path_without_hidden_folders_and_links_once(tmp_path: Path) -> None:
     for name in ("b/1.ds", "a/deep/0.ds", ".unfinished/2.ds", "0.ds"):
         with TokenWriter(tmp_path / "all" / name, np.dtype("uint16")) as writer:
