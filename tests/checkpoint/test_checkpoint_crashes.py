@@ -1,19 +1,16 @@
 """A save may be killed, or fail, at any moment: a step's folder is complete at every moment.
 
 The moments are not sampled but counted: every call of the operating system that changes the disk is one, and
-the process dies, or the call fails, at each of them in turn. Real SIGKILLs at random moments come on top.
+the process dies, or the call fails, at each of them in turn.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-import random
 import resource
 import shutil
-import signal
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -249,14 +246,6 @@ def test_a_folder_without_permission_is_named(tmp_path: Path) -> None:
         os.chmod(root, 0o755)
 
 
-def test_a_root_that_is_a_file_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match=r"cannot create .*file"):
-        save_step(tmp_path / "file" / "root", 10)
-    with pytest.raises(CheckpointError, match=r"cannot create .*file: File exists"):
-        save_step(tmp_path / "file", 10)
-
-
 def test_an_error_of_the_tokenizer_is_raised_as_it_is_and_leaves_nothing(tmp_path: Path) -> None:
     def broken(folder: Path) -> None:
         (folder / "half.json").write_text("{")
@@ -301,36 +290,6 @@ def test_everything_is_synced_before_the_rename(tmp_path: Path, monkeypatch: pyt
     assert kinds[published + 1] == ("sync", "root")
     assert kinds[published + 3 :] == [("rename", "latest.txt"), ("sync", "root")]
     assert ("sync", tmp_path.name) in kinds[:published], "the name of the new root was not synced"
-
-
-@pytest.mark.slow
-def test_real_kills_at_random_moments_never_cost_more_than_the_save_they_hit(folder: Path) -> None:
-    root, rows, moments = folder / "root", 30_000, random.Random(0)
-    began = time.perf_counter()
-    save_step(root, 1, rows)
-    duration = time.perf_counter() - began
-    reached = 1
-    for _ in range(12):
-        progress, report = os.pipe()
-        child = os.fork()
-        if child == 0:
-            for step in range(reached + 1, reached + 50):
-                save_step(root, step, rows)
-                os.write(report, bytes([step - reached]))
-            os._exit(0)
-        os.close(report)
-        time.sleep(moments.uniform(0, 3 * duration))
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        finished = reached + (os.read(progress, 100) or b"\0")[-1]
-        os.close(progress)
-        tidy(root)
-        newest = newest_complete(root)
-        assert newest is not None
-        reached = int(newest.name)
-        assert finished <= reached <= finished + 1
-        assert load_and_compare(newest, rows) == reached
-        assert not [path.name for path in root.iterdir() if "tmp" in path.name or "trash" in path.name]
 
 
 def test_leftovers_of_the_dead_are_cleared_and_those_of_the_living_are_not(tmp_path: Path) -> None:

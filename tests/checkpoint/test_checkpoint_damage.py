@@ -30,14 +30,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 FILES = [
-    "manifest.json",
-    "config.yaml",
-    "model_config.json",
-    "model/index.json",
-    "model/rank0.safetensors",
-    "optimizer/index.json",
-    "optimizer/rank0.safetensors",
-    "tokenizer/tokenizer.json",
+    *("manifest.json", "config.yaml", "model_config.json", "model/index.json", "model/rank0.safetensors"),
+    *("optimizer/index.json", "optimizer/rank0.safetensors", "tokenizer/tokenizer.json"),
 ]
 
 
@@ -194,26 +188,13 @@ CHUNK = (*NORM, "chunks", 0)
 @pytest.mark.parametrize(
     "change",
     [
-        set_in("format", to="other"),
-        set_in("version", to=99),
-        set_in("tensors", to=[]),
-        set_in(*NORM, "dtype", to="F33"),
-        set_in(*NORM, "shape", to=[33]),
-        set_in(*NORM, "shape", to=[32, 1]),
-        set_in(*NORM, "shape", to="ab"),
-        set_in(*NORM, "chunks", to=[]),
-        set_in(*CHUNK, "file", to="../../secret"),
-        set_in(*CHUNK, "file", to="/etc/hostname"),
-        set_in(*CHUNK, "file", to="rank1.safetensors"),
-        set_in(*CHUNK, "begin", to=-8),
-        set_in(*CHUNK, "begin", to=2),
-        set_in(*CHUNK, "begin", to=10**9),
-        set_in(*CHUNK, "begin", to=None),
-        set_in(*CHUNK, "offset", to=[-1]),
-        set_in(*CHUNK, "offset", to=[1]),
-        set_in(*CHUNK, "shape", to=[31]),
-        set_in(*CHUNK, "shape", to=[-32]),
-        set_in(*CHUNK, "shape", to=["x"]),
+        *(set_in("format", to="other"), set_in("version", to=99), set_in("tensors", to=[])),
+        *(set_in(*NORM, "dtype", to="F33"), set_in(*NORM, "shape", to=[33]), set_in(*NORM, "shape", to=[32, 1])),
+        *(set_in(*NORM, "shape", to="ab"), set_in(*NORM, "chunks", to=[]), set_in(*CHUNK, "file", to="../../secret")),
+        *(set_in(*CHUNK, "file", to="/etc/hostname"), set_in(*CHUNK, "file", to="rank1.safetensors")),
+        *(set_in(*CHUNK, "begin", to=-8), set_in(*CHUNK, "begin", to=2), set_in(*CHUNK, "begin", to=10**9)),
+        *(set_in(*CHUNK, "begin", to=None), set_in(*CHUNK, "offset", to=[-1]), set_in(*CHUNK, "offset", to=[1])),
+        *(set_in(*CHUNK, "shape", to=[31]), set_in(*CHUNK, "shape", to=[-32]), set_in(*CHUNK, "shape", to=["x"])),
     ],
 )
 def test_an_index_that_lies_is_refused(tmp_path: Path, change) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kenotron.checkpoint.folders import list_checkpoints, newest_complete, resolve
-from kenotron.checkpoint.manifest import Manifest, read_manifest, render
+from kenotron.checkpoint.manifest import Manifest, render
 from kenotron.checkpoint.retention import prune, to_prune
 from kenotron.checkpoint.saving import save
 from kenotron.config.errors import CheckpointError
@@ -188,10 +188,3 @@ def test_the_one_that_latest_names_stays(tmp_path: Path) -> None:
 def test_retention_of_less_than_one_is_refused(tmp_path: Path, arguments: dict) -> None:
     with pytest.raises(CheckpointError, match=r"keep_(last|every) must be at least 1; found (0|-1)"):
         prune(tmp_path, **arguments)
-
-
-def test_saving_reports_what_it_wrote_in_the_manifest(tmp_path: Path) -> None:
-    saved = save_step(tmp_path, 7)
-    manifest = read_manifest(saved.path)
-    assert manifest.state == {"step": 7, "seed": 7, "consumed_tokens": 3584}
-    assert manifest.bytes == saved.bytes - (saved.path / "manifest.json").stat().st_size

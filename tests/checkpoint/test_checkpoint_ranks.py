@@ -172,18 +172,6 @@ def test_a_full_disk_on_one_rank_stops_all_and_leaves_nothing(saved: Path, tmp_p
         assert newest_complete(root) == root / "10"
 
 
-def refuse_state(rank: int, root: Path) -> str:
-    with pytest.raises(PeerFailed if rank else CheckpointError) as error:
-        save_on_rank(rank, root, state={"x": object()} if rank == 0 else {})
-    return str(error.value)
-
-
-def test_an_error_of_rank_0_is_raised_on_all(tmp_path: Path) -> None:
-    first, second = run_ranks(2, refuse_state, tmp_path)
-    assert "state.x is object" in first
-    assert second == f"rank 0: {first}"
-
-
 DAMAGED = ("model/rank0.safetensors", "model/rank1.safetensors", "optimizer/index.json")
 
 

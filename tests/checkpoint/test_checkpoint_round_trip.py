@@ -25,20 +25,8 @@ from kenotron.optim.state import init_state, state_tensors
 from support.checkpoint_states import assert_same, empty_like, load_and_compare, moments, save_step, weights
 
 DTYPES = [
-    torch.float32,
-    torch.float64,
-    torch.bfloat16,
-    torch.float16,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.uint16,
-    torch.uint32,
-    torch.bool,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
+    *(torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8),
+    *(torch.uint8, torch.uint16, torch.uint32, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2),
 ]
 
 
