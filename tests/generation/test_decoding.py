@@ -467,28 +467,6 @@ def test_weights_take_the_configs_dtype_or_the_one_asked_for(tmp_path):
         load_for_generation(path, "int8")
 
 
-def test_padding_rows_of_the_vocabulary_are_neither_saved_nor_predicted(tmp_path):
-    path = save_ours(our_model(tmp_path), tmp_path / "c")
-    text = (path / "config.yaml").read_text()
-    assert "make_vocab_size_divisible_by: 1" in text
-    assert load_for_generation(path).model.lm_head.weight.shape[0] == 300
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("checkpoints/11", r"no checkpoint at .*/checkpoints/11: .* has 10"),
-        ("chekpoints", r"did you mean 'checkpoints'"),
-        ("empty", r"empty is not a checkpoint"),
-    ],
-)
-def test_a_wrong_path_names_what_is_near(name, message, tmp_path):
-    save_ours(our_model(tmp_path), tmp_path / "checkpoints")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(InputError, match=message):
-        load_for_generation(tmp_path / name)
-
-
 def test_a_damaged_checkpoint_is_named(tmp_path):
     path = save_ours(our_model(tmp_path), tmp_path / "checkpoints")
     file = next((path / "model").glob("*.safetensors"))

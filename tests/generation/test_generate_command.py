@@ -185,16 +185,11 @@ def test_the_seeds_script_runs(path, capfd, monkeypatch):
 @pytest.mark.parametrize(
     ("given", "saved", "processes", "expected"),
     [
-        ((None, None, None), (2, 2, 2), 8, (2, 2, 2)),
-        ((None, None, None), (4, 2, 2), 8, (2, 2, 2)),
-        ((None, None, None), (1, 1, 1), 8, (8, 1, 1)),
-        ((None, None, None), (2, 2, 2), 1, (1, 1, 1)),
-        ((None, None, None), (2, 2, 2), None, (1, 1, 1)),
-        ((None, None, 1), (2, 2, 2), 2, (1, 2, 1)),
-        ((None, 1, 1), (2, 2, 2), 1, (1, 1, 1)),
-        ((None, 4, None), (2, 2, 2), 4, (1, 4, 1)),
-        ((2, 2, None), (2, 2, 2), 8, (2, 2, 2)),
-        ((None, None, 2), (2, 2, 2), None, (1, 1, 2)),
+        *(((None, None, None), (2, 2, 2), 8, (2, 2, 2)), ((None, None, None), (4, 2, 2), 8, (2, 2, 2))),
+        *(((None, None, None), (1, 1, 1), 8, (8, 1, 1)), ((None, None, None), (2, 2, 2), 1, (1, 1, 1))),
+        *(((None, None, None), (2, 2, 2), None, (1, 1, 1)), ((None, None, 1), (2, 2, 2), 2, (1, 2, 1))),
+        *(((None, 1, 1), (2, 2, 2), 1, (1, 1, 1)), ((None, 4, None), (2, 2, 2), 4, (1, 4, 1))),
+        *(((2, 2, None), (2, 2, 2), 8, (2, 2, 2)), ((None, None, 2), (2, 2, 2), None, (1, 1, 2))),
     ],
 )
 def test_degrees_that_are_not_given_are_the_checkpoints_where_the_processes_fit(given, saved, processes, expected):
@@ -229,12 +224,6 @@ def test_in_the_seeds_spelling_0_is_1(shell, path):
 )
 def test_a_layout_that_the_model_does_not_allow_is_refused_before_any_rank_starts(arguments, message, shell, path):
     assert shell("generate", path, *arguments) == (2, "", f"error: {message}\n")
-
-
-def test_context_parallelism_is_no_option_of_generation(shell, path):
-    code, out, err = shell("generate", path, "--cp", 2)
-    assert (code, out) == (2, "")
-    assert err.startswith("error: No such option: --cp")
 
 
 def test_degrees_that_do_not_make_torchruns_processes_are_refused_with_the_arithmetic(shell, path, monkeypatch):

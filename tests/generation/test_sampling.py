@@ -146,10 +146,6 @@ def test_a_tiny_top_p_keeps_the_likeliest_token():
     assert next_tokens(logits, SamplingOptions(temperature=1.0, top_p=1e-9), [0, 1], [0, 0]) == [1, 0]
 
 
-def test_greedy_takes_the_largest_logit():
-    assert next_tokens(torch.tensor([[0.1, 3.0, 2.0], [5.0, 1.0, 1.0]]), SamplingOptions(), [0, 1], [0, 0]) == [1, 0]
-
-
 def test_logits_that_are_not_finite_give_no_token():
     logits = torch.tensor([[0.0, float("nan"), 1.0], [0.0, float("inf"), 1.0], [0.0, 1.0, 2.0]])
     assert next_tokens(logits, SamplingOptions(), [0, 1, 2], [0, 0, 0]) == [NOT_FINITE, NOT_FINITE, 2]

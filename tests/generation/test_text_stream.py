@@ -60,11 +60,6 @@ def test_a_prompt_of_ids_may_end_within_a_character():
     assert pieces_of(BYTES, tokens[:1], tokens[1:]) == ["é", ""]
 
 
-def test_an_unfinished_character_at_the_end_is_shown_as_such():
-    tokens = BYTES.encode("a中")
-    assert pieces_of(BYTES, [], tokens[:-1]) == ["a", "", "", UNFINISHED]
-
-
 @pytest.mark.parametrize("prompt", [[0], [0, 1]])
 def test_blanks_between_words_survive_where_a_token_alone_would_lose_its_own(prompt):
     assert pieces_of(blank_before_word_tokenizer(), prompt, [1, 2, 3]) == [" cat", " sat", "s", ""]

@@ -168,10 +168,7 @@ def test_wrong_input_that_every_rank_finds_is_reported_once_and_is_exit_code_2(
 ) -> None:
     hook = "general.hooks=[support.user_parts.WrongInput]"
     finished = nursery.run("train", tiny_yaml(tmp_path), *TWO, hook, folder=tmp_path)
-    assert (finished.code, finished.stderr) == (
-        2,
-        "error: general.hooks: expected another one, found this one\n",
-    )
+    assert (finished.code, finished.stderr) == (2, "error: general.hooks: expected another one, found this one\n")
 
 
 @pytest.mark.slow

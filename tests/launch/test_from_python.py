@@ -16,8 +16,8 @@ import pytest
 
 import kenotron as kn
 import kenotron.training
-from kenotron.config import Config, InputError, NotSupportedYet
-from support.tiny_run import REPOSITORY, environment, losses, metrics, tiny_config, tiny_dict, tiny_yaml, train_quietly
+from kenotron.config import Config, InputError
+from support.tiny_run import REPOSITORY, environment, losses, tiny_config, tiny_dict, tiny_yaml, train_quietly
 
 
 def test_load_and_train_give_the_run(tmp_path: Path) -> None:
@@ -49,14 +49,6 @@ def test_two_runs_in_one_process_are_those_of_two_processes(tmp_path: Path) -> N
         train_quietly(config)
     assert losses(configs[0]) == losses(configs[2])
     assert losses(configs[0]) != losses(configs[1])
-
-
-def test_fresh_starts_a_finished_run_over(tmp_path: Path) -> None:
-    config = tiny_config(tmp_path)
-    for options in ({}, {}, {"fresh": True}):
-        assert train_quietly(config, **options).step == 3
-    assert len(metrics(config)) == 3
-    assert len(list((tmp_path / "checkpoints").glob("replaced-*"))) == 1
 
 
 def test_the_functions_of_kenotron_work_whatever_was_imported_before() -> None:
@@ -98,13 +90,6 @@ def test_no_thread_of_a_run_outlives_it(tmp_path: Path) -> None:
     before = set(threading.enumerate())  # of other tests' remote files, say
     train_quietly(tiny_config(tmp_path, "data_stages.0.data.num_loading_workers=3"))
     assert not [thread.name for thread in set(threading.enumerate()) - before if thread.name.startswith("kenotron")]
-
-
-def test_errors_in_the_input_are_exceptions_with_the_line_of_the_command(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="did you mean 'train_steps'"):
-        kn.load(tiny_dict(tmp_path), ["tokens.train_step=5"])
-    with pytest.raises(NotSupportedYet, match=r"tokens.limit_test_batches: 1"):
-        kn.train(tiny_config(tmp_path, "tokens.limit_test_batches=1"))
 
 
 @pytest.mark.parametrize(

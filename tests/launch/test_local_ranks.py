@@ -153,15 +153,6 @@ def test_no_rank_starts_for_a_run_that_has_finished(
         launch(tiny_config(tmp_path, *TWO))
 
 
-def test_an_error_in_the_config_is_reported_once_before_any_rank_starts(tmp_path: Path, nursery: Nursery) -> None:
-    wrong = ("parallelism.dp=2", "tokens.limit_test_batches=1")
-    finished = nursery.run("train", tiny_yaml(tmp_path), *wrong, folder=tmp_path)
-    assert finished.code == 2
-    assert finished.stderr.startswith("error: not supported yet: tokens.limit_test_batches: 1")
-    assert finished.stderr.count("\n") == 1
-    assert not (tmp_path / "logs").exists()
-
-
 def test_cores_are_shared_out_and_the_users_choice_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(share, "cores", lambda: 16)
     assert [share.threads_each(ranks) for ranks in (1, 2, 3, 16, 40)] == [16, 8, 5, 1, 1]

@@ -557,7 +557,8 @@ ROWS: dict[str, Row] = {
 OWN_TESTS = {
     "test_remote_tokens.py": "Config.remote_data RemoteData.cache_folder RemoteData.cache_gb",
     "test_remote_failures.py": "RemoteData.tries",
-    "test_console_and_metrics.py": "Logging.log_level_replica General.kill_switch_path",
+    "test_local_ranks.py": "Logging.log_level_replica",
+    "test_console_and_metrics.py": "General.kill_switch_path",
     "test_trackers.py": "Logging.wandb Logging.trackio",
     "test_every_key.py": """
         Model.compile Data.num_loading_workers Tokenizer.tokenizer_revision

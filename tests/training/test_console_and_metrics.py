@@ -233,21 +233,6 @@ def test_log_level_passive_leaves_the_logger_as_it_is(tmp_path: Path) -> None:
         logger.setLevel(before)
 
 
-def test_log_level_replica_is_that_of_the_other_ranks(tmp_path: Path) -> None:
-    from kenotron.parallel.mesh import Mesh
-    from kenotron.training import console
-
-    class Second(Mesh):
-        def rank(self, name: str) -> int:
-            return int(name in ("world", "batch"))
-
-    config = tiny_config(tmp_path, "logging.log_level=info", "logging.log_level_replica=error")
-    console.start_logging(config, Second())
-    assert console.logger.level == 40
-    console.start_logging(config, Mesh())
-    assert console.logger.level == 20
-
-
 def test_sample_prompts_are_continued_at_the_start_and_at_the_end(tmp_path: Path) -> None:
     prompts = 'logging.sample_prompts=["The sum", "of 3"]'
     config = tiny_config(tmp_path, *text_overrides(tmp_path), prompts, "logging.format=nanotron")

@@ -344,11 +344,7 @@ def test_a_changed_key_is_another_run_and_exit_code_2_names_it(
         (),  # train_steps was raised from 4 to 6
         ("tokens.micro_batch_size=2", "tokens.batch_accumulation_per_replica=2"),
         ("tokens.micro_batch_size=1", "tokens.batch_accumulation_per_replica=4"),
-        (
-            "logging.log_level=warning",
-            "checkpoints.checkpoint_interval=3",
-            "parallelism.tp_mode=all_reduce",
-        ),
+        ("logging.log_level=warning", "checkpoints.checkpoint_interval=3", "parallelism.tp_mode=all_reduce"),
     ],
 )
 def test_the_same_run_goes_on_with_more_steps_another_split_or_other_intervals(

@@ -141,18 +141,8 @@ def test_hooks_are_called_by_priority_and_then_in_the_order_of_the_list(tmp_path
     config = kn.load(content, VALIDATION)
     hooks = build_hooks(config, Mesh(), observers(config, Mesh()))
     assert [type(hook).__name__ for hook in hooks] == [
-        "NonFiniteCause",
-        "Validation",
-        "DataStall",
-        "History",
-        "Recorder",
-        "Recorder",
-        "StateHash",
-        "Metrics",
-        "NonFiniteGuard",
-        "Pace",
-        "Signals",
-        "CheckpointHook",
+        *("NonFiniteCause", "Validation", "DataStall", "History", "Recorder", "Recorder", "StateHash", "Metrics"),
+        *("NonFiniteGuard", "Pace", "Signals", "CheckpointHook"),
     ]
     assert [hook.name for hook in hooks if isinstance(hook, user_parts.Recorder)] == ["a", "b"]
 

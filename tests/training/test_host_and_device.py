@@ -25,8 +25,7 @@ from support.tiny_run import tiny_config
 
 
 @pytest.mark.parametrize(
-    "overrides",
-    [(), ("parallelism.recompute_layer=true",), ("model.model_config.z_loss_enabled=true",)],
+    "overrides", [(), ("parallelism.recompute_layer=true",), ("model.model_config.z_loss_enabled=true",)]
 )
 def test_a_step_reads_from_the_device_once(
     overrides: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -189,9 +189,7 @@ def test_weights_of_a_hugging_face_folder_start_a_run(earlier: Any, tmp_path: Pa
     at_4 = Path(earlier.checkpoints.checkpoints_path) / "4"
     to_hf(at_4, tmp_path / "hf", dtype="float32")
     config = tiny_config(
-        tmp_path,
-        f"model.init_method={{path: '{tmp_path / 'hf'}'}}",
-        "checkpoints.save_initial_state=true",
+        tmp_path, f"model.init_method={{path: '{tmp_path / 'hf'}'}}", "checkpoints.save_initial_state=true"
     )
     train_quietly(config)
     assert largest_difference(saved_weights(tmp_path / "checkpoints" / "0"), saved_weights(at_4)) == 0

@@ -231,15 +231,6 @@ def test_padding_the_vocabulary_changes_neither_the_run_nor_the_saved_files(tmp_
         assert largest_difference(plain, padded) < 1e-6
 
 
-def test_recomputed_layers_do_not_change_the_run(tmp_path: Path) -> None:
-    found = []
-    for value in ("false", "true"):
-        (tmp_path / value).mkdir()
-        config = tiny_config(tmp_path / value, f"parallelism.recompute_layer={value}", "model.dtype=bfloat16")
-        found.append(weights(train_quietly(config)))
-    assert largest_difference(*found) == 0
-
-
 def test_the_update_waits_for_the_host_only_where_a_hook_decides(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

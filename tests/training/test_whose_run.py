@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from kenotron.checkpoint import durable
 from kenotron.config import InputError
@@ -77,22 +78,10 @@ def test_a_run_that_failed_lets_its_folder_go(tmp_path: Path) -> None:
 def hf_folder(folder: Path) -> Path:
     """A Hugging Face model's folder with its shapes alone."""
     folder.mkdir()
-    values: dict[str, Any] = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 64,
-        "max_position_embeddings": 32,
-        "rms_norm_eps": 1e-5,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "hidden_act": "silu",
-        "tie_word_embeddings": True,
-    }
+    values: dict[str, Any] = yaml.safe_load("""{architectures: [LlamaForCausalLM], model_type: llama, hidden_size: 16,
+        intermediate_size: 24, num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2,
+        vocab_size: 64, max_position_embeddings: 32, rms_norm_eps: 1.0e-05, bos_token_id: 1, eos_token_id: 2,
+        hidden_act: silu, tie_word_embeddings: true}""")
     (folder / "config.json").write_text(json.dumps(values))
     return folder
 
