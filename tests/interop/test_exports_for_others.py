@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
@@ -34,201 +35,61 @@ from support.foreign_models import plain_config
 from support.tiny_llamas import VARIANTS, hf_llama, random_tokens, save_hf, small_tokenizer
 from support.tiny_run import tiny_config, train_quietly
 
-LLAMA3 = {
-    "factor": 32.0,
-    "high_freq_factor": 4.0,
-    "low_freq_factor": 1.0,
-    "original_max_position_embeddings": 8192,
-    "rope_type": "llama3",
-}
-DECODER = {
-    "attention_dropout": 0.0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "hidden_act": "silu",
-    "initializer_range": 0.02,
-    "rms_norm_eps": 1e-05,
-    "rope_scaling": None,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "use_cache": True,
-}
-FIXTURES: dict[str, dict[str, Any]] = {
-    "llama": DECODER
-    | {
-        "architectures": ["LlamaForCausalLM"],
-        "attention_bias": False,
-        "bos_token_id": 128000,
-        "eos_token_id": 128001,
-        "head_dim": 64,
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "max_position_embeddings": 131072,
-        "mlp_bias": False,
-        "model_type": "llama",
-        "num_attention_heads": 32,
-        "num_hidden_layers": 16,
-        "num_key_value_heads": 8,
-        "pretraining_tp": 1,
-        "rope_scaling": LLAMA3,
-        "rope_theta": 500000.0,
-        "tie_word_embeddings": True,
-        "vocab_size": 128256,
-    },
-    "qwen2": DECODER
-    | {
-        "architectures": ["Qwen2ForCausalLM"],
-        "bos_token_id": 151643,
-        "eos_token_id": 151643,
-        "hidden_size": 896,
-        "intermediate_size": 4864,
-        "layer_types": ["full_attention"] * 24,
-        "max_position_embeddings": 131072,
-        "max_window_layers": 28,
-        "model_type": "qwen2",
-        "num_attention_heads": 14,
-        "num_hidden_layers": 24,
-        "num_key_value_heads": 2,
-        "rms_norm_eps": 1e-06,
-        "rope_scaling": {
-            "factor": 4.0,
-            "original_max_position_embeddings": 32768,
-            "rope_type": "yarn",
-            "type": "yarn",
-        },
-        "rope_theta": 1000000.0,
-        "sliding_window": None,
-        "tie_word_embeddings": True,
-        "use_sliding_window": False,
-        "vocab_size": 151936,
-    },
-    "mistral": DECODER
-    | {
-        "architectures": ["MistralForCausalLM"],
-        "head_dim": 128,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "max_position_embeddings": 32768,
-        "model_type": "mistral",
-        "num_attention_heads": 32,
-        "num_hidden_layers": 32,
-        "num_key_value_heads": 8,
-        "rope_theta": 1000000.0,
-        "sliding_window": None,
-        "vocab_size": 32768,
-    },
-    "gpt_neox": {
-        "architectures": ["GPTNeoXForCausalLM"],
-        "attention_bias": True,
-        "attention_dropout": 0.0,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-        "hidden_act": "gelu",
-        "hidden_dropout": 0.0,
-        "hidden_size": 2048,
-        "initializer_range": 0.02,
-        "intermediate_size": 8192,
-        "layer_norm_eps": 1e-05,
-        "max_position_embeddings": 2048,
-        "model_type": "gpt_neox",
-        "num_attention_heads": 8,
-        "num_hidden_layers": 16,
-        "partial_rotary_factor": 0.25,
-        "rope_scaling": None,
-        "rope_theta": 40000.0,
-        "rotary_emb_base": 40000.0,
-        "rotary_pct": 0.25,
-        "tie_word_embeddings": False,
-        "torch_dtype": "float16",
-        "use_cache": True,
-        "use_parallel_residual": True,
-        "vocab_size": 50304,
-    },
-    "mixtral": DECODER
-    | {
-        "architectures": ["MixtralForCausalLM"],
-        "head_dim": 128,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "max_position_embeddings": 32768,
-        "model_type": "mixtral",
-        "num_attention_heads": 32,
-        "num_experts_per_tok": 2,
-        "num_hidden_layers": 32,
-        "num_key_value_heads": 8,
-        "num_local_experts": 8,
-        "output_router_logits": False,
-        "rope_theta": 1000000.0,
-        "router_aux_loss_coef": 0.02,
-        "router_jitter_noise": 0.0,
-        "sliding_window": None,
-        "vocab_size": 32000,
-    },
-    "qwen3_moe": DECODER
-    | {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "attention_bias": False,
-        "decoder_sparse_step": 1,
-        "head_dim": 128,
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "max_position_embeddings": 40960,
-        "mlp_only_layers": [],
-        "model_type": "qwen3_moe",
-        "moe_intermediate_size": 768,
-        "norm_topk_prob": True,
-        "num_attention_heads": 32,
-        "num_experts": 96,
-        "num_experts_per_tok": 8,
-        "num_hidden_layers": 48,
-        "num_key_value_heads": 4,
-        "output_router_logits": False,
-        "rope_theta": 10000000.0,
-        "router_aux_loss_coef": 0.001,
-        "sliding_window": None,
-        "use_sliding_window": False,
-        "vocab_size": 151936,
-    },
-    "deepseek_v3": DECODER
-    | {
-        "architectures": ["DeepseekV3ForCausalLM"],
-        "attention_bias": False,
-        "first_k_dense_replace": 3,
-        "hidden_size": 7168,
-        "intermediate_size": 18432,
-        "kv_lora_rank": 512,
-        "max_position_embeddings": 163840,
-        "model_type": "deepseek_v3",
-        "moe_intermediate_size": 2048,
-        "n_group": 8,
-        "n_routed_experts": 256,
-        "n_shared_experts": 1,
-        "norm_topk_prob": True,
-        "num_attention_heads": 128,
-        "num_experts_per_tok": 8,
-        "num_hidden_layers": 61,
-        "num_key_value_heads": 128,
-        "q_lora_rank": 1536,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "rope_interleave": True,
-        "rope_scaling": {
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "factor": 40.0,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-            "original_max_position_embeddings": 4096,
-            "rope_type": "yarn",
-            "type": "yarn",
-        },
-        "rope_theta": 10000.0,
-        "routed_scaling_factor": 2.5,
-        "topk_group": 4,
-        "v_head_dim": 128,
-        "vocab_size": 129280,
-    },
-}
+DECODER = yaml.safe_load("""{attention_dropout: 0.0, bos_token_id: 1, eos_token_id: 2, hidden_act: silu,
+    initializer_range: 0.02, rms_norm_eps: 1.0e-05, rope_scaling: null, tie_word_embeddings: false,
+    torch_dtype: bfloat16, use_cache: true}""")
+FIXTURES: dict[str, dict[str, Any]] = yaml.safe_load("""
+llama:
+    {bos_token_id: 128000, eos_token_id: 128001,
+    rope_scaling: {factor: 32.0, high_freq_factor: 4.0, low_freq_factor: 1.0,
+        original_max_position_embeddings: 8192, rope_type: llama3},
+    tie_word_embeddings: true, architectures: [LlamaForCausalLM], attention_bias: false, head_dim: 64,
+    hidden_size: 2048, intermediate_size: 8192, max_position_embeddings: 131072, mlp_bias: false, model_type: llama,
+    num_attention_heads: 32, num_hidden_layers: 16, num_key_value_heads: 8, pretraining_tp: 1, rope_theta: 500000.0,
+    vocab_size: 128256}
+qwen2:
+    {bos_token_id: 151643, eos_token_id: 151643, rms_norm_eps: 1.0e-06,
+    rope_scaling: {factor: 4.0, original_max_position_embeddings: 32768, rope_type: yarn, type: yarn},
+    tie_word_embeddings: true, architectures: [Qwen2ForCausalLM], hidden_size: 896, intermediate_size: 4864,
+    max_position_embeddings: 131072, max_window_layers: 28, model_type: qwen2, num_attention_heads: 14,
+    num_hidden_layers: 24, num_key_value_heads: 2, rope_theta: 1000000.0, sliding_window: null,
+    use_sliding_window: false, vocab_size: 151936}
+mistral:
+    {architectures: [MistralForCausalLM], head_dim: 128, hidden_size: 4096, intermediate_size: 14336,
+    max_position_embeddings: 32768, model_type: mistral, num_attention_heads: 32, num_hidden_layers: 32,
+    num_key_value_heads: 8, rope_theta: 1000000.0, sliding_window: null, vocab_size: 32768}
+gpt_neox:
+    {architectures: [GPTNeoXForCausalLM], attention_bias: true, attention_dropout: 0.0, bos_token_id: 0,
+    eos_token_id: 0, hidden_act: gelu, hidden_dropout: 0.0, hidden_size: 2048, initializer_range: 0.02,
+    intermediate_size: 8192, layer_norm_eps: 1.0e-05, max_position_embeddings: 2048, model_type: gpt_neox,
+    num_attention_heads: 8, num_hidden_layers: 16, partial_rotary_factor: 0.25, rope_scaling: null, rope_theta: 40000.0,
+    rotary_emb_base: 40000.0, rotary_pct: 0.25, tie_word_embeddings: false, torch_dtype: float16, use_cache: true,
+    use_parallel_residual: true, vocab_size: 50304}
+mixtral:
+    {architectures: [MixtralForCausalLM], head_dim: 128, hidden_size: 4096, intermediate_size: 14336,
+    max_position_embeddings: 32768, model_type: mixtral, num_attention_heads: 32, num_experts_per_tok: 2,
+    num_hidden_layers: 32, num_key_value_heads: 8, num_local_experts: 8, output_router_logits: false,
+    rope_theta: 1000000.0, router_aux_loss_coef: 0.02, router_jitter_noise: 0.0, sliding_window: null,
+    vocab_size: 32000}
+qwen3_moe:
+    {architectures: [Qwen3MoeForCausalLM], attention_bias: false, decoder_sparse_step: 1, head_dim: 128,
+    hidden_size: 2048, intermediate_size: 6144, max_position_embeddings: 40960, mlp_only_layers: [],
+    model_type: qwen3_moe, moe_intermediate_size: 768, norm_topk_prob: true, num_attention_heads: 32, num_experts: 96,
+    num_experts_per_tok: 8, num_hidden_layers: 48, num_key_value_heads: 4, output_router_logits: false,
+    rope_theta: 10000000.0, router_aux_loss_coef: 0.001, sliding_window: null, use_sliding_window: false,
+    vocab_size: 151936}
+deepseek_v3:
+    {rope_scaling: {beta_fast: 32.0, beta_slow: 1.0, factor: 40.0, mscale: 1.0, mscale_all_dim: 1.0,
+        original_max_position_embeddings: 4096, rope_type: yarn, type: yarn},
+    architectures: [DeepseekV3ForCausalLM], attention_bias: false, first_k_dense_replace: 3, hidden_size: 7168,
+    intermediate_size: 18432, kv_lora_rank: 512, max_position_embeddings: 163840, model_type: deepseek_v3,
+    moe_intermediate_size: 2048, n_group: 8, n_routed_experts: 256, n_shared_experts: 1, norm_topk_prob: true,
+    num_attention_heads: 128, num_experts_per_tok: 8, num_hidden_layers: 61, num_key_value_heads: 128,
+    q_lora_rank: 1536, qk_nope_head_dim: 128, qk_rope_head_dim: 64, rope_interleave: true, rope_theta: 10000.0,
+    routed_scaling_factor: 2.5, topk_group: 4, v_head_dim: 128, vocab_size: 129280}
+""")
+FIXTURES["qwen2"]["layer_types"] = ["full_attention"] * 24
+FIXTURES |= {which: DECODER | keys for which, keys in FIXTURES.items() if which != "gpt_neox"}
 SCALINGS = [variant["rope_scaling"] for variant in VARIANTS.values() if "rope_scaling" in variant]
 
 

@@ -29,12 +29,7 @@ def read(**changes):
     return architecture_from_hf(SMALL | changes, "config.json")
 
 
-LLAMA3 = {
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 @pytest.mark.parametrize(
@@ -105,10 +100,7 @@ def test_keys_that_only_travel_are_kept():
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        (
-            {"model_type": "t5"},
-            "'t5'; expected one of .*gpt_neox .*, llama .* or a causal language model of",
-        ),
+        ({"model_type": "t5"}, "'t5'; expected one of .*gpt_neox .*, llama .* or a causal language model of"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
         ({"mlp_bias": True}, "mlp_bias"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
