@@ -53,19 +53,7 @@ def test_flipping_any_input_bit_flips_each_output_bit_half_the_time():
 
 
 def test_keys_depend_on_parts_their_order_their_types_and_their_borders():
-    variants = [
-        (1, "2"),
-        ("1", 2),
-        ("12",),
-        (12,),
-        ("1", "2"),
-        ("2", "1"),
-        (1, 2),
-        (2, 1),
-        (-1, 2),
-        (),
-        ("",),
-    ]
+    variants = [(1, "2"), ("1", 2), ("12",), (12,), ("1", "2"), ("2", "1"), (1, 2), (2, 1), (-1, 2), (), ("",)]
     assert len({derive_key(*parts) for parts in variants}) == len(variants)
 
 
@@ -115,8 +103,7 @@ def test_own_logarithm_and_quantiles_equal_scipy_in_float64():
 def test_the_table_is_within_a_millionth_of_the_quantile_out_to_the_last_tail():
     stats = pytest.importorskip("scipy.stats")
     u = np.ldexp(
-        np.random.default_rng(0).uniform(0.5, 1.0, 500_000),
-        np.random.default_rng(1).integers(-53, 0, 500_000),
+        np.random.default_rng(0).uniform(0.5, 1.0, 500_000), np.random.default_rng(1).integers(-53, 0, 500_000)
     )
     a, b = quantiles.table()
     rows = (u.view(np.int64) >> quantiles.DROPPED_BITS) - quantiles.FIRST_ROW
@@ -185,15 +172,9 @@ def test_a_fill_scales_in_float64_and_rounds_to_the_tensor(dtype):
 @pytest.mark.parametrize(
     ("shape", "offset", "size"),
     [
-        ([7], [2], [3]),
-        ([6, 10], [2, 0], [3, 10]),
-        ([6, 10], [0, 5], [6, 5]),
-        ([6, 10], [1, 3], [4, 6]),
-        ([3, 6, 10], [1, 0, 4], [2, 6, 3]),
-        ([3, 6, 10], [1, 2, 0], [2, 3, 10]),
-        ([300, 1000], [100, 500], [200, 500]),
-        ([6, 10], [6, 0], [0, 10]),
-        ([], [], []),
+        *(([7], [2], [3]), ([6, 10], [2, 0], [3, 10]), ([6, 10], [0, 5], [6, 5]), ([6, 10], [1, 3], [4, 6])),
+        *(([3, 6, 10], [1, 0, 4], [2, 6, 3]), ([3, 6, 10], [1, 2, 0], [2, 3, 10])),
+        *(([300, 1000], [100, 500], [200, 500]), ([6, 10], [6, 0], [0, 10]), ([], [], [])),
     ],
 )
 def test_a_shard_holds_the_bits_of_the_whole(shape, offset, size):

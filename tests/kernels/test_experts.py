@@ -95,12 +95,6 @@ def test_dropped_slots_add_nothing_and_get_no_gradient(on_host: bool, monkeypatc
     assert not found[1][~kept].any()
 
 
-def test_a_gradient_without_strides_is_taken() -> None:
-    (x, weights, *matrices), choice = problem(6, 3, 2, torch.float32)
-    expert_mlp(x, choice, weights, *matrices).sum().backward()
-    assert x.grad is not None
-
-
 def test_an_idle_expert_has_a_gradient_of_zeros_where_the_gpus_kernel_leaves_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

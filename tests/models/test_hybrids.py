@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -21,21 +22,9 @@ from kenotron.models.families.nemotron_h import KINDS, NemotronHArchitecture
 from support.families import SHAPES, SMALL_HYBRID, filled, hf_model, in_our_names_of, ours_of
 from support.tiny_llamas import expect_documents_apart, fresh_model, our_config, our_logits, random_tokens
 
-KEYS = {
-    "is_nemotron_h_config": True,
-    "hybrid_override_pattern": "M*-M",
-    "num_hidden_layers": 4,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "mamba_num_heads": 8,
-    "mamba_head_dim": 8,
-    "n_groups": 2,
-    "ssm_state_size": 16,
-    "vocab_size": 300,
-}
+KEYS = yaml.safe_load("""{is_nemotron_h_config: true, hybrid_override_pattern: 'M*-M', num_hidden_layers: 4,
+    hidden_size: 32, intermediate_size: 48, num_attention_heads: 4, num_key_value_heads: 2, head_dim: 16,
+    mamba_num_heads: 8, mamba_head_dim: 8, n_groups: 2, ssm_state_size: 16, vocab_size: 300}""")
 
 
 def config_of(root: Path, **changes: Any) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
+import yaml
 from torch._dynamo.testing import CompileCounter
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -38,20 +39,8 @@ NANOTRONS = {
     "d_model": 32,
     "num_hidden_layers": 2,
     "vocab_size": 300,
-    "ssm_cfg": {
-        "d_state": 8,
-        "d_conv": 3,
-        "expand": 1,
-        "dt_rank": 5,
-        "dt_min": 0.01,
-        "dt_max": 0.2,
-        "dt_init": "constant",
-        "dt_scale": 0.5,
-        "dt_init_floor": 0.02,
-        "conv_bias": False,
-        "bias": True,
-        "use_fast_path": True,
-    },
+    "ssm_cfg": yaml.safe_load("""{d_state: 8, d_conv: 3, expand: 1, dt_rank: 5, dt_min: 0.01, dt_max: 0.2,
+        dt_init: constant, dt_scale: 0.5, dt_init_floor: 0.02, conv_bias: false, bias: true, use_fast_path: true}"""),
     "rms_norm": True,
     "fused_add_norm": True,
     "residual_in_fp32": False,
@@ -73,25 +62,10 @@ def config_of(root: Path, **keys: Any) -> dict[str, Any]:
 
 
 def test_nanotrons_keys_are_read_as_those_they_mean(tmp_path: Path) -> None:
-    ours = {
-        "is_mamba_config": True,
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "vocab_size": 300,
-        "state_size": 8,
-        "conv_kernel": 3,
-        "expand": 1,
-        "time_step_rank": 5,
-        "time_step_min": 0.01,
-        "time_step_max": 0.2,
-        "time_step_init_scheme": "constant",
-        "time_step_scale": 0.5,
-        "time_step_floor": 0.02,
-        "use_conv_bias": False,
-        "use_bias": True,
-        "residual_in_fp32": False,
-        "layer_norm_epsilon": 1e-4,
-    }
+    ours = yaml.safe_load("""{is_mamba_config: true, hidden_size: 32, num_hidden_layers: 2, vocab_size: 300,
+        state_size: 8, conv_kernel: 3, expand: 1, time_step_rank: 5, time_step_min: 0.01, time_step_max: 0.2,
+        time_step_init_scheme: constant, time_step_scale: 0.5, time_step_floor: 0.02, use_conv_bias: false,
+        use_bias: true, residual_in_fp32: false, layer_norm_epsilon: 0.0001}""")
     config = config_of(tmp_path, **NANOTRONS)
     config["model"]["init_method"] = {
         "initializer_range": 0.02,

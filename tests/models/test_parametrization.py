@@ -237,11 +237,7 @@ def test_what_is_exported_is_the_model_as_it_is(tmp_path: Path) -> None:
             ["model.parametrization.kind=completep"],
             "model.parametrization.kind: expected mup: the norms after branches of olmo2 undo 1 / depth",
         ),
-        (
-            {},
-            ["model.init_method={use_mup: true}"],
-            "model.parametrization: expected none with init_method.use_mup",
-        ),
+        ({}, ["model.init_method={use_mup: true}"], "model.parametrization: expected none with init_method.use_mup"),
     ],
 )
 def test_what_the_rules_do_not_know_is_one_line(

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 
 import pytest
+import yaml
 
 from kenotron.config import load, refuse_unsupported
 from kenotron.interop.sources import skeleton
@@ -56,16 +57,8 @@ def test_every_example_has_the_published_number_of_parameters() -> None:
         assert f"| {published:,} |" in readme
 
 
-SMALL_LATENTS = {
-    "num_key_value_heads": 4,
-    "q_lora_rank": 32,
-    "kv_lora_rank": 24,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 16,
-    "n_routed_experts": 16,
-    "moe_intermediate_size": 32,
-}
+SMALL_LATENTS = yaml.safe_load("""{num_key_value_heads: 4, q_lora_rank: 32, kv_lora_rank: 24, qk_nope_head_dim: 16,
+    qk_rope_head_dim: 8, v_head_dim: 16, n_routed_experts: 16, moe_intermediate_size: 32}""")
 
 
 @pytest.mark.slow

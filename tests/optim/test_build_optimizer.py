@@ -138,10 +138,7 @@ class WithoutDecay(torch.optim.Optimizer):
         ({"name": "torch.optimm.Adagrad"}, "cannot import 'torch.optimm'"),
         ({"name": "torch.nn.Linear"}, "expected a torch.optim.Optimizer at 'torch.nn.Linear'"),
         ({"name": "torch.optim.Adagrad", "kwargs": {"epss": 1.0}}, "does not take it; did you mean 'eps'"),
-        (
-            {"name": "torch.optim.Adagrad", "kwargs": {"lr": 1.0}},
-            "set it through optimizer.learning_rate_sch",
-        ),
+        ({"name": "torch.optim.Adagrad", "kwargs": {"lr": 1.0}}, "set it through optimizer.learning_rate_sch"),
         ({"name": "torch.optim.Adagrad", "kwargs": {"eps": -1.0}}, "refuses its arguments"),
         ({"name": "torch.optim.LBFGS"}, "cannot take a plain step"),
         ({"name": "torch.optim.SparseAdam"}, "cannot take a plain step"),

@@ -34,15 +34,9 @@ class CountsInPython(torch.optim.Optimizer):
 
 
 FACTORIES = [
-    {"name": "adamW"},
-    {"name": "adamW", "torch_adam_is_fused": False},
-    {"name": "sgd"},
-    {"name": "sgd", "momentum": 0.9, "nesterov": True},
-    {"name": "lion"},
-    {"name": "muon"},
-    {"name": "normuon"},
-    {"name": "soap", "soap_precondition_frequency": 2},
-    {"name": "torch.optim.Adagrad"},
+    *({"name": "adamW"}, {"name": "adamW", "torch_adam_is_fused": False}, {"name": "sgd"}),
+    *({"name": "sgd", "momentum": 0.9, "nesterov": True}, {"name": "lion"}, {"name": "muon"}, {"name": "normuon"}),
+    *({"name": "soap", "soap_precondition_frequency": 2}, {"name": "torch.optim.Adagrad"}),
     {"name": f"{__name__}.CountsInPython"},
 ]
 
@@ -150,10 +144,7 @@ def test_state_does_not_depend_on_groups_and_hyperparameters_come_from_the_confi
     other = section(
         {"name": "adamW", "adam_beta2": 0.99},
         weight_decay=0.3,
-        param_groups=[
-            {"pattern": "norm", "weight_decay": 0.0},
-            {"pattern": "proj", "learning_rate_scale": 0.5},
-        ],
+        param_groups=[{"pattern": "norm", "weight_decay": 0.0}, {"pattern": "proj", "learning_rate_scale": 0.5}],
     )
     two = build_optimizer(second.named_parameters(), other)
     groups = [{k: v for k, v in group.items() if k != "params"} for group in two.param_groups]
