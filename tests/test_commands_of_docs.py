@@ -133,10 +133,7 @@ def test_there_are_hundreds_of_commands() -> None:
         ("kenotron chekpoint list x", "kenotron has no command chekpoint"),
         ("kenotron data tokenise x", "kenotron data has no command tokenise"),
         ("kenotron data tokenize x --out y", "kenotron data tokenize has no option --out"),
-        (
-            MEANT_TO_FAIL,
-            "override tokens.train_stps=100: unknown key 'tokens.train_stps'; did you mean 'train_steps'?",
-        ),
+        (MEANT_TO_FAIL, "override tokens.train_stps=100: unknown key 'tokens.train_stps'; did you mean 'train_steps'?"),
         ("make slwo ONLY=x", "no target slwo"),
         ("pytest tests/test_links.py::test_that_is_not_there", "no tests/test_links.py::test_that_is_not_there"),
         ("python benchmarks/nothing.py --out x", "no script python benchmarks/nothing.py"),

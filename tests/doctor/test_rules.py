@@ -10,17 +10,7 @@ from typing import Any
 import pytest
 
 from kenotron.doctor import Facts, rules
-from kenotron.doctor.facts import (
-    Accelerator,
-    Disk,
-    Limits,
-    Memory,
-    Network,
-    Nvidia,
-    Processor,
-    Software,
-    Torch,
-)
+from kenotron.doctor.facts import Accelerator, Disk, Limits, Memory, Network, Nvidia, Processor, Software, Torch
 from kenotron.doctor.rules import findings
 from support.tiny_run import REPOSITORY
 

@@ -137,10 +137,7 @@ def test_its_config_is_written_back_to_an_equal_one(folder: Path) -> None:
         ("model.model_config.num_attention_heads=3", "num_attention_heads: expected a divisor of hidden_size 64"),
         ("model.model_config.family=my_neox.Neo", "module 'my_neox' has no 'Neo'; did you mean 'NeoX'?"),
         ("model.model_config.family=my_neox.MLP", "'my_neox.MLP' is not a model family"),
-        (
-            "model.model_config.family=neo",
-            f"({', '.join(built_in_families())}), found 'neo'",
-        ),
+        ("model.model_config.family=neo", f"({', '.join(built_in_families())}), found 'neo'"),
     ],
 )
 def test_mistakes_are_named(folder: Path, override: str, expected: str) -> None:

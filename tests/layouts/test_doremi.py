@@ -163,12 +163,7 @@ def proxy_on(rank: int, layout: str, folder: Path, overrides: tuple[str, ...]) -
 @pytest.mark.parametrize(
     "layout",
     [
-        "dp=2 accum=2",
-        "tp=2",
-        "pp=2",
-        "cp=2",
-        "dp=2 accum=2 zero=3",
-        "tp=2 mode=REDUCE_SCATTER",
+        *("dp=2 accum=2", "tp=2", "pp=2", "cp=2", "dp=2 accum=2 zero=3", "tp=2 mode=REDUCE_SCATTER"),
         "pp=2 tp=2 engine=1f1b",
     ],
 )

@@ -69,10 +69,7 @@ def reference_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
 @pytest.mark.cases(4)
 @pytest.mark.parametrize(
     ("family", "world_size", "layout"),
-    [
-        *QUICK,
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES if case not in QUICK),
-    ],
+    [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES if case not in QUICK)],
 )
 def test_a_layout_means_what_one_process_means(
     family: str, world_size: int, layout: str, reference_of: Callable[[str], Path], tmp_path: Path

@@ -272,15 +272,10 @@ def sampled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Problem, Path, li
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param("dp=2", marks=SLOW),
-        pytest.param("dp=2 zero=1", marks=SLOW),
-        pytest.param("dp=2 zero=3", marks=SLOW),
-        pytest.param("tp=2 mode=REDUCE_SCATTER", marks=SLOW),
-        pytest.param("pp=2", marks=SLOW),
-        "pp=2 engine=zbv_zero_bubble accum=4",
-        pytest.param("cp=2 zero=2", marks=SLOW),
-        "dp=2 tp=2 zero=3 mode=REDUCE_SCATTER",
-        "pp=2 cp=2",
+        *(pytest.param("dp=2", marks=SLOW), pytest.param("dp=2 zero=1", marks=SLOW)),
+        *(pytest.param("dp=2 zero=3", marks=SLOW), pytest.param("tp=2 mode=REDUCE_SCATTER", marks=SLOW)),
+        *(pytest.param("pp=2", marks=SLOW), "pp=2 engine=zbv_zero_bubble accum=4"),
+        *(pytest.param("cp=2 zero=2", marks=SLOW), "dp=2 tp=2 zero=3 mode=REDUCE_SCATTER", "pp=2 cp=2"),
     ],
 )
 def test_samples_while_training_are_those_of_one_process_and_change_nothing(layout: str, sampled: Any) -> None:

@@ -15,15 +15,7 @@ from pathlib import Path
 import pytest
 
 from kenotron.config.errors import InputError
-from support.layout_runs import (
-    ATTENTION,
-    HYBRIDS,
-    STATE_SPACES,
-    Problem,
-    each_alone,
-    expect_the_same,
-    train_on_layout,
-)
+from support.layout_runs import ATTENTION, HYBRIDS, STATE_SPACES, Problem, each_alone, expect_the_same, train_on_layout
 from support.ranks import run_ranks
 from support.written_tokens import write_ds
 
@@ -36,24 +28,12 @@ QUICK = [
     ("nemotron_h_of_experts", 2, "dp=2 ep=2 zero=3 recompute=true"),
 ]
 LAYOUTS = [
-    (2, "dp=2"),
-    (2, "dp=2 zero=1"),
-    (2, "dp=2 zero=2"),
-    (2, "dp=2 zero=3"),
-    (4, "dp=4 shard=2 zero=3"),
-    (2, "tp=2"),
-    (2, "tp=2 mode=REDUCE_SCATTER"),
-    (4, "tp=4 recompute=true"),
-    (2, "pp=2 engine=1f1b"),
-    (4, "pp=4 engine=afab recompute=true"),
-    (4, "dp=2 zero=3 tp=2 mode=REDUCE_SCATTER async=true"),
-    (4, "dp=2 zero=1 tp=2"),
-    (4, "tp=2 pp=2 engine=1f1b"),
-    (8, "dp=2 zero=1 tp=2 pp=2 engine=1f1b"),
-    (2, "cp=2 method=state_passing recompute=true"),
-    (4, "cp=4 method=state_passing"),
-    (4, "cp=2 method=state_passing tp=2 mode=REDUCE_SCATTER"),
-    (4, "dp=2 zero=3 cp=2 method=state_passing"),
+    *((2, "dp=2"), (2, "dp=2 zero=1"), (2, "dp=2 zero=2"), (2, "dp=2 zero=3"), (4, "dp=4 shard=2 zero=3")),
+    *((2, "tp=2"), (2, "tp=2 mode=REDUCE_SCATTER"), (4, "tp=4 recompute=true"), (2, "pp=2 engine=1f1b")),
+    *((4, "pp=4 engine=afab recompute=true"), (4, "dp=2 zero=3 tp=2 mode=REDUCE_SCATTER async=true")),
+    *((4, "dp=2 zero=1 tp=2"), (4, "tp=2 pp=2 engine=1f1b"), (8, "dp=2 zero=1 tp=2 pp=2 engine=1f1b")),
+    *((2, "cp=2 method=state_passing recompute=true"), (4, "cp=4 method=state_passing")),
+    *((4, "cp=2 method=state_passing tp=2 mode=REDUCE_SCATTER"), (4, "dp=2 zero=3 cp=2 method=state_passing")),
     (4, "cp=2 method=state_passing pp=2 engine=1f1b"),
 ]
 WITH_EXPERTS = [
@@ -91,11 +71,7 @@ def reference_of(
 
 @pytest.mark.budget(10, reason="a run of one process and one of two ranks, and documents of many lengths")
 @pytest.mark.parametrize(
-    ("family", "world_size", "layout"),
-    [
-        *QUICK,
-        *(pytest.param(*layout, marks=pytest.mark.slow) for layout in SLOW),
-    ],
+    ("family", "world_size", "layout"), [*QUICK, *(pytest.param(*layout, marks=pytest.mark.slow) for layout in SLOW)]
 )
 def test_a_layout_means_what_one_process_means(
     family: str,

@@ -101,13 +101,7 @@ def rank_steps(
 )
 @pytest.mark.parametrize(
     "degrees",
-    [
-        {"dp_shard": 2},
-        {"dp_shard": 4},
-        {"dp_replicate": 2, "dp_shard": 2},
-        {"tp": 2},
-        {"dp_shard": 2, "tp": 2},
-    ],
+    [{"dp_shard": 2}, {"dp_shard": 4}, {"dp_replicate": 2, "dp_shard": 2}, {"tp": 2}, {"dp_shard": 2, "tp": 2}],
     ids=str,
 )
 def test_shards_move_as_the_whole_matrix(

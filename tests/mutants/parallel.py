@@ -384,5 +384,5 @@ NOT_COUNTED = [
         name="reduce-scatter-by-mean-on-gpus",
         file="parallel/collectives.py",
         why="gloo sums by an all-to-all and an addition; torch's own reduce-scatter runs on accelerators only",
-    ),
+    )
 ]

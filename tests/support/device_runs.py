@@ -12,6 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import yaml
 
 import kenotron as kn
 from kenotron.config import Config
@@ -32,16 +33,8 @@ LLAMA = {
 MODELS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "mixtral": LLAMA | {"is_mixtral_config": True, "num_local_experts": 4, "num_experts_per_tok": 2},
-    "mamba2": {
-        "is_mamba2_config": True,
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "num_heads": 8,
-        "head_dim": 16,
-        "state_size": 16,
-        "n_groups": 1,
-        "vocab_size": 64,
-    },
+    "mamba2": yaml.safe_load("""{is_mamba2_config: true, hidden_size: 64, num_hidden_layers: 2, num_heads: 8,
+        head_dim: 16, state_size: 16, n_groups: 1, vocab_size: 64}"""),
 }
 
 

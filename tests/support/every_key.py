@@ -165,15 +165,9 @@ class Row:
 
 
 # Refused as not supported yet.
-REFUSED: dict[str, str] = {
-    **family_keys.REFUSED,
-}
+REFUSED: dict[str, str] = {**family_keys.REFUSED}
 # Not in the schema, and refused by name.
-UNSERVED = [
-    "tokens.limit_test_batches=1",
-    "lighteval={}",
-    "lighteval={slurm: {qos: low}}",
-]
+UNSERVED = ["tokens.limit_test_batches=1", "lighteval={}", "lighteval={slurm: {qos: low}}"]
 
 
 def owner(row: SchemaRow) -> str:
@@ -341,16 +335,8 @@ ROWS: dict[str, Row] = {
         steps, "checkpoints.resume_checkpoint_path={folder}/earlier/checkpoints/2"
     ),
     "Checkpoints.load_mode": Row(steps, "checkpoints.load_mode=transfer", EARLIER),
-    "Checkpoints.load_lr_scheduler": Row(
-        steps,
-        "checkpoints.load_lr_scheduler=false",
-        EARLIER,
-    ),
-    "Checkpoints.load_optimizer": Row(
-        final_weights,
-        "checkpoints.load_optimizer=false",
-        EARLIER,
-    ),
+    "Checkpoints.load_lr_scheduler": Row(steps, "checkpoints.load_lr_scheduler=false", EARLIER),
+    "Checkpoints.load_optimizer": Row(final_weights, "checkpoints.load_optimizer=false", EARLIER),
     "Checkpoints.keep_last": Row(checkpoints, "checkpoints.keep_last=1", ("checkpoints.checkpoint_interval=1",)),
     "Checkpoints.keep_every": Row(
         checkpoints, "checkpoints.keep_every=2", ("checkpoints.checkpoint_interval=1", "checkpoints.keep_last=1")

@@ -13,6 +13,7 @@ from tempfile import gettempdir
 from typing import Any
 
 import torch
+import yaml
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, dynamic_module_utils
 from transformers.utils import logging
@@ -32,34 +33,14 @@ REMOTE_CODE = Path(gettempdir()) / f"kenotron-remote-code-{os.getpid()}"
 dynamic_module_utils.HF_MODULES_CACHE = str(REMOTE_CODE)
 atexit.register(shutil.rmtree, REMOTE_CODE, ignore_errors=True)
 
-SHAPES = {
-    "vocab_size": 300,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "eos_token_id": 0,
-    "pad_token_id": None,
-    "bos_token_id": 1,
-}
+SHAPES = yaml.safe_load("""{vocab_size: 300, hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2,
+    num_attention_heads: 4, num_key_value_heads: 2, max_position_embeddings: 128, eos_token_id: 0,
+    pad_token_id: null, bos_token_id: 1}""")
 THETA = {"rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}}
 SMALL_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
-LATENT = {
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 10,
-    "q_lora_rank": 12,
-    "qk_nope_head_dim": 6,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 7,
-    "first_k_dense_replace": 1,
-    "n_routed_experts": 8,
-    "moe_intermediate_size": 12,
-    "num_experts_per_tok": 3,
-    "n_group": 4,
-    "topk_group": 2,
-}
+LATENT = yaml.safe_load("""{num_key_value_heads: 4, kv_lora_rank: 10, q_lora_rank: 12, qk_nope_head_dim: 6,
+    qk_rope_head_dim: 4, v_head_dim: 7, first_k_dense_replace: 1, n_routed_experts: 8, moe_intermediate_size: 12,
+    num_experts_per_tok: 3, n_group: 4, topk_group: 2}""")
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 500.0,
@@ -76,17 +57,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba": ("mamba", {"intermediate_size": 64}),
     "mamba_biased": (
         "mamba",
-        {
-            "tie_word_embeddings": False,
-            "use_bias": True,
-            "use_conv_bias": False,
-            "state_size": 5,
-            "expand": 3,
-            "intermediate_size": 96,
-            "time_step_rank": 4,
-            "conv_kernel": 3,
-            "layer_norm_epsilon": 1e-2,
-        },
+        yaml.safe_load("""{tie_word_embeddings: false, use_bias: true, use_conv_bias: false, state_size: 5, expand: 3,
+            intermediate_size: 96, time_step_rank: 4, conv_kernel: 3, layer_norm_epsilon: 0.01}"""),
     ),
     "mamba2": ("mamba2", {"num_heads": 8, "head_dim": 8, "n_groups": 2, "state_size": 16}),
     "mamba2_of_one_group": (

@@ -62,10 +62,7 @@ TESTS = {
     ("test_headless.py", "Headless"): "name negatives block_size temperature",
     ("test_lion.py", "Lion"): "name lion_beta1 lion_beta2",
     ("test_muon.py", "Muon"): "muon_scale",
-    (
-        "test_muon.py",
-        "NorMuon",
-    ): "name normuon_beta2 adam_eps adam_beta1 adam_beta2 torch_adam_is_fused "
+    ("test_muon.py", "NorMuon"): "name normuon_beta2 adam_eps adam_beta1 adam_beta2 torch_adam_is_fused "
     "muon_momentum muon_nesterov muon_ns_steps muon_learning_rate_scale muon_scale",
     (
         "test_soap.py",

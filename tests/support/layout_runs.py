@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 import kenotron as kn
 from kenotron.config import Config, refuse_unsupported
@@ -112,23 +113,11 @@ HYBRIDS: dict[str, dict[str, Any]] = {  # of Mamba-2 and attention
     },
 }
 
-SHORT = {
-    "dp": "parallelism.dp",
-    "shard": "parallelism.dp_shard",
-    "tp": "parallelism.tp",
-    "pp": "parallelism.pp",
-    "ep": "parallelism.expert_parallel_size",
-    "cp": "parallelism.context_parallel_size",
-    "zero": "optimizer.zero_stage",
-    "strategy": "parallelism.strategy",
-    "mode": "parallelism.tp_mode",
-    "async": "parallelism.tp_linear_async_communication",
-    "engine": "parallelism.pp_engine",
-    "method": "parallelism.context_parallel_method",
-    "accum": "tokens.batch_accumulation_per_replica",
-    "recompute": "parallelism.recompute_layer",
-    "compile": "model.compile",
-}
+SHORT = yaml.safe_load("""{dp: parallelism.dp, shard: parallelism.dp_shard, tp: parallelism.tp, pp: parallelism.pp,
+    ep: parallelism.expert_parallel_size, cp: parallelism.context_parallel_size, zero: optimizer.zero_stage,
+    strategy: parallelism.strategy, mode: parallelism.tp_mode, async: parallelism.tp_linear_async_communication,
+    engine: parallelism.pp_engine, method: parallelism.context_parallel_method,
+    accum: tokens.batch_accumulation_per_replica, recompute: parallelism.recompute_layer, compile: model.compile}""")
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
@@ -19,17 +20,9 @@ from kenotron.models.decoder import Decoder
 from kenotron.text.byte_level_bpe import train_byte_level_bpe
 from kenotron.text.tokenizer import TextTokenizer
 
-SHAPES = {
-    "vocab_size": 300,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "rope_theta": 500.0,
-    "eos_token_id": 0,
-}
+SHAPES = yaml.safe_load("""{vocab_size: 300, hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2,
+    num_attention_heads: 4, num_key_value_heads: 2, max_position_embeddings: 64, rope_theta: 500.0,
+    eos_token_id: 0}""")
 # What a Llama may vary in, in the keys that both sides share.
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {"num_key_value_heads": 4},
@@ -51,16 +44,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "yarn": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}},
     "yarn_with_all_its_keys": {
-        "rope_scaling": {
-            "rope_type": "yarn",
-            "factor": 2.0,
-            "original_max_position_embeddings": 32,
-            "beta_fast": 8.0,
-            "beta_slow": 0.5,
-            "mscale": 0.7,
-            "mscale_all_dim": 0.9,
-            "truncate": False,
-        }
+        "rope_scaling": yaml.safe_load("""{rope_type: yarn, factor: 2.0, original_max_position_embeddings: 32,
+            beta_fast: 8.0, beta_slow: 0.5, mscale: 0.7, mscale_all_dim: 0.9, truncate: false}""")
     },
 }
 

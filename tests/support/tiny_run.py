@@ -56,12 +56,7 @@ def tiny_dict(folder: Path) -> dict[str, Any]:
         },
         "checkpoints": {"checkpoints_path": str(folder / "checkpoints"), "checkpoint_interval": 1000},
         "logging": {"log_dir": str(folder / "logs"), "tensorboard": False},
-        "tokens": {
-            "sequence_length": 16,
-            "train_steps": 3,
-            "micro_batch_size": 4,
-            "batch_accumulation_per_replica": 1,
-        },
+        "tokens": {"sequence_length": 16, "train_steps": 3, "micro_batch_size": 4, "batch_accumulation_per_replica": 1},
         "optimizer": {
             "optimizer_factory": {"name": "adamW", "adam_beta1": 0.9, "adam_beta2": 0.95, "adam_eps": 1e-8},
             "zero_stage": 0,

@@ -38,11 +38,7 @@ VARIANTS = {  # module → (kernel, arguments' types, constants, options)
     cross_entropy: [(cross_entropy.kernel, ("*bf16", "*fp32", "*fp32", "i32", "i64"), {"BLOCK": cross_entropy.BLOCK})],
     experts: [
         (experts.forward_kernel, (*THREE_ROWS, "*bf16", "i32"), {"BLOCK": experts.BLOCK}),
-        (
-            experts.backward_kernel,
-            (*THREE_ROWS, "*bf16", "*bf16", "*bf16", "*fp32", "i32"),
-            {"BLOCK": experts.BLOCK},
-        ),
+        (experts.backward_kernel, (*THREE_ROWS, "*bf16", "*bf16", "*bf16", "*fp32", "i32"), {"BLOCK": experts.BLOCK}),
         (experts.sum_kernel, ("*bf16", "*i32", "*bf16", "i32"), {"SLOTS": 8, "BLOCK": experts.BLOCK}),
     ],
     rms_norm: [
