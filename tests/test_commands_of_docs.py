@@ -25,7 +25,7 @@ PAGES = sorted(
     page
     for pattern in (
         *("README.md", "CONTRIBUTING.md", "AGENTS.md", "docs/*.md"),
-        *("examples/**/*.md", "benchmarks/*.md", "experiments/*.md"),
+        *("examples/**/*.md", "benchmarks/*.md", "experiments/*.md", "tests/README.md"),
     )
     for page in REPOSITORY.glob(pattern)
     if page.name not in ("commands.md", "config-reference.md")  # generated from the commands and keys themselves

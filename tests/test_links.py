@@ -11,7 +11,7 @@ from support.tiny_run import REPOSITORY
 
 PAGES = sorted(
     [*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/*.md"), *REPOSITORY.glob("examples/**/*.md")]
-    + [*REPOSITORY.glob("benchmarks/*.md"), *REPOSITORY.glob("experiments/*.md")]
+    + [*REPOSITORY.glob("benchmarks/*.md"), *REPOSITORY.glob("experiments/*.md"), REPOSITORY / "tests" / "README.md"]
 )
 FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
