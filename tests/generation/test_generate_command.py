@@ -149,6 +149,10 @@ def test_an_early_end_is_said_on_stderr(shell, path):
         (["--temperature", "-1"], "temperature: expected 0 (greedy) or more, found -1.0"),
         (["--max-new-tokens", "0"], "max_new_tokens: expected 1 or more, found 0"),
         (["--prompt-tokens", "9999"], "prompt 1: token 9999 is outside the model's vocabulary of 300"),
+        (["--tp", 3], "--tp: expected a divisor of num_attention_heads 4, found 3"),
+        (["--pp", 3], "--pp: expected at most num_hidden_layers 2 stages, found 3"),
+        (["--ep", 2], "--ep: expected 1: the family llama has no experts; found 2"),
+        (["--dp", 3, "--ep", 2], "--ep: expected a divisor of --dp 3, whose ranks share the experts; found 2"),
         (["--dtype", "int8"], "not supported yet: generation in dtype 'int8' (supported: float32, bfloat16, float16)"),
     ],
 )
@@ -211,19 +215,6 @@ def test_the_layout_that_a_checkpoint_was_trained_on_is_known(path):
 def test_in_the_seeds_spelling_0_is_1(shell, path):
     zeros = shell("--ckpt-path", path, "--tp", 0, "--pp", 0, "--dp", 0, "--max-new-tokens", 5, command=run_generate)
     assert zeros == shell("generate", path, "--max-new-tokens", 5)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--tp", 3], "--tp: expected a divisor of num_attention_heads 4, found 3"),
-        (["--pp", 3], "--pp: expected at most num_hidden_layers 2 stages, found 3"),
-        (["--ep", 2], "--ep: expected 1: the family llama has no experts; found 2"),
-        (["--dp", 3, "--ep", 2], "--ep: expected a divisor of --dp 3, whose ranks share the experts; found 2"),
-    ],
-)
-def test_a_layout_that_the_model_does_not_allow_is_refused_before_any_rank_starts(arguments, message, shell, path):
-    assert shell("generate", path, *arguments) == (2, "", f"error: {message}\n")
 
 
 def test_degrees_that_do_not_make_torchruns_processes_are_refused_with_the_arithmetic(shell, path, monkeypatch):

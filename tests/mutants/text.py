@@ -1,7 +1,5 @@
 """Bugs of reading text and of tokenizers: documents lost, doubled or joined, and other tokens than the model knows."""
 
-from __future__ import annotations
-
 from mutants.mutant import Mutant
 
 DOCUMENTS = "text/test_documents.py"
@@ -33,7 +31,7 @@ MUTANTS = [
         find='io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")',
         replace='io.TextIOWrapper(stream, encoding="utf-8", newline="")',
         why="every file that Windows wrote begins with a token that stands for nothing",
-        tests=(f"{DOCUMENTS}::test_a_byte_order_mark_is_not_text",),
+        tests=(f"{DOCUMENTS}::test_a_small_file_is_one_document",),
     ),
     Mutant(
         name="files-in-the-order-of-the-disk",

@@ -16,16 +16,17 @@ def read(texts):
     return [text for text, *_ in texts.documents()]
 
 
-def test_a_small_text_file_is_one_document(tmp_path):
-    file = tmp_path / "a.txt"
-    file.write_bytes("line one\r\nline é\n\n".encode())
-    assert read(FileDocuments("a", [file])) == ["line one\r\nline é\n\n"]
-
-
-def test_a_byte_order_mark_is_not_text(tmp_path):
-    file = tmp_path / "a.txt"
-    file.write_bytes(b"\xef\xbb\xbfhello")
-    assert read(FileDocuments("a", [file])) == ["hello"]
+@pytest.mark.parametrize(
+    ("name", "content", "text"),
+    [
+        ("a.txt", "line one\r\nline é\n\n".encode(), "line one\r\nline é\n\n"),
+        ("byte-order mark.txt", b"\xef\xbb\xbfhello", "hello"),
+        ("half a surrogate pair.jsonl", b'{"text": "a\\ud83d b"}\n', "a? b"),
+    ],
+)
+def test_a_small_file_is_one_document(tmp_path, name, content, text):
+    (tmp_path / name).write_bytes(content)
+    assert read(FileDocuments("a", [tmp_path / name])) == [text]
 
 
 def test_a_long_file_is_cut_at_blank_lines_and_nothing_is_lost(tmp_path):
@@ -70,12 +71,6 @@ def test_a_text_packed_with_zstd_is_that_text(tmp_path):
     plain, packed = (read(FileDocuments("x", [file])) for file in find_files(tmp_path, "text_files"))
     assert packed == plain
     assert "".join(packed) == text
-
-
-def test_half_a_surrogate_pair_becomes_a_question_mark(tmp_path):
-    file = tmp_path / "a.jsonl"
-    file.write_text('{"text": "a\\ud83d b"}\n')
-    assert read(FileDocuments("a", [file])) == ["a? b"]
 
 
 def test_folders_are_read_in_a_fixed_order_without_hidden_and_foreign_files(tmp_path):
