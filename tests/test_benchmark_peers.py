@@ -1,7 +1,5 @@
 """Peers of the benchmarks that are imported from a checkout: what is said without one; their weights are ours."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The scripts in benchmarks/ import what there is, and their README lists them."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections import Counter

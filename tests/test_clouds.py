@@ -1,7 +1,5 @@
 """Containers, Kubernetes and SkyPilot: the files say what torchrun needs, and runs start as they say."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -3,8 +3,6 @@
 What the commands do is tested where a page is tried as a whole (`grep -l read_page tests -r`).
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterator

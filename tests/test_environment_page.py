@@ -1,7 +1,5 @@
 """docs/environment-variables.md has every environment variable that the sources name."""
 
-from __future__ import annotations
-
 import re
 
 from support.tiny_run import REPOSITORY

@@ -1,7 +1,5 @@
 """What experiments/ shows is seen in its short form, and its configs are valid."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

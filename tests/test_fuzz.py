@@ -4,8 +4,6 @@ A few bytes change anywhere; or, in JSON whose checksum would find that, any val
 checksum is made to fit. `make fuzz` tries a million such files, together with tests/data/test_fuzz_readers.py.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import os

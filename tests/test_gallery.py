@@ -1,7 +1,5 @@
 """Every command of docs/what-broke-elsewhere.md names a test or a mutant that exists."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

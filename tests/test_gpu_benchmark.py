@@ -1,7 +1,5 @@
 """`make bench-gpu` on a CPU, in miniature: cases, turns, what is kept, the whole command; and first_contact.py."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -4,8 +4,6 @@ A machine with a GPU has torch, transformers, pytest and what they need, and oft
 doctor, tests/gpu and benchmarks/gpu do without `datasets` and without the extras.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -3,8 +3,6 @@
 A new version of such a package may move them: then a test here says which name, and which file uses it.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 from pathlib import Path

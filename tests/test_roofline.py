@@ -1,7 +1,5 @@
 """What a step of Llama 1B asks of a GPU, counted without one: a lost fusion or a new wait of the host shows here."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

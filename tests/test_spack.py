@@ -5,8 +5,6 @@ pyproject.toml is there with the same lower bound; the commands of docs/installi
 exist.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 import tomllib

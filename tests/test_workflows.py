@@ -1,7 +1,5 @@
 """What GitHub and coding agents read agrees with the repository: targets of make, versions, packages, questions."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import tomllib

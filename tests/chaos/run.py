@@ -16,8 +16,6 @@ other: on a shared machine, its speed may be another for reasons of its own. Exi
 number differs.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """`kenotron checkpoint ...`: what it prints, its exit codes, and that it needs no torch."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

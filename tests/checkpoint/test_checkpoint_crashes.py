@@ -4,8 +4,6 @@ The moments are not sampled but counted: every call of the operating system that
 the process dies, or the call fails, at each of them in turn.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import resource

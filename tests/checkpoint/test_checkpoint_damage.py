@@ -1,7 +1,5 @@
 """Whatever happens to a checkpoint's bytes is found, named, and nothing of it is loaded or executed."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

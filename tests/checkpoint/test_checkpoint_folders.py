@@ -1,7 +1,5 @@
 """Which checkpoint is meant, which is newest, which may go."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Several ranks write one checkpoint, and any other number of them reads it."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import warnings

@@ -1,7 +1,5 @@
 """What was saved comes back bit by bit, through our reader and through readers that are not ours."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Engines that save in the background: the files of the engine `torch`, and none of the faults of DataStates-LLM."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os

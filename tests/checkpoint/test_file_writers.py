@@ -1,7 +1,5 @@
 """`checkpoints.writer`: the writer in C++ and the one in Python write the same bytes, and fail in the same words."""
 
-from __future__ import annotations
-
 import os
 import resource
 import sys

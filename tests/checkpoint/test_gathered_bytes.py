@@ -1,7 +1,5 @@
 """What ranks gather from each other is small: each of N ranks holds N times as much, and N may be thousands."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Who writes what: every block once, by a rank that holds it, with the load spread."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from itertools import product

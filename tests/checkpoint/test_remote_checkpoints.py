@@ -1,7 +1,5 @@
 """Checkpoints in a store: never a half of one, whatever is killed between any two objects; found, fetched, removed."""
 
-from __future__ import annotations
-
 import shutil
 import threading
 from collections.abc import Callable, Iterator

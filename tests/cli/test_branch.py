@@ -1,7 +1,5 @@
 """`kenotron branch`, and the commands of docs/checkpoints.md around it."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import io

@@ -1,7 +1,5 @@
 """`kenotron plot`, and `compare` and `config diff` of what runs have written, and what is no run."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Every example runs by the commands that its README gives, and what the README shows is what comes out."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """The mistakes of a first hour: each is answered with an exit code and one line that says what to do."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

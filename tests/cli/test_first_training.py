@@ -1,7 +1,5 @@
 """docs/your-first-training.md: its commands, in their order, on its own text, with a smaller model."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

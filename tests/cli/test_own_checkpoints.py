@@ -1,7 +1,5 @@
 """What a run's own checkpoints decide: whose others are needed, and when --fresh sets them aside."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What pages of the docs show that no other test types."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """`kenotron plan` as people and programs read it."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`kenotron replay`: steps computed again equal the log to the last bit, and what does not is found and named."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`kenotron train` as a shell sees it: exit codes, what stands on stdout and stderr, overrides, folders."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -4,8 +4,6 @@ All are judged in float32, with gradients that are clipped. Most are mutants of 
 place, where the name matters most.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any

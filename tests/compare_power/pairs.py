@@ -3,8 +3,6 @@
 pair(17, folder)   # the same config and layout every time
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 from pathlib import Path

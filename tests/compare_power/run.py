@@ -9,8 +9,6 @@ What goes wrong is printed as it happens: false alarms with the number of their 
 was given. Exit code 1 if there is a false alarm, a fault that is not found, or more than one wrong name in 25.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys

@@ -1,7 +1,5 @@
 """A small valid config as plain data, and files made from it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

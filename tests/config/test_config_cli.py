@@ -1,7 +1,5 @@
 """`kenotron config` and `kenotron init`."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Every older form of the schema loads, and says so in one line per upgraded key."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from datetime import datetime

@@ -1,7 +1,5 @@
 """What is wrong is said in one line each: file, line, key, what was expected, what was found, the nearest name."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """No key is accepted and then forgotten: each is read by another package, refused, or listed here with its reason."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Dotted overrides reach every key, and a wrong one says what was meant."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The generated pages are fresh, complete, and the JSON schema agrees with the models."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

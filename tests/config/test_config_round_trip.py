@@ -1,7 +1,5 @@
 """What is written loads to an equal config, over random configs of the whole schema."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Which configs are one run, and what follows from several keys."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What no code serves yet is refused by name; what is served, or means nothing at degree 1, is not."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

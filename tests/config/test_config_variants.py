@@ -1,7 +1,5 @@
 """Variants of a key are told apart by explicit rules."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

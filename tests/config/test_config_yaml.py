@@ -1,7 +1,5 @@
 """YAML is read without surprises."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """docs/add-a-dataset.md does what it says, and so do names that packages register."""
 
-from __future__ import annotations
-
 import re
 import sys
 import tomllib

@@ -5,8 +5,6 @@ end. Time and memory stay small whatever a header claims: a claim is held agains
 believed.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import re

@@ -3,8 +3,6 @@
 Every step's samples are compared with a plain reading of the config: lists of draws, walked one by one.
 """
 
-from __future__ import annotations
-
 import json
 import threading
 from collections import Counter

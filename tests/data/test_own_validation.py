@@ -1,7 +1,5 @@
 """`tokens.val_datasets`: validation on datasets of the user's, all of each, instead of what stages hold out."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Best-fit packing: the bins of a plain search, every token once, no document cut that fits."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

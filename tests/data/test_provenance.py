@@ -1,7 +1,5 @@
 """What a step reads, told from the order alone, is what the step's batch holds."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

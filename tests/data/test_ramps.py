@@ -1,7 +1,5 @@
 """Ramps against Megatron's rule played step by step, and against counting."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """A stream is the cached mode's documents in another order, and stands still and goes on anywhere."""
 
-from __future__ import annotations
-
 import functools
 import gzip
 import json

@@ -3,8 +3,6 @@
 A key that another file may need, nanotron's or a mix file's, is taken where it means what it always means.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Training on tokenized files: windows, shares, masks, what is held out, what can be wrong; against plain loops."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Training on tokenized files: all that can be wrong with them, told in one line that names the file."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`kenotron doctor`: the page, the JSON object and the exit code."""
 
-from __future__ import annotations
-
 import json
 import resource
 import shutil

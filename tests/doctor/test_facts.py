@@ -1,7 +1,5 @@
 """Where facts come from: nvidia-smi's answers, settings without anything private, /proc, processes with a limit."""
 
-from __future__ import annotations
-
 import os
 import re
 import resource

@@ -1,7 +1,5 @@
 """Facts in, findings out: every rule finds what it is for, and nothing on machines that are fine."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from dataclasses import replace

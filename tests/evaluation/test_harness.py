@@ -1,7 +1,5 @@
 """Tasks of lm_eval on a checkpoint: metrics by hand from the likelihoods of `our_logits`, errors in one line."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -4,8 +4,6 @@ The task of docs/evaluation.md: a text file of questions with choices, scored by
 texts as a whole, for perplexity. Skipped where lm_eval is not installed (`pip install "lm_eval[hf]"`). Seen: 0.4.13.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Log-likelihoods of continuations against a float64 softmax over each sequence's own logits, without packing."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from pathlib import Path

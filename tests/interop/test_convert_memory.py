@@ -1,7 +1,5 @@
 """Converting a model takes the memory of two of its shards, whatever its size."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -4,8 +4,6 @@ Its own limits: a tokenizer needs a token that begins a text, and the original l
 Seen: 4.8.5.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 FIXTURES are files as transformers 4.56 wrote them; the keys of transformers 5 are not in them.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 The independent reference is the exported code itself, plain PyTorch that shares nothing with ours.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import tomllib

@@ -1,7 +1,5 @@
 """Whatever a config.json says, we build the model that transformers makes of the file, or refuse it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

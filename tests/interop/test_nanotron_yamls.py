@@ -4,8 +4,6 @@ Both of Kénotron's for the engine `datastates` (its settings beside `checkpoint
 `s3_upload`, which resumes from the bucket that it uploads to.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What `kenotron init` gives trains by the command that it names, on small data of its kind, validation included."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Where bfloat16 is fast: by what the processor says; where it is not, products and attention are those of fp32."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Attention by blocks: merged, they are the whole; each block's share of the gradients adds up to autograd's."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

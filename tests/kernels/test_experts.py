@@ -1,7 +1,5 @@
 """Experts' MLPs by sorted rows are the formula, token by token, in float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -3,8 +3,6 @@
 Outputs, states and gradients, across the borders of documents and from a state before; and when they are used.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Products through oneDNN are those of float64, with their gradients; torch computes the others, bit for bit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

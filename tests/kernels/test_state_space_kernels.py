@@ -1,7 +1,5 @@
 """Mamba's scans and convolution are their recurrences, token by token in float64: values, states, every gradient."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import pairwise
 

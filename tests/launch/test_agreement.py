@@ -1,7 +1,5 @@
 """Ranks that were started in different ways, on different code or with different files, are refused by name."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

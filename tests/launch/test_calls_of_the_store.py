@@ -1,7 +1,5 @@
 """How often ranks ask the one store of a run: a thousand share it, so N² calls would keep it busy for minutes."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -1,7 +1,5 @@
 """`kn.compare`, `kn.replay` and `kn.submit` say in Python what the commands print."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A rank that raises, dies, hangs or finds wrong input: all end in seconds, and it is reported once, as the cause."""
 
-from __future__ import annotations
-
 import re
 import signal
 import subprocess

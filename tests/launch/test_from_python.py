@@ -1,7 +1,5 @@
 """`kn.load`, `kn.train` and `kn.generate` from Python: a script, a notebook, a thread, a server."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import signal

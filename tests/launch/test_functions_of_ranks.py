@@ -1,7 +1,5 @@
 """Work reaches a rank's process by its function's name."""
 
-from __future__ import annotations
-
 import pytest
 
 from kenotron.launch.functions import function_at, function_path

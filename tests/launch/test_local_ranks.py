@@ -1,7 +1,5 @@
 """`kenotron train` with a layout of two: it starts the ranks itself, and means what torchrun and one process mean."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """What a machine, a container or a Slurm job has, as the files of Linux say it; what is said when it is used up."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Mapping
 from pathlib import Path

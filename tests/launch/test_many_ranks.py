@@ -1,7 +1,5 @@
 """One run on 32 ranks, dp 2 x pp 4 x tp 2 x cp 2, by torchrun: the losses of one process. `make test-ranks`."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

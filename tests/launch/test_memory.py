@@ -1,7 +1,5 @@
 """What is said of a memory that is too small, and that what is planned for it fits, in a process of limited memory."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

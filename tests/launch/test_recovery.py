@@ -1,7 +1,5 @@
 """A rank that dies, stops or hangs is replaced while the others stay, and no number of the run changes."""
 
-from __future__ import annotations
-
 import os
 import random
 import re

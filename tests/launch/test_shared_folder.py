@@ -1,7 +1,5 @@
 """A run on several machines whose folders of checkpoints are not one is refused, and says which machine is alone."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from threading import Thread

@@ -1,7 +1,5 @@
 """`kenotron submit` without a Slurm: the script it writes, run by bash with stand-ins for srun and scontrol."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Runs as jobs of a real Slurm with two nodes: walltime, requeue, scancel, the loss of a node. `make test-slurm`."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -1,7 +1,5 @@
 """`kenotron mup check`: it passes what the papers promise, and sees what breaks it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

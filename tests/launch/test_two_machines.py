@@ -3,8 +3,6 @@
 The machines are network namespaces of this one. `make test-network` installs what they need.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

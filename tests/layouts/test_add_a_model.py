@@ -1,7 +1,5 @@
 """docs/add-a-model.md does what it says: its file, as it is on the page, trains, resumes elsewhere, and is exported."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import io

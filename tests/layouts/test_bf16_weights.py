@@ -1,7 +1,5 @@
 """Weights, gradients and moments in bf16 (`accumulate_grad_in_fp32: false`): layouts, dtypes, resume."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

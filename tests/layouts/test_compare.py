@@ -1,7 +1,5 @@
 """`kenotron compare`: layouts that mean the same agree, one that forgets a sum is found and named."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """Twelve compiled layers stay within torch's own limit of compilations, which they met with every method that shares
 sequences and with packed documents: beyond it a layer ran uncompiled, after one warning."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Ranks that share sequences compute what one process computes: attention, gradients, and the whole small Llama."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """A loss by dotted path means the same on every layout, and what is no loss is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path

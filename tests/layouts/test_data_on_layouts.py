@@ -1,7 +1,5 @@
 """Data that are no plain windows, on ranks: answers only, packed rows, several sources, an end before the last step."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Data parallelism is one process in every form; and it sends when, and holds what, its stage says."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace

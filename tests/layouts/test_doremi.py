@@ -1,7 +1,5 @@
 """DoReMi: the weights of algorithm 1, the losses that they weigh, on every layout and after a resume."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

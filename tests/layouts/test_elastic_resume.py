@@ -8,8 +8,6 @@ What A saved is what the one process saved, to rounding; what B saves right afte
 and the losses of steps 3 to 5 are the one process's.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math

@@ -4,8 +4,6 @@ The losses of the router are on, ten times as large as usual: a gradient of thei
 micro-batch, recomputation or pipeline stage shows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Exports of runs on several ranks: each writes some of the files, and together they are the whole model."""
 
-from __future__ import annotations
-
 import io
 from contextlib import redirect_stdout
 from pathlib import Path

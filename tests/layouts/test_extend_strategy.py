@@ -1,7 +1,5 @@
 """The data-parallel strategy of docs/extend.md, and its optimizer on shards, mean what one process means."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -9,8 +9,6 @@ Projections that begin at zero (nano's) begin so on every rank, and the step aft
 Value embeddings look tokens up in layers that lie on later pipeline stages, and for a rank's own heads.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

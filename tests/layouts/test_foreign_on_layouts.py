@@ -1,7 +1,5 @@
 """A model that others wrote means on every layout what it means in one process, whichever it was saved on."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Decoding on any layout gives one process's tokens, whatever layout the checkpoint was saved on."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What a hook records on several ranks."""
 
-from __future__ import annotations
-
 import io
 from contextlib import redirect_stdout
 from pathlib import Path

@@ -7,8 +7,6 @@ too. Under cp ranks pass states on, and a hybrid's attention reads the same cont
 hold layers of different kinds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

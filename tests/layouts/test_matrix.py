@@ -3,8 +3,6 @@
 The quick tier trains three steps on a subset in which every pair of options meets, the slow tier ten on every layout.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The mesh: axes are declared once, and every group of axes is a process group, a degree and a rank."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

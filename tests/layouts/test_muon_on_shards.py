@@ -1,7 +1,5 @@
 """Optimizers of matrices move shards of every kind as one process moves the whole, each by one rank."""
 
-from __future__ import annotations
-
 from functools import cache, partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The primitives of parallelism: nothing is wrapped on one rank, and sums over ranks are right."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A weight that a plan forgets would get one rank's part of its gradient: it is found before training, by name."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterator

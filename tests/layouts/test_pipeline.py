@@ -1,7 +1,5 @@
 """A pipeline means what one process means: every schedule, tied or not, whatever is combined with it."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator, Sequence
 from itertools import combinations, pairwise

@@ -1,7 +1,5 @@
 """The script of docs/primitives.md does what the page says, on two ranks."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

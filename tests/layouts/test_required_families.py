@@ -1,7 +1,5 @@
 """Every family is tested on at least twelve layouts, and resumed on another one; in all there are hundreds of tests."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 
 import test_elastic_resume

@@ -1,7 +1,5 @@
 """Where a rank's block of a parameter begins: it holds the numbers of its elements, put there by torch itself."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

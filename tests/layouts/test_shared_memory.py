@@ -1,7 +1,5 @@
 """Collectives in shared memory: right, on every rank the same bits, and ended by the failure of another rank."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

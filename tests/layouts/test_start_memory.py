@@ -1,7 +1,5 @@
 """A start needs no more memory than what it leaves behind: no rank ever holds what belongs to another."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tensor and sequence parallelism mean what one process means: every gradient, every way."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Layers of one kind share their compiled code, however many there are: no number of theirs is guarded on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """A model that reads across packed documents is refused whatever its first weights hide; one that does not is not."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

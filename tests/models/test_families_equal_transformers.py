@@ -7,8 +7,6 @@ and final_logit_softcapping, Mamba's states
 in attention's place are what tells them from a Llama.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

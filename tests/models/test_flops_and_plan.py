@@ -1,7 +1,5 @@
 """What a model costs, and how it says that it may be split."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """A model that others wrote computes what they compute: one training step, decoding, what its wrapper could lose."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from collections.abc import Callable, Iterator

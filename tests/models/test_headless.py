@@ -1,7 +1,5 @@
 """The headless loss against its formula in float64, and what a run with it needs."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Hybrids of Mamba-2 and attention beyond what every family is compared by: patterns, documents, bounds, costs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

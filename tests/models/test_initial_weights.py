@@ -1,7 +1,5 @@
 """Fresh weights are functions of (seed, name, element): of nothing else, and with the distribution of the rules."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

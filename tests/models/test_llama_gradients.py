@@ -1,7 +1,5 @@
 """Llama's maths: logits, loss and every gradient are those of transformers' with the same weights, in fp32."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Mamba and Mamba-2 beyond what every family is compared by: initial weights, documents, dtypes, nanotron's keys."""
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Router and losses of a mixture of experts against formulas in float64."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from functools import partial

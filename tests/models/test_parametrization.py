@@ -1,7 +1,5 @@
 """Parametrizations: nanotron's published factors, the papers' tables, and the models that they are the tables of."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

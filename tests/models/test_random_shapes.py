@@ -1,7 +1,5 @@
 """Families compute what transformers computes in whatever shape: few heads or many, windows, scalings, experts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Selective and elementwise recomputation give the bits of none, in between in memory and in what runs twice."""
 
-from __future__ import annotations
-
 from collections import Counter
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rotary angles against float64, as far as a long context goes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

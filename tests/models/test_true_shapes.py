@@ -1,7 +1,5 @@
 """The YAMLs of examples/models have as many parameters as was published, and train in miniature."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Bugs of checkpoints: complete or absent, the same on every layout, and nothing lost."""
 
-from __future__ import annotations
-
 from mutants.mutant import Mutant
 
 CRASHES = ("checkpoint/test_checkpoint_crashes.py::test_everything_is_synced_before_the_rename",)

@@ -1,7 +1,5 @@
 """Bugs of the commands: an option that is taken and not passed on, and a job that starts something else."""
 
-from __future__ import annotations
-
 from mutants.mutant import Mutant
 
 SLURM = "launch/test_slurm.py"

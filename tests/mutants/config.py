@@ -1,7 +1,5 @@
 """Bugs of reading a config: another value than the file and the command line say, or a run taken for another."""
 
-from __future__ import annotations
-
 from mutants.mutant import Mutant
 
 RUNS = "config/test_config_runs.py"

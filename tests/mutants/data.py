@@ -1,7 +1,5 @@
 """Bugs of the data path: what is read, in which order, and what is a label."""
 
-from __future__ import annotations
-
 from mutants.mutant import Mutant
 
 RUN_DATA = "data/test_run_data.py"

@@ -1,7 +1,5 @@
 """Bugs of the doctor: a machine that is wrong and called fine, or fine and blamed; something private on the page."""
 
-from __future__ import annotations
-
 from mutants.mutant import Mutant
 
 RULES = "doctor/test_rules.py"

@@ -1,7 +1,5 @@
 """Bugs of evaluation: likelihoods of other tokens, other metrics, checkpoints that are gone before they are read."""
 
-from __future__ import annotations
-
 from mutants.mutant import Mutant
 
 SCORING = "evaluation/test_scoring.py"

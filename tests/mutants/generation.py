@@ -1,7 +1,5 @@
 """Bugs of decoding: texts that read well, and are not what was asked for."""
 
-from __future__ import annotations
-
 from mutants.mutant import Mutant
 
 MUTANTS = [

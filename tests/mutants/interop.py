@@ -1,7 +1,5 @@
 """Bugs of models that come in and go out: numbers that are plausible, and another model's."""
 
-from __future__ import annotations
-
 from mutants.mutant import Mutant
 
 FROM_NANOTRON = ("interop/test_from_nanotron.py::test_weights_moments_and_position_are_those_that_were_written",)

@@ -1,7 +1,5 @@
 """Bugs of what surrounds a run: its ranks, their errors, and what it leaves in its process."""
 
-from __future__ import annotations
-
 from mutants.mutant import Mutant
 
 MUTANTS = [

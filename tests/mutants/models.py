@@ -1,7 +1,5 @@
 """Bugs of the models' maths and of the kernels under it."""
 
-from __future__ import annotations
-
 from mutants.mutant import Mutant
 
 LLAMA = "models/test_llama_gradients.py"

@@ -1,7 +1,5 @@
 """What a mutant is: one place in one file, its replacement, and the tests that have to fail on it."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

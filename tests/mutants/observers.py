@@ -1,7 +1,5 @@
 """Bugs of what looks at a run: a signal ignored, a number or a warning that is wrong, an export that is missing."""
 
-from __future__ import annotations
-
 from mutants.mutant import Mutant
 
 CONSOLE = "training/test_console_and_metrics.py"

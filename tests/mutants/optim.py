@@ -1,7 +1,5 @@
 """Bugs of the optimizer, the schedule and clipping."""
 
-from __future__ import annotations
-
 from mutants.mutant import Mutant
 
 CLIP = ("optim/test_clip_gradients.py",)

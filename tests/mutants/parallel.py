@@ -1,7 +1,5 @@
 """Bugs of the layouts: every axis computes one process's gradients, or it is wrong."""
 
-from __future__ import annotations
-
 from mutants.mutant import Mutant, NotCounted
 
 DATA = "layouts/test_data_parallel.py"

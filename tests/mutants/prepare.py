@@ -1,7 +1,5 @@
 """Bugs of preparing tokens: documents lost, doubled or cut, and what was made from other input taken for done."""
 
-from __future__ import annotations
-
 from mutants.mutant import Mutant
 
 TOKENIZE = "prepare/test_prepare_tokenize.py"

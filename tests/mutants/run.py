@@ -13,8 +13,6 @@ Exit code 0: all killed. 1: survivors, or mutants about which the tests say noth
 or fail without a mutant). 2: a mutant no longer applies.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os

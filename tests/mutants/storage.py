@@ -1,7 +1,5 @@
 """Bugs of files here and elsewhere: damaged, old or other bytes taken for the right ones; failures that need not be."""
 
-from __future__ import annotations
-
 from mutants.mutant import Mutant
 
 FAILURES = "storage/test_remote_failures.py"

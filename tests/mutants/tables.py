@@ -1,7 +1,5 @@
 """All mutants, package by package."""
 
-from __future__ import annotations
-
 from mutants import (
     checkpoint,
     cli,

@@ -1,7 +1,5 @@
 """Every mutant still applies: its text is in the code once, what it makes is Python, and its tests exist."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

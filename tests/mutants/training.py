@@ -1,7 +1,5 @@
 """Bugs of the loop: what is counted, what is applied, and what a restart brings back."""
 
-from __future__ import annotations
-
 from mutants.mutant import Mutant
 
 STEP = "training/test_train_step.py"

@@ -1,7 +1,5 @@
 """A model small enough for formulas, and config sections in one line."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

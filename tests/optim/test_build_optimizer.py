@@ -1,7 +1,5 @@
 """The optimizer that the config names, against float64 formulas and torch."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

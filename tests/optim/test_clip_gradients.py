@@ -1,7 +1,5 @@
 """The global norm against float64 and torch, on plain tensors, one-rank FSDP and two gloo ranks."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Several update rules in one run: each moves its own parameters as it would alone."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

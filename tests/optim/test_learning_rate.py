@@ -1,7 +1,5 @@
 """The schedule against the walkthrough, the reference's curves, and what must hold for every curve."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Lion against its formula in float64, and under the config's keys."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

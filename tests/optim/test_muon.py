@@ -1,7 +1,5 @@
 """Muon against the singular value decomposition, a float64 formula, and torch's own."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Optimizer state by parameter name: exact resume, other groups, other wrappers, other order."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

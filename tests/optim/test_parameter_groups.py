@@ -1,7 +1,5 @@
 """Which parameter learns at which rate and with which weight decay."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """SOAP against its algorithm in float64, in a basis that is exact and in one that is followed."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """AdamW with stochastic rounding: against its formula in float64, exact means, and the bits of shards."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

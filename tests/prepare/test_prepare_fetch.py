@@ -1,7 +1,5 @@
 """`kenotron data fetch`: what a run needs, by its config; then the run does without a hub."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """Options of `data tokenize` that say what to read are used, or refused by name."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

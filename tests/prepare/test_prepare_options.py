@@ -1,7 +1,5 @@
 """What is wrong with the arguments of `kenotron data` is told by the option's name, not by a config's key."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Tokenizing by several processes that take a share each: the plain command's bytes."""
 
-from __future__ import annotations
-
 import json
 import random
 import subprocess

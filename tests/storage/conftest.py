@@ -1,7 +1,5 @@
 """Real servers of S3 (moto's) and of Google's storage, and proxies in front that can be slow, break and vanish."""
 
-from __future__ import annotations
-
 import http.client
 import threading
 import time

@@ -1,7 +1,5 @@
 """Files that survive a power failure: what a rename makes visible was synced before it. Locks, and files cut short."""
 
-from __future__ import annotations
-
 import os
 import threading
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Native code: compiled once, refused in one line, and equal to its Python reference in the example of the docs."""
 
-from __future__ import annotations
-
 import ctypes
 import subprocess
 import sys

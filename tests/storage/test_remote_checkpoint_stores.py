@@ -1,7 +1,5 @@
 """Checkpoints on S3 (moto's server) and Google's storage (its emulator), while the network breaks."""
 
-from __future__ import annotations
-
 import http.client
 import shutil
 import socket

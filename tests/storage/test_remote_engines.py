@@ -1,7 +1,5 @@
 """Checkpoints that are saved in the background and uploaded to S3 (moto's server)."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

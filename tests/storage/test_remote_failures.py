@@ -1,7 +1,5 @@
 """What goes wrong on the way: tried again, then named; the cache stays below its cap whatever is read."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path

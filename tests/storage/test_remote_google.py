@@ -1,7 +1,5 @@
 """gs://: files read through gcsfs from a server that speaks Google's JSON API."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Callable

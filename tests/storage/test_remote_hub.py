@@ -1,7 +1,5 @@
 """hf://: files of repositories of the Hugging Face hub, read from a server with its answers."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Callable, Iterator

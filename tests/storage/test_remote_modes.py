@@ -1,7 +1,5 @@
 """Every way of reading a dataset gives from an S3 server what it gives from the same files here."""
 
-from __future__ import annotations
-
 import io
 import json
 import random

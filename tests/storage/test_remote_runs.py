@@ -1,7 +1,5 @@
 """Whole runs from an S3 server: losses, resume, texts, commands, and how early blocks are asked for."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Tokenized files read from an S3 server are those on the disk."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from importlib import import_module

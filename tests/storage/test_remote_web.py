@@ -1,7 +1,5 @@
 """https://: single files of web servers, whatever those do (the tests' own speaks http)."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A scheme may be served by a package's own storage; without a URL no driver is loaded."""
 
-from __future__ import annotations
-
 import io
 import subprocess
 import sys

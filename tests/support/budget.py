@@ -9,8 +9,6 @@ time: its own, its pool of ranks' and its subprocesses'. A neighbour that takes 
 and hardly the second; ranks that work side by side add up in the second only. Fixtures are not charged.
 """
 
-from __future__ import annotations
-
 import os
 import resource
 import time

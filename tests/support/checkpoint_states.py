@@ -1,7 +1,5 @@
 """Small states to save: every element of every tensor is known from the step."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

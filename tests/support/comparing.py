@@ -3,8 +3,6 @@
 comparison = compare_on_ranks(plain, other, folder, steps=4)
 """
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from pathlib import Path
 

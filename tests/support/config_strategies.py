@@ -4,8 +4,6 @@ Every field gets values of its type within its bounds. What two fields must agre
 put right afterwards, key by key, in `_agree` and the small functions below it.
 """
 
-from __future__ import annotations
-
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 

@@ -4,8 +4,6 @@ Time and memory stay small whatever a header claims: a claim is held against the
 believed. And no code of the file is run: some damage puts in a pickle, or a tag of YAML, which calls `sing`.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import resource

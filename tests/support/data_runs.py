@@ -1,7 +1,5 @@
 """Small configs and texts for the tests of the data package."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -4,8 +4,6 @@ config = train_on(torch.device("cuda"), folder, "model.dtype=bfloat16", document
 losses(config)            # [4.16, 4.11, …]
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

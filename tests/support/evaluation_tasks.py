@@ -1,7 +1,5 @@
 """Three tasks of lm_eval with data of their own: choices, whole texts, and texts to be written."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -5,8 +5,6 @@
 `base` holds overrides that both runs have. `{folder}` stands for the folder that `text_files` below fills.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Small random models of every built-in family, in transformers' form and in ours, with the same weights."""
 
-from __future__ import annotations
-
 import atexit
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Keys of model families for the table of every_key.py: which are refused, and which tests show what the others do."""
 
-from __future__ import annotations
-
 REFUSED_KEYS = {
     ("Qwen2Architecture", "is_qwen2_config"): {
         "rope_seq_len_interpolation_factor": 2.0,

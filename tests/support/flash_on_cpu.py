@@ -6,8 +6,6 @@ to the tokens, heads side by side in memory. Windows are FlashAttention's: ``(le
 query, which itself is always seen, -1 for no bound.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import cache
 from itertools import pairwise

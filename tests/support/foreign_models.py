@@ -1,7 +1,5 @@
 """Small random models of transformers that have no family here, as folders, and training problems of them."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path

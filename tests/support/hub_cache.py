@@ -8,8 +8,6 @@ With ``HF_HOME=home HF_HUB_OFFLINE=1`` in the environment of a fresh process,
 ``datasets.load_dataset("stas/openwebtext-10k")`` and the tokenizer load, and no socket is needed.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

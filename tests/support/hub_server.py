@@ -6,8 +6,6 @@ GET  /datasets/o/n/resolve/R/path             the bytes; of a large file (here .
 GET  /cdn/…                                   of its bytes, elsewhere
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable

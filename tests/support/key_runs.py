@@ -8,8 +8,6 @@
 The effect of a key is read from the cheapest of the three that shows it: `BUILT` and `SAVED` of every_key.py say which.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -7,8 +7,6 @@
 A layout is written as overrides of the config: short names for the degrees, whole paths for the rest.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """A web server of a test: it serves from its construction to the end of its `with` block, in silence."""
 
-from __future__ import annotations
-
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 

@@ -3,8 +3,6 @@
 everything("causal_conv", length=70, documents=True, goes_on=False)     # [y, last, dx, dweight, dbias]
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import product
 from typing import Any

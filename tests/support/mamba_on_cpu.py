@@ -9,8 +9,6 @@ float64, by the definition, after checking what the package's Python and C++ che
 states follows the kernels: the numbers of documents are compared, what comes before the first token has number 0.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

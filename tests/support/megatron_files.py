@@ -1,7 +1,5 @@
 """Megatron's `.bin` and `.idx`, byte by byte from the published layout."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Sequence
 from pathlib import Path

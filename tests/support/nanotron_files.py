@@ -5,8 +5,6 @@
 `weights` are ours, whole and in fp32; they are fused, cut and named here as nanotron's ranks do.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

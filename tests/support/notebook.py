@@ -4,8 +4,6 @@ python tests/support/notebook.py          # writes the notebook anew
 python tests/support/notebook.py --check  # exit code 1 unless it is the page's
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -6,8 +6,6 @@ files(page)                       # {"my_hook.py": "import kenotron as kn…"}: 
 sections(page)["Hook"]            # the text below a heading of the second level
 """
 
-from __future__ import annotations
-
 import ast
 import os
 import re

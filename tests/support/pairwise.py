@@ -6,8 +6,6 @@ Most faults of a layout need one option or two together, so a subset in which al
 list finds (Kuhn, Wallace, Gallo: Software Fault Interactions, IEEE TSE 2004).
 """
 
-from __future__ import annotations
-
 from collections.abc import Set as AbstractSet
 from itertools import combinations
 

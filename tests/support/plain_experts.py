@@ -1,7 +1,5 @@
 """What `kernels.experts` computes, one expert after the other: the reference that it is compared with."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -4,8 +4,6 @@ predict("llama|dp=2 zero=1|model.dtype=bfloat16")                # [(peak of a s
 run_ranks(2, measure, "llama|dp=2 zero=1|model.dtype=bfloat16")  # the same
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

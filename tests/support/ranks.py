@@ -13,8 +13,6 @@ A rank that raises ends the job and its traceback is reported; the ranks are the
 collective, and the next job forks new ones.
 """
 
-from __future__ import annotations
-
 import atexit
 import functools
 import io

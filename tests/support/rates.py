@@ -1,7 +1,5 @@
 """The learning rate of an optimizer that is stepped by hand."""
 
-from __future__ import annotations
-
 import torch
 
 from kenotron.config.optimizer import LearningRateScheduler

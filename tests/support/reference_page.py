@@ -4,8 +4,6 @@ python tests/support/reference_page.py            writes the page
 python tests/support/reference_page.py --check    exit code 1 if it would change
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator

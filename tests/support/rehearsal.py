@@ -5,8 +5,6 @@
 They are those of the planner (`kenotron.planner.rehearsal`), with batches of documents and a hook.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import traceback

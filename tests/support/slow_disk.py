@@ -4,8 +4,6 @@ imports this.
     checkpoints.writer: support.slow_disk.stops_at_step_4
 """
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

@@ -4,8 +4,6 @@ Needs root, slurm-wlm (22.05 or later) and munge; `make test-slurm` installs the
 machine, so the ranks of a job meet at 127.0.0.1.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

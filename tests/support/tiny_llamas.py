@@ -1,7 +1,5 @@
 """Small random Llamas in both forms, with weights large enough that every part of the maths shows in the logits."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from pathlib import Path
 from typing import Any

@@ -7,8 +7,6 @@
 It shows that kernels compile and fit, not that they are fast or right: numbers are the interpreter's tests.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -4,8 +4,6 @@ Each line of the result is a case: the largest relative error of the output and 
 float64, and the largest difference from the reference in `kernels`. In fp32: the interpreter truncates in bf16.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable, Iterator

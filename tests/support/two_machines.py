@@ -8,8 +8,6 @@ Each has network interfaces, a hostname, an /etc/hosts and a disk of its own; ot
 Needs root and Debian's iproute2; `make test-network` installs it.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

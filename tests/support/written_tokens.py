@@ -1,7 +1,5 @@
 """Files of tokens, written byte by byte from the published layouts, and runs that read them, for the tests."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Parquet and arrow: texts of any length in chunks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pyarrow as pa

@@ -1,7 +1,5 @@
 """`_attn_implementation` of a run: what it logs, what it refuses, and the branch of a GPU on the CPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

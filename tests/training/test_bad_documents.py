@@ -1,7 +1,5 @@
 """A document that cannot be read ends a run with its place, or is left out and counted, in any form of file."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`general.benchmark_csv_path`: the row's numbers against metrics.jsonl, the config, and counts by hand."""
 
-from __future__ import annotations
-
 import csv
 import resource
 from pathlib import Path

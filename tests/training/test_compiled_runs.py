@@ -4,8 +4,6 @@ The compiler's own backend is left out (`eager`): what is counted are the graphs
 documents takes the branch of a GPU, with its kernels played (support/flash_on_cpu.py).
 """
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What one sees of a run: console lines, plain and in nanotron's form, metrics.jsonl, TensorBoard, samples, traces."""
 
-from __future__ import annotations
-
 import errno
 import importlib
 import io

@@ -1,7 +1,5 @@
 """`general.deterministic`: set while a run trains, and not after; the same bits twice; one line where it cannot be."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Runs that save in the background: what they save and resume is what the engine `torch` makes of them."""
 
-from __future__ import annotations
-
 import errno
 import resource
 import time

@@ -1,7 +1,5 @@
 """Checkpoint engines on two ranks, and runs whose checkpoints another number of ranks resumes."""
 
-from __future__ import annotations
-
 import io
 import resource
 from contextlib import redirect_stdout

@@ -3,8 +3,6 @@
 The table is in every_key.py; a key of the schema that stands in none of its lists fails here.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """A run killed at any moment and started again is, bit for bit, the run that was never killed."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os

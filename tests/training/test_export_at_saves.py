@@ -1,7 +1,5 @@
 """`checkpoints.export_hf`: beside every checkpoint a folder that transformers loads, complete or not there."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 Its data-parallel strategy is in tests/layouts/test_extend_strategy.py.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from pathlib import Path

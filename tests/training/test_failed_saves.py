@@ -1,7 +1,5 @@
 """A save that cannot be done ends the run with exit code 1 and one line; what was saved before stays good."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Hooks: the moments of a run come in their order, state survives, and a hook may end the run."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """The host waits for the device once a step; batches go to an accelerator from pinned memory, beside queued work."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

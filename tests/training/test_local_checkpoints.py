@@ -3,8 +3,6 @@
 Which one that is, is the question of most tests: never one that is damaged, of another run, or behind a durable one.
 """
 
-from __future__ import annotations
-
 import io
 import resource
 import shutil

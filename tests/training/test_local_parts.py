@@ -3,8 +3,6 @@
 A machine is some of the ranks, and its disk a folder.
 """
 
-from __future__ import annotations
-
 import io
 import shutil
 from contextlib import nullcontext, redirect_stdout

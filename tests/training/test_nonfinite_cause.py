@@ -1,7 +1,5 @@
 """A loss or gradient that is not finite: the module, layer, rank and samples are named, and whether it comes again."""
 
-from __future__ import annotations
-
 import io
 import json
 from contextlib import redirect_stdout

@@ -1,7 +1,5 @@
 """A loss or gradient that is not finite changes nothing, is counted, and stops the run when it goes on and on."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Nothing is left of a run: two different ones in one process have the bits of fresh processes, in either order."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A run on prompts and answers: it learns the answers' tokens and no others, and goes on exactly where it stopped."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

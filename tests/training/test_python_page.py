@@ -1,7 +1,5 @@
 """docs/python.md runs as it stands, and docs/python.ipynb is that page."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """Runs whose steps grow: the same as a loop by hand, also across a stop and the border of a stage."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

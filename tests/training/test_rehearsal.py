@@ -3,8 +3,6 @@
 `pytest -m rehearsal`. What is measured here is where the host waits, not how long anything takes.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

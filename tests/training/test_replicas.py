@@ -1,7 +1,5 @@
 """`general.ignore_sanity_checks: false`: a weight that differs between ranks ends the run before it is saved."""
 
-from __future__ import annotations
-
 import io
 from contextlib import redirect_stdout
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a checkpoint says of a run's data is found once, however many ranks there are."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any, cast
 

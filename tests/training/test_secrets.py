@@ -1,7 +1,5 @@
 """Secrets in the environment are in nothing that is written or printed, and a config holds none."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

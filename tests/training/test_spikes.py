@@ -1,7 +1,5 @@
 """`optimizer.spikes`: with the guard a run is the one that never saw the batch that spikes."""
 
-from __future__ import annotations
-
 import io
 import json
 import math

@@ -1,7 +1,5 @@
 """Stages and sources from the side of the run: its end when data are used up, what may be edited, what is measured."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Where a run begins, what of a checkpoint it takes, and which checkpoints it leaves."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from functools import partial

@@ -1,7 +1,5 @@
 """A training step is plain mathematics: the same as transformers and torch.optim in a dozen lines."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Runs whose checkpoints go to a store: they resume from it anywhere, and no failure of the store ends them."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The seeds' walkthrough: their config, unchanged, by their own commands, with the hub's files in a local cache."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

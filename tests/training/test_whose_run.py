@@ -1,7 +1,5 @@
 """One folder, one run: who may write into it, whose metrics stand there, and what is wrong is said before work."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """What a file is, by its first bytes where its name does not say."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path

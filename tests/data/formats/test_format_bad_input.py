@@ -3,8 +3,6 @@
 The litdata files are written here byte by byte, and Megatron's in `support.megatron_files`, from the published layouts.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import struct

@@ -1,7 +1,5 @@
 """What datatrove itself writes is read, and what is written here datatrove reads: token for token, byte for byte."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Random documents through the writer and its reader, and from other formats into it."""
 
-from __future__ import annotations
-
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
