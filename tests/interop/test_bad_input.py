@@ -88,6 +88,7 @@ BROKEN = {
     "empty shard": (last_shard(lambda file: file.write_bytes(b"")), rf"{PLACE} is damaged"),
     "missing shard": (last_shard(lambda file: file.unlink()), r"which its model\.safetensors\.index\.json names"),
     "index that is no JSON": (text("model.safetensors.index.json", "]"), r"index\.json is not JSON"),
+    "an adapter": (text("adapter_config.json", "{}"), r"has an adapter \(adapter_config\.json\): merge it"),
     "index without places": (text("model.safetensors.index.json", "{}"), r"index\.json: expected a weight_map"),
     "corrupt tokenizer": (text("tokenizer.json", "{}"), r"tokenizer\.json is not a tokenizer\.json"),
 }
