@@ -1,5 +1,6 @@
 """Which checkpoint is meant, which is newest, which may go."""
 
+import math
 import shutil
 from pathlib import Path
 
@@ -27,10 +28,10 @@ def save_tiny(root: Path, step: int) -> None:
     )
 
 
-def claim(root: Path, step: int, saved_at: float) -> None:
+def claim(root: Path, step: int, saved_at: float, state: dict[str, float] | None = None) -> None:
     """A checkpoint of no files at all: enough for whoever looks only at manifests."""
     (root / str(step)).mkdir()
-    (root / str(step) / "manifest.json").write_bytes(render(Manifest(step, saved_at, {}, {})))
+    (root / str(step) / "manifest.json").write_bytes(render(Manifest(step, saved_at, state or {}, {})))
 
 
 def test_the_newest_is_the_one_saved_last_not_the_one_with_the_highest_step(tmp_path: Path) -> None:
@@ -133,29 +134,37 @@ STEPS = st.lists(st.integers(0, 60), unique=True, max_size=12)
     st.one_of(st.none(), st.integers(1, 20)),
     st.sets(st.integers(0, 60), max_size=3),
     st.integers(0, 60),
+    st.booleans(),
+    st.permutations(range(61)),
 )
-def test_retention_keeps_the_last_the_round_and_the_protected_and_nothing_else(
+def test_retention_keeps_the_last_the_round_the_best_and_the_protected_and_nothing_else(
     tmp_path_factory: pytest.TempPathFactory,
     steps: list[int],
     keep_last: int,
     keep_every: int | None,
     protect: set[int],
     damaged: int,
+    keep_best: bool,
+    losses: list[int],
 ) -> None:
+    """Steps that 7 divides had no validation, and the loss of every eleventh is not finite."""
     root = tmp_path_factory.mktemp("retention")
+    val = {step: math.inf if step % 11 == 0 else float(losses[step]) for step in steps if step % 7}
     for order, step in enumerate(steps):
-        claim(root, step, saved_at=1000.0 + order)
+        claim(root, step, saved_at=1000.0 + order, state={"val_loss": val[step]} if step in val else {})
     if damaged not in steps:
         (root / str(damaged)).mkdir()
     expected = set(steps[-keep_last:]) | (protect & set(steps))
     expected |= {step for step in steps if keep_every and step % keep_every == 0}
-    removed = {int(path.name) for path in prune(root, keep_last, keep_every, protect)}
+    if keep_best:
+        expected |= {step for step in val if val[step] == min(val.values()) < math.inf}
+    removed = {int(path.name) for path in prune(root, keep_last, keep_every, protect, keep_best)}
     foreign = {damaged} - set(steps)
     assert {int(path.name) for path in root.iterdir()} == expected | foreign
     assert removed == set(steps) - expected
     if steps:
         assert newest_complete(root) == root / str(steps[-1])
-    assert prune(root, keep_last, keep_every, protect) == []
+    assert prune(root, keep_last, keep_every, protect, keep_best) == []
     shutil.rmtree(root)
 
 

@@ -153,6 +153,10 @@ def test_a_wrong_value_says_what_was_expected(minimal: dict[str, Any], override:
         ),
         ("tokens.val_samples=4", "tokens.limit_val_batches: expected -1 or a number above 0 with tokens.val_samples"),
         ("checkpoints.keep_every=4", "checkpoints.keep_last: missing"),
+        (
+            "checkpoints={keep_last: 1, keep_best: true, checkpoints_path: c, checkpoint_interval: 3}",
+            "limit_val_batches: expected a validation, whose loss checkpoints.keep_best compares",
+        ),
         ("parallelism.tp=3", "parallelism.tp: expected a divisor of num_attention_heads 4, found 3"),
         ("optimizer.learning_rate_scheduler.min_decay_lr=1", "expected at most learning_rate 0.0003, found 1.0"),
         ("optimizer.learning_rate_scheduler.lr_decay_starting_step=1", "expected at least lr_warmup_steps 2, found 1"),

@@ -143,6 +143,14 @@ MUTANTS = [
         tests=FOLDERS,
     ),
     Mutant(
+        name="the-worst-checkpoint-is-kept",
+        file="checkpoint/retention.py",
+        find="min(finite, key=finite.__getitem__)",
+        replace="max(finite, key=finite.__getitem__)",
+        why="keep_best keeps the checkpoint whose validation loss is the highest",
+        tests=("checkpoint/test_checkpoint_folders.py",),
+    ),
+    Mutant(
         name="retention-counts-damaged-checkpoints",
         file="checkpoint/retention.py",
         find="[entry for entry in oldest_first(entries) if entry.manifest]",

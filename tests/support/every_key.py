@@ -208,6 +208,9 @@ DATASET = "data_stages.0.data.dataset"
 FACTORY = "optimizer.optimizer_factory"
 SCHEDULE = "optimizer.learning_rate_scheduler."
 VALIDATION = ("tokens.val_check_interval=3", "tokens.limit_val_batches=3")
+# Of three steps at this rate the first gives the lowest validation loss.
+WORSE = ("checkpoints.checkpoint_interval=1", "checkpoints.keep_last=1", "tokens.val_check_interval=1")
+WORSE += ("tokens.limit_val_batches=3", "optimizer.learning_rate_scheduler.learning_rate=0.5")
 OWN_VALIDATION = "tokens.val_datasets=[{source: support.user_parts.counting}]"
 TEXT = (
     f"{DATASET}={{text_files: '{{folder}}/a.jsonl'}}",
@@ -339,6 +342,7 @@ ROWS: dict[str, Row] = {
     "Checkpoints.keep_every": Row(
         checkpoints, "checkpoints.keep_every=2", ("checkpoints.checkpoint_interval=1", "checkpoints.keep_last=1")
     ),
+    "Checkpoints.keep_best": Row(checkpoints, "checkpoints.keep_best=true", WORSE),
     "Checkpoints.export_hf": Row(files, "checkpoints.export_hf=true"),
     "Checkpoints.checkpointing_engine": Row(engine, "checkpoints.checkpointing_engine=async"),
     "Checkpoints.datastates": Row(engine, "checkpoints.datastates.parser_threads=3", DATASTATES),

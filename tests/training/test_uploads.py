@@ -135,6 +135,13 @@ def test_retention_holds_in_the_store_and_local_copies_can_go(machine: Callable[
     assert steps_of(config.checkpoint_folder) == []
 
 
+def test_the_best_checkpoint_stays_in_the_store(machine: Callable[..., Config]) -> None:
+    keep = ("checkpoints.keep_best=true", "tokens.limit_val_batches=2", "tokens.val_check_interval=1")
+    worse = "optimizer.learning_rate_scheduler.learning_rate=0.1"  # the loss rises from the first step on
+    train_quietly(machine("a", *keep, worse, "checkpoints.keep_last=1", "checkpoints.checkpoint_interval=1"))
+    assert complete() == [1, 4]
+
+
 NANOTRON = (
     "s3_upload={upload_s3_path: 'memory://robots/run', remove_after_upload: true, s5cmd_numworkers: 3, "
     "s5cmd_concurrency: 7, s5cmd_path: /opt/s5cmd}"

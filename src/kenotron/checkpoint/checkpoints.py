@@ -159,7 +159,7 @@ class Checkpoints:
         settings, keep = self.config.checkpoints, None
         if settings.keep_last is not None and not keep_all:
             protected = frozenset(step for _, step in tuple(self.protected))  # a thread may change it
-            keep = Keep(settings.keep_last, settings.keep_every, protected)
+            keep = Keep(settings.keep_last, settings.keep_every, protected, settings.keep_best)
         return self._noted(self.engine.save(self.root, step, content, keep))
 
     def save_local(self, step: int, content: dict[str, Any]) -> Outcomes:

@@ -56,6 +56,7 @@ class Keep(NamedTuple):
     last: int
     every: int | None = None
     protected: frozenset[int] = frozenset()
+    best: bool = False
 
 
 @dataclass(frozen=True)

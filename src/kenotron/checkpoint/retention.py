@@ -7,6 +7,7 @@ A checkpoint is removed by a rename to `.trash-…` first, so a crash in the mid
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,13 +21,17 @@ if TYPE_CHECKING:
 
 
 def prune(
-    root: Path | str, keep_last: int | None, keep_every: int | None = None, protect: Iterable[int] = ()
+    root: Path | str,
+    keep_last: int | None,
+    keep_every: int | None = None,
+    protect: Iterable[int] = (),
+    keep_best: bool = False,
 ) -> list[Path]:
     """Remove the checkpoints that `to_prune` names and return their paths.
 
     In a run, rank 0 alone calls it.
     """
-    doomed = [entry.path for entry in to_prune(root, keep_last, keep_every, protect)]
+    doomed = [entry.path for entry in to_prune(root, keep_last, keep_every, protect, keep_best)]
     for path in doomed:
         discard(path)
     return doomed
@@ -47,13 +52,14 @@ def to_prune(
     keep_last: int | None,
     keep_every: int | None = None,
     protect: Iterable[int] = (),
+    keep_best: bool = False,
     damaged: Collection[int] = (),
 ) -> list[CheckpointFolder]:
     """The checkpoints that retention removes, oldest first.
 
-    It keeps the `keep_last` that were saved last (None: all), every multiple of `keep_every`, the steps
-    in `protect`, and the one that `latest.txt` names. A damaged folder, and what is in `damaged`, is not counted and
-    never removed: its files may be all that someone has.
+    It keeps the `keep_last` that were saved last (None: all), every multiple of `keep_every`, with `keep_best` the one
+    with the lowest validation loss, the steps in `protect`, and the one that `latest.txt` names. A damaged folder, and
+    what is in `damaged`, is not counted and never removed: its files may be all that someone has.
     """
     for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
         if value is not None and value < 1:
@@ -63,13 +69,21 @@ def to_prune(
     if latest.exists() and (text := latest.read_text(errors="replace").strip()).isdigit():
         kept.add(int(text))
     sound = [entry for entry in list_checkpoints(root) if entry.step not in damaged]
-    return superseded(sound, keep_last, keep_every, kept)
+    return superseded(sound, keep_last, keep_every, kept, keep_best)
 
 
 def superseded(
-    entries: Iterable[Listed[Place]], keep_last: int | None, keep_every: int | None, kept: Collection[int] = ()
+    entries: Iterable[Listed[Place]],
+    keep_last: int | None,
+    keep_every: int | None,
+    kept: Collection[int] = (),
+    keep_best: bool = False,
 ) -> list[Listed[Place]]:
     """Those of `entries` that retention does not keep, oldest first; damaged ones are not counted, and stay."""
     complete = [entry for entry in oldest_first(entries) if entry.manifest]
+    losses = {entry.step: entry.manifest.state.get("val_loss") for entry in complete if entry.manifest}
+    finite = {step: loss for step, loss in losses.items() if loss is not None and math.isfinite(loss)}
+    if keep_best and finite:
+        kept = {*kept, min(finite, key=finite.__getitem__)}
     old = complete[:-keep_last] if keep_last is not None else []
     return [entry for entry in old if entry.step not in kept and not (keep_every and entry.step % keep_every == 0)]

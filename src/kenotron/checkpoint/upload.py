@@ -51,6 +51,7 @@ class Uploader:
         remove: bool = False,
         keep_last: int | None = None,
         keep_every: int | None = None,
+        keep_best: bool = False,
         beside: str | None = None,
         files_at_once: int = FILES_AT_ONCE,
         parts_at_once: int = PARTS_AT_ONCE,
@@ -63,7 +64,8 @@ class Uploader:
         """
         self.root, self.remote = root, RemoteCheckpoints(url, settings, parts_at_once)
         self.store = self.remote.store
-        self.remove, self.keep_last, self.keep_every, self.beside = remove, keep_last, keep_every, beside
+        self.remove, self.beside = remove, beside
+        self.keep_last, self.keep_every, self.keep_best = keep_last, keep_every, keep_best
         self.report, self._files_at_once = report, files_at_once
         self.may_prune = True
         self.protected: set[tuple[str, int]] = set()  # as in `Checkpoints`
@@ -287,7 +289,8 @@ class Uploader:
             named = self.store.read(LATEST)
         if named != newest:
             self.store.put(LATEST, newest)
-        for entry in superseded(complete, self.keep_last, self.keep_every) if self.may_prune else ():
+        kept = self.keep_last if self.may_prune else None
+        for entry in superseded(complete, kept, self.keep_every, keep_best=self.keep_best):
             self.remote.remove(entry.step, self.remote.manifest(entry.step)[0])
             del self._seen[entry.step]
 

@@ -100,6 +100,7 @@ def prune(
     keep_every: Annotated[
         int | None, typer.Option(help="Also keep every step that is a multiple of this.", min=1)
     ] = None,
+    keep_best: Annotated[bool, typer.Option("--keep-best", help="Also keep that of the lowest val_loss.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be removed.")] = False,
 ) -> None:
     """Remove old checkpoints. The newest one and damaged ones are never removed.
@@ -112,13 +113,14 @@ def prune(
         from kenotron.checkpoint.remote import RemoteCheckpoints
 
         remote = RemoteCheckpoints(folder)
-        doomed = superseded(remote.all(), keep_last, keep_every)
+        doomed = superseded(remote.all(), keep_last, keep_every, keep_best=keep_best)
         for step in () if dry_run else [entry.step for entry in doomed]:
             remote.remove(step, remote.manifest(step)[0])
     else:
-        doomed = to_prune(folder, keep_last, keep_every)
+        kept = partial(to_prune, folder, keep_last, keep_every, keep_best=keep_best)
+        doomed = kept()
         if doomed:
-            doomed = to_prune(folder, keep_last, keep_every, damaged=_damaged_among_newest(folder, keep_last))
+            doomed = kept(damaged=_damaged_among_newest(folder, keep_last))
         for path in () if dry_run else [Path(entry.path) for entry in doomed]:
             discard(path)
     freed = sum(entry.manifest.bytes for entry in doomed if entry.manifest)

@@ -102,6 +102,9 @@ class Checkpoints(Section):
     keep_every: int | None = key(
         "Also keep the checkpoints whose step is a multiple of this; used with keep_last.", None, ge=1, mark=OURS
     )
+    keep_best: bool = key(
+        "Also keep the checkpoint whose validation loss is the lowest; used with keep_last.", False, mark=OURS
+    )
     local: LocalCheckpoints | None = key(
         "Frequent checkpoints on the machine's own disk or memory; the newest is kept until one in checkpoints_path is "
         "newer or the run ends.",

@@ -441,6 +441,13 @@ def _check_checkpoints(config: Config) -> Iterator[Problem]:
     local, every = checkpoints.local, checkpoints.checkpoint_interval
     if checkpoints.keep_every is not None and checkpoints.keep_last is None:
         yield "checkpoints.keep_last", "missing: checkpoints.keep_every needs it"
+    if checkpoints.keep_best and checkpoints.keep_last is None:
+        yield "checkpoints.keep_last", "missing: checkpoints.keep_best needs it"
+    if checkpoints.keep_best and not config.tokens.limit_val_batches:
+        yield "tokens.limit_val_batches", "expected a validation, whose loss checkpoints.keep_best compares, found 0"
+    if checkpoints.keep_best and every % (validated := config.tokens.val_check_interval):
+        needs = "which checkpoints.keep_best compares after a validation"
+        yield "checkpoints.checkpoint_interval", f"expected a multiple of val_check_interval {validated}, {needs}"
     if checkpoints.datastates != DataStates() and checkpoints.checkpointing_engine != "datastates":
         yield "checkpoints.checkpointing_engine", "expected datastates, which checkpoints.datastates has settings for"
     if local is not None and local.interval >= every:

@@ -42,6 +42,7 @@ def uploader(config: Config, url: str) -> tuple[Uploader, deque[str]]:
         remove=checkpoints.remove_after_upload or (section is not None and section.remove_after_upload),
         keep_last=checkpoints.keep_last,
         keep_every=checkpoints.keep_every,
+        keep_best=checkpoints.keep_best,
         beside=FOLDER if checkpoints.export_hf else None,
         files_at_once=(section and section.s5cmd_numworkers) or FILES_AT_ONCE,
         parts_at_once=(section and section.s5cmd_concurrency) or PARTS_AT_ONCE,

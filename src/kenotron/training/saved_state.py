@@ -58,7 +58,10 @@ def _without_padding(name: str, tensor: Tensor, model: Decoder) -> TensorShard:
 
 
 def manifest_state(run: Run) -> dict[str, Any]:
-    """The JSON values of `run` in a checkpoint's manifest: counters, data fingerprints. All ranks call it."""
+    """The JSON values of `run` in a checkpoint's manifest: counters, data fingerprints. All ranks call it.
+
+    `val_loss`: of a validation after this very step, on rank 0, whose manifest it is.
+    """
     return {
         "step": run.step,
         "consumed_tokens": run.consumed_tokens,
@@ -67,6 +70,7 @@ def manifest_state(run: Run) -> dict[str, Any]:
         "data_start": run.start.data_start,
         "data": run_on_rank0(run.data.fingerprints),  # which reads of every file: once, and not on a thousand ranks
         "held_out": run.data.held_out_hashes(),
+        **{name: value for name, value in run.last_metrics.items() if name == "val_loss"},
     }
 
 
