@@ -15,6 +15,9 @@ from typing import Any
 import pytest
 import yaml
 
+import kenotron as kn
+from kenotron.cli import main
+from kenotron.config import dump
 from support.tiny_run import REPOSITORY, environment, metrics, tiny_config, tiny_yaml, train_and_listen
 
 EXAMPLES = REPOSITORY / "examples"
@@ -55,12 +58,55 @@ def test_what_images_copy_is_there() -> None:
     assert all(name in recipe for name in names)
 
 
-def test_skypilots_variables_become_torchruns_options(tmp_path: Path) -> None:
+RUN = str(EXAMPLES / "quickstart.yaml"), "parallelism.dp=16", "tokens.micro_batch_size=1"
+RUN += ("tokens.batch_accumulation_per_replica=1", "--gpus-per-node", "8", "--dry-run")
+
+
+def submitted(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[list[dict[str, Any]], str]:
+    with pytest.raises(SystemExit) as ended:
+        main(["submit", *RUN, *arguments])
+    assert not ended.value.code
+    said = capsys.readouterr()
+    return list(yaml.safe_load_all(said.out)), said.err
+
+
+def test_a_trainjob_is_printed_for_the_layout_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """As the example has it, with the config inside."""
+    (texts, *job), said = submitted(capsys, "--to", "trainjob", "--container", "mine:1")
+    assert "checkpoints_path: expected a volume that all pods see, found checkpoints/quickstart" in said
+    assert dump(kn.load(yaml.safe_load(texts["data"]["config.yaml"]))) == dump(kn.load(RUN[0], RUN[1:4]))
+    expected = (EXAMPLES / "kubernetes" / "trainjob.yaml").read_text().replace("/config/my.yaml", "/config/config.yaml")
+    expected = expected.replace("my-run", "quickstart").replace("name: kenotron", "name: quickstart")
+    assert job == list(yaml.safe_load_all(expected.replace("registry.example.com/kenotron:latest", "mine:1")))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (("--time", "20:00:00"), "--time: has no effect with --to skypilot"),
+        (("--container", "mine:1"), "--container: has no effect with --to skypilot"),
+        (("--nodes", "3"), "needs 16 ranks, but 3 nodes of 8 have 24; parallelism.dp=24 would fit"),
+    ],
+)
+def test_what_only_slurm_has_is_refused_elsewhere(
+    arguments: tuple[str, ...], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["submit", *RUN, "--to", "skypilot", *arguments])
+    assert ended.value.code == 2
+    assert line in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("printed", [False, True])
+def test_skypilots_variables_become_torchruns_options(
+    printed: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Its script on each of two nodes, with a torchrun that prints its arguments."""
     torchrun = tmp_path / "torchrun"
     torchrun.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     torchrun.chmod(torchrun.stat().st_mode | stat.S_IXUSR)
-    (task,) = documents("skypilot/train.yaml")
+    (task,) = submitted(capsys, "--to", "skypilot")[0] if printed else documents("skypilot/train.yaml")
+    assert task["num_nodes"] == 2
     for rank in range(2):
         variables = {
             "SKYPILOT_NUM_NODES": "2",
@@ -72,6 +118,9 @@ def test_skypilots_variables_become_torchruns_options(tmp_path: Path) -> None:
         }
         done = subprocess.run(["bash", "-ec", task["run"]], env=variables, capture_output=True, text=True, check=True)
         arguments = done.stdout.split()
+        if printed:
+            assert arguments[-3:] == [*RUN[1:4]]
+            arguments = arguments[:-3]
         options = dict(zip(arguments[:-3:2], arguments[1:-3:2], strict=True))
         assert options == {
             "--nnodes": "2",
@@ -80,7 +129,7 @@ def test_skypilots_variables_become_torchruns_options(tmp_path: Path) -> None:
             "--master-addr": "10.0.0.1",
             "--master-port": "29500",
         }
-        assert arguments[-3:] == ["run_train.py", "--config-file", "examples/quickstart.yaml"]
+        assert arguments[-3:] == ["run_train.py", "--config-file", task["envs"]["CONFIG"]]
 
 
 def test_outside_of_the_main_thread_a_run_says_that_signals_do_not_save_it(tmp_path: Path) -> None:

@@ -8,12 +8,23 @@ kenotron submit my.yaml --gpus-per-node 8 --array optimizer.learning_rate_schedu
 import json
 import subprocess
 import sys
+from collections.abc import Callable
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from kenotron.config.errors import InputError
+
+
+class To(StrEnum):
+    """Values of `--to`."""
+
+    slurm = "slurm"
+    trainjob = "trainjob"
+    skypilot = "skypilot"
+
 
 LogDir = Annotated[Path, typer.Option("--log-dir", help="The runs' logging.log_dir.")]
 JobName = Annotated[str | None, typer.Argument(help="Number or name of a job; default: the newest.")]
@@ -38,6 +49,7 @@ def submit(
     chain: Annotated[int, typer.Option(min=1, help="Number of jobs that continue the run, one after the other.")] = 1,
     array: Annotated[str | None, typer.Option(help="KEY=VALUE,VALUE,…: a job array, one run per value.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the job script.")] = False,
+    to: Annotated[To, typer.Option(help="With --dry-run: for Slurm, Kubeflow Trainer, or SkyPilot.")] = To.slurm,
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Print the job's output as it arrives.")] = False,
 ) -> None:
     """Train a config as a job of Slurm. It saves before its time limit, is requeued, and resumes."""
@@ -46,6 +58,17 @@ def submit(
     def say(line: str) -> None:
         print(line, file=sys.stderr)
 
+    if to is not To.slurm:
+        slurms: dict[str, object] = {"--site": site != "generic", "--time": time, "--account": account, "--qos": qos}
+        slurms |= {"--partition": partition, "--sbatch": sbatch, "--env": env, "--pre-launch": pre_launch}
+        slurms |= {"--array": array, "--chain": chain > 1, "--save-seconds": save_seconds != 300, "--follow": follow}
+        slurms |= {"--container": container if to is To.skypilot else None}
+        if unused := [name for name, value in slurms.items() if value]:
+            raise InputError(f"{unused[0]}: has no effect with --to {to}")
+        if not dry_run:
+            raise InputError(f"--to {to}: expected --dry-run: it is printed, for you to start")
+        print(_elsewhere(to, file, overrides or [], nodes, gpus_per_node, container, say), end="")
+        return
     given = {"time": time, "account": account, "partition": partition, "qos": qos}
     submitted = submit_jobs(
         file,
@@ -72,6 +95,27 @@ def submit(
     print(f"script and output: {submitted.folder}")
     if follow:
         _follow(submitted.jobs[0].log, 1_000_000)
+
+
+def _elsewhere(
+    to: To,
+    file: Path,
+    overrides: list[str],
+    nodes: int | None,
+    gpus_per_node: int | None,
+    image: str | None,
+    say: Callable[[str], None],
+) -> str:
+    """The file that starts the run there."""
+    from kenotron.launch.clouds import skypilot, trainjob
+    from kenotron.launch.slurm.submitting import configs_of, nodes_of
+
+    (config,) = configs_of(file, overrides, None, say)
+    count = nodes_of(config, nodes, gpus_per_node or 0)
+    gpus = gpus_per_node or config.parallelism.world_size
+    if to is To.trainjob:
+        return trainjob(config, count, gpus, image, say)
+    return skypilot(config, count, gpus, file, overrides, say)
 
 
 def status(log_dir: LogDir = Path("logs")) -> None:

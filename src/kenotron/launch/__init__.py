@@ -20,6 +20,7 @@ environment.py      torchrun's variables; devices and threads shared among the r
 failures.py         a rank that raises or dies ends all of them, and is reported as the cause
 memory.py           a memory or disk that is too small
 machine_memory.py   what the machine has
+clouds              files for Kubeflow Trainer and SkyPilot
 error_records.py    how a rank's error reaches the launcher
 hangs.py            a collective that some rank does not join: which one, and who
 """

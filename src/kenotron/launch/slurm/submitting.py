@@ -16,7 +16,7 @@ from kenotron.config.warnings import amount
 from kenotron.launch.before_start import epochs, warnings_before_start
 from kenotron.launch.slurm import jobs
 from kenotron.launch.slurm.script import Job, directives_of, render
-from kenotron.launch.slurm.sites import GENERIC, Site, load_site
+from kenotron.launch.slurm.sites import GENERIC, load_site
 from kenotron.text.progress import Report
 
 Options = Mapping[str, str | int | None]
@@ -71,7 +71,7 @@ def submit(
     ranks_here = gpus_per_node or profile.gpus_per_node
     job = Job(
         name=name,
-        nodes=_nodes(config, profile, nodes, ranks_here),
+        nodes=nodes_of(config, nodes, ranks_here),
         tasks_per_node=ranks_here or config.parallelism.world_size,
         command=_command(folder, array is not None, container),
         folder=Path.cwd(),
@@ -181,7 +181,7 @@ def _check_time(limit: str | int | None, save_seconds: int) -> None:
         )
 
 
-def _nodes(config: Config, site: Site, nodes: int | None, ranks_here: int) -> int:
+def nodes_of(config: Config, nodes: int | None, ranks_here: int) -> int:
     """The number of nodes. Raises InputError unless they have as many ranks as the layout needs."""
     layout = config.parallelism
     needed = layout.world_size

@@ -1,0 +1,73 @@
+"""Files that start a config elsewhere than under Slurm, from templates beside this one: `kenotron submit --to`."""
+
+import shlex
+from collections.abc import Sequence
+from datetime import datetime
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from kenotron.config import Config, dump
+from kenotron.config.remote import is_remote
+from kenotron.config.runs import fill_run_name
+from kenotron.text.progress import Report
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes texts of several lines as blocks."""
+
+
+def _represent(dumper: _Dumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Dumper.add_representer(str, _represent)
+
+
+def trainjob(config: Config, nodes: int, gpus: int, image: str | None, say: Report) -> str:
+    """For Kubeflow Trainer 2: the config as a ConfigMap, a runtime and the job, for one `kubectl apply`."""
+    _advise(config, "a volume that all pods see", say)
+    texts, runtime, job = _template("trainjob")
+    name = _name(config)
+    for part in (texts, runtime, job):
+        part["metadata"]["name"] = name
+    texts["data"] = {"config.yaml": dump(config)}
+    pod = runtime["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    pod["volumes"][0]["configMap"]["name"] = job["spec"]["runtimeRef"]["name"] = name
+    pod["containers"][0] |= {"image": image} if image else {}
+    limits = {"limits": {"nvidia.com/gpu": gpus}}
+    job["spec"]["trainer"] |= {"numNodes": nodes, "numProcPerNode": gpus, "resourcesPerNode": limits}
+    return _text([texts, runtime, job])
+
+
+def skypilot(config: Config, nodes: int, gpus: int, file: str | Path, overrides: Sequence[str], say: Report) -> str:
+    """For SkyPilot, from a clone of the repository with the config `file` in it: `sky jobs launch`."""
+    _advise(config, "a bucket", say)
+    (task,) = _template("skypilot")
+    task["name"], task["num_nodes"], task["envs"] = _name(config), nodes, {"CONFIG": str(file)}
+    task["resources"]["accelerators"] = dict.fromkeys(f"{kind}:{gpus}" for kind in ("H200", "H100", "A100-80GB"))
+    task["run"] = f"{task['run'].rstrip()} {shlex.join(overrides)}".rstrip() + "\n"
+    return _text([task])
+
+
+def _template(name: str) -> list[Any]:
+    return list(yaml.safe_load_all(files(__name__).joinpath(f"{name}.yaml").read_text(encoding="utf-8")))
+
+
+def _text(documents: list[Any]) -> str:
+    return yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
+
+
+def _name(config: Config) -> str:
+    """The run's, as Kubernetes allows names."""
+    name = fill_run_name(config, datetime.now(), "").general.run.lower()
+    kept = "".join(each if each.isascii() and each.isalnum() else "-" for each in name)
+    return kept.strip("-")[:50] or "kenotron"
+
+
+def _advise(config: Config, where: str, say: Report) -> None:
+    path = config.checkpoints.checkpoints_path
+    if not is_remote(path) and not Path(path).is_absolute():
+        say(f"warning: checkpoints.checkpoints_path: expected {where}, found {path}, which ends with its machine")
