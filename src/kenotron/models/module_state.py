@@ -25,6 +25,9 @@ from torch.utils.checkpoint import checkpoint
 
 from kenotron.config.errors import InputError
 
+LARGE = 10_000
+"""A container of more, such as texts in a variable of a file, is watched itself, not what each element holds."""
+
 OURS = __name__.partition(".")[0]
 _TORCHS = frozenset(vars(nn.Module()))
 _FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, property, staticmethod, classmethod)
@@ -179,6 +182,8 @@ def _mutable(name: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Any, 
     seen.add(id(value))
     if not isinstance(value, tuple):
         yield name, value if inside is None else inside, _contents(value if inside is None else inside)
+    if inside is not None and len(inside) > LARGE:
+        return
     for key, each in inside.items() if isinstance(inside, dict) else enumerate(inside or ()):
         yield from _mutable(f"{name}.{key}", each, seen)
 
