@@ -161,7 +161,9 @@ def _agree(config: dict[str, Any]) -> dict[str, Any]:
         config["checkpoints"]["checkpoints_path"], config["s3_upload"] = "s3://a/b", None
     if config.get("s3_upload"):
         config["s3_upload"]["upload_s3_path"] = "gs://a/b"
-    if config["checkpoints"].get("keep_every"):
+    if config["checkpoints"].get("keep_best"):
+        config["tokens"].update(limit_val_batches=-1, val_check_interval=1)
+    if config["checkpoints"].get("keep_every") or config["checkpoints"].get("keep_best"):
         config["checkpoints"]["keep_last"] = 2
     if config["checkpoints"].get("datastates"):
         config["checkpoints"]["checkpointing_engine"] = "datastates"
