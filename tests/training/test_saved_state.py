@@ -16,7 +16,8 @@ def state_of_data(rank: int) -> tuple[dict[str, str], int]:
 
     start = SimpleNamespace(schedule_start=0, data_start=0)
     data = SimpleNamespace(fingerprints=fingerprints, held_out_hashes=list)
-    run = SimpleNamespace(step=1, consumed_tokens=2, consumed_samples=1, start=start, data=data)
+    counts = {"step": 1, "consumed_tokens": 2, "consumed_samples": 1, "last_metrics": {}}
+    run = SimpleNamespace(**counts, start=start, data=data)
     return manifest_state(cast(Any, run))["data"], len(calls)
 
 
