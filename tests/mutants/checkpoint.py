@@ -145,8 +145,8 @@ MUTANTS = [
     Mutant(
         name="the-worst-checkpoint-is-kept",
         file="checkpoint/retention.py",
-        find="min(finite, key=finite.__getitem__)",
-        replace="max(finite, key=finite.__getitem__)",
+        find="sorted(finite, key=finite.__getitem__)[:1]",
+        replace="sorted(finite, key=finite.__getitem__)[-1:]",
         why="keep_best keeps the checkpoint whose validation loss is the highest",
         tests=("checkpoint/test_checkpoint_folders.py",),
     ),

@@ -221,7 +221,7 @@ MUTANTS = [
     Mutant(
         name="held-out-of-the-weights-parent",
         file="checkpoint/start.py",
-        find="continues=False).held_out if weights and weights.ours else ()",
+        find="continues=False).held_out if weights.ours else ()",
         replace="continues=False).held_out if False else ()",
         why="a new run with another run's weights trains on what that run has validated on",
         tests=("training/test_exact_resume.py",),

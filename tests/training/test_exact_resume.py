@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
+from kenotron.checkpoint.start import Start
 from kenotron.observers.signals import Signals
 from kenotron.text.hash_split import text_hash
 from kenotron.training.run import Run
@@ -434,3 +435,8 @@ def test_a_document_that_was_validated_on_is_not_trained_on_once_files_were_adde
         assert ordered[1].strip() in side(run, "validation")
         assert ordered[0].strip() in side(run, "validation")
         assert ordered[30].strip() in side(run, "train")
+
+
+def test_a_name_of_the_hub_is_no_checkpoint_whose_documents_were_held_out(tmp_path: Path) -> None:
+    """`kenotron data which` needs no network for it."""
+    assert Start.new(tiny_config(tmp_path, "model.init_method={path: nobody/nothing}")) == Start()

@@ -81,9 +81,11 @@ def superseded(
 ) -> list[Listed[Place]]:
     """Those of `entries` that retention does not keep, oldest first; damaged ones are not counted, and stay."""
     complete = [entry for entry in oldest_first(entries) if entry.manifest]
-    losses = {entry.step: entry.manifest.state.get("val_loss") for entry in complete if entry.manifest}
-    finite = {step: loss for step, loss in losses.items() if loss is not None and math.isfinite(loss)}
-    if keep_best and finite:
-        kept = {*kept, min(finite, key=finite.__getitem__)}
+    if keep_best:
+        losses = {entry.step: entry.manifest.state.get("val_loss") for entry in complete if entry.manifest}
+        finite: dict[int, float] = {
+            step: loss for step, loss in losses.items() if loss is not None and math.isfinite(loss)
+        }
+        kept = {*kept, *sorted(finite, key=finite.__getitem__)[:1]}
     old = complete[:-keep_last] if keep_last is not None else []
     return [entry for entry in old if entry.step not in kept and not (keep_every and entry.step % keep_every == 0)]

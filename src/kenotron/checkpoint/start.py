@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kenotron.checkpoint import folders, loading, manifest
-from kenotron.checkpoint.model_files import find_model
+from kenotron.checkpoint.model_files import find_model, is_hub_name
 from kenotron.config import ABSENT, Config, fill_run_name, same_run_difference
 from kenotron.config.checkpoints import LOAD_MODES
 from kenotron.config.errors import InputError
@@ -60,8 +60,10 @@ class Start:
     def new(cls, config: Config) -> Start:
         """Step 0. What the model of `model.init_method.path` was validated on stays held out."""
         init = config.model.init_method
-        weights = find_model(init.path) if isinstance(init, ExistingCheckpointInit) else None
-        return cls(held_out=cls.at(weights.folder, continues=False).held_out if weights and weights.ours else ())
+        if not isinstance(init, ExistingCheckpointInit) or is_hub_name(init.path):  # the hub is not asked for it
+            return cls()
+        weights = find_model(init.path)
+        return cls(held_out=cls.at(weights.folder, continues=False).held_out if weights.ours else ())
 
     def end(self, config: Config) -> int:
         """The last step: that of the schedule's step `tokens.train_steps`."""
