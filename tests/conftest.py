@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from mutants.tables import MUTANTS
 from support import budget
 
 # Two workers share two cores, and tiny models gain nothing from more threads. Set before torch is imported.
@@ -57,9 +58,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(trylast=True)  # after `-m` has chosen
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With `--sample`, keep as many of a test's cases as its mark `cases` says, evenly spread."""
+    """With `--sample`, keep as many cases of a test as its mark `cases` says, evenly spread, and those mutants name."""
     if not config.getoption("--sample"):
         return
+    killers = {f"tests/{test}" for mutant in MUTANTS for test in mutant.tests}
     cases: dict[tuple[str, bool], list[pytest.Item]] = {}
     for item in items:
         slow = item.get_closest_marker("slow") is not None
@@ -70,6 +72,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         given, named = (marker.args, marker.kwargs) if marker else ((), {})
         kept = named.get("slow", 1) if slow else (*given, len(each))[0]
         spread = {round(number * (len(each) - 1) / max(kept - 1, 1)) for number in range(kept)}
+        spread |= {number for number, case in enumerate(each) if case.nodeid in killers}
         left_out.update(case for number, case in enumerate(each) if number not in spread and len(each) > kept)
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
     items[:] = [item for item in items if item not in left_out]

@@ -137,6 +137,7 @@ def test_turns_rotate_a_failure_ends_a_row_and_the_budget_keeps_what_there_is(
     assert speed.table.speeds(kept[2]) == (8 / 3.5, 8 / 4.5)
 
 
+@pytest.mark.slow
 def test_the_tests_of_a_gpu_need_pytest_and_nothing_more_than_a_run_does() -> None:
     """A machine with a GPU has often no network: tests/conftest.py asks neither for hypothesis nor for xdist."""
     blocked = "import sys; sys.modules['hypothesis'] = sys.modules['xdist'] = None; import pytest; pytest.main()"
@@ -146,13 +147,11 @@ def test_the_tests_of_a_gpu_need_pytest_and_nothing_more_than_a_run_does() -> No
     assert "test_memory_and_utilization_are_measured" in done.stdout, done.stdout[-2000:] + done.stderr[-2000:]
 
 
-@pytest.mark.budget(10, reason="a process that imports torch and starts its profiler")
+@pytest.mark.slow
+@pytest.mark.cases(slow=2)
 @pytest.mark.parametrize(
     "checks",
-    [
-        "facts upload initial_bits products attention decoding loss grouped host_waits optimizer",
-        pytest.param("compiled engines", marks=pytest.mark.slow),
-    ],
+    ["facts upload initial_bits products attention decoding loss grouped host_waits optimizer", "compiled engines"],
 )
 def test_the_checks_of_the_first_contact_pass_on_a_cpu(checks: str) -> None:
     command = [sys.executable, str(FOLDER / "first_contact.py"), "--cpu", *checks.split()]

@@ -71,7 +71,7 @@ def test_what_is_absent_is_not_found_by_either_way_of_looking() -> None:
     assert "No module named 'datasets'" in run_there("import datasets").stderr
 
 
-@pytest.mark.budget(10, reason="imports all that launch and doctor ask of torch")
+@pytest.mark.slow
 def test_the_package_and_all_of_launch_and_doctor_are_imported_without_them() -> None:
     program = """
 import importlib, kenotron, kenotron.doctor, kenotron.launch, pkgutil
@@ -84,7 +84,7 @@ print(kenotron.train.__name__, len(sys.modules.keys() & {"kenotron.doctor.self_t
     assert done.stdout == "train 2\n", done.stderr[-3000:]
 
 
-@pytest.mark.budget(10, reason="imports torch")
+@pytest.mark.slow
 def test_the_benchmark_of_a_gpu_is_imported_without_them() -> None:
     done = run_there("""
 sys.path.insert(0, "benchmarks/gpu")

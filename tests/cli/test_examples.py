@@ -92,6 +92,7 @@ def test_the_tiny_llama_runs_by_its_readme(examples: Path, hub_home: Path, nurse
     assert [path.name.startswith("tiny_llama_") for path in (examples.parent / "logs").iterdir()] == [True]
 
 
+@pytest.mark.slow
 def test_the_custom_dataloader_runs_by_its_readme(examples: Path, nursery: Nursery) -> None:
     readme = examples / "custom-dataloader" / "README.md"
     (trained,) = run_readme(examples / "custom-dataloader", examples.parent, nursery)
@@ -213,6 +214,7 @@ def test_the_lazy_checkpoints_run_by_their_readme(examples: Path, nursery: Nurse
     assert sorted(path.name for path in (examples.parent / "checkpoints" / "datastates").glob("*0")) == ["50", "60"]
 
 
+@pytest.mark.slow
 def test_the_quickstart_trains_on_a_few_files(examples: Path, nursery: Nursery) -> None:
     texts = examples.parent / "texts"
     texts.mkdir()

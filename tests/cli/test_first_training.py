@@ -88,7 +88,7 @@ def run_page(folder: Path, nursery: Nursery) -> dict[str, Finished]:
     return done
 
 
-@pytest.mark.budget(15, reason="the page's commands run in full, and transformers is imported")
+@pytest.mark.slow
 def test_the_page_works_as_it_stands(
     tmp_path: Path, nursery: Nursery, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -74,7 +74,7 @@ def test_a_run_from_another_folder_puts_its_files_there(tmp_path: Path, nursery:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "my.yaml"]
 
 
-@pytest.mark.budget(10, reason="a script of its own, which imports torch, after a run")
+@pytest.mark.slow
 def test_run_train_takes_the_seeds_spelling_and_overrides(tmp_path: Path, nursery: Nursery) -> None:
     assert nursery.run("train", relative_yaml(tmp_path), folder=tmp_path).code == 0
     process = subprocess.run(

@@ -49,6 +49,7 @@ def replaced(finished: Finished) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_is_replaced(tmp_path: Path, nursery: Nursery) -> None:
     finished = train(nursery, tmp_path, fault(tmp_path, "SIGKILL", rank=1))
     assert finished.code == 0, finished.stderr

@@ -92,6 +92,7 @@ def test_losses_on_two_layouts_are_those_of_one_process(folder: Path, trained: P
         assert torch.allclose(one[name], other[name], atol=2e-4), name
 
 
+@pytest.mark.slow
 def test_it_goes_to_hugging_face_and_back(folder: Path, trained: Path) -> None:
     from transformers import GPTNeoXForCausalLM
 
@@ -111,6 +112,7 @@ def test_it_goes_to_hugging_face_and_back(folder: Path, trained: Path) -> None:
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+@pytest.mark.slow
 def test_it_decodes(trained: Path) -> None:
     model = load_for_generation(trained, "float32").model
     (completion,) = generate(model, None, [[3, 1, 4]], SamplingOptions(max_new_tokens=5, stop_at_eos=False))

@@ -57,7 +57,7 @@ def headless_alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], 
     return train
 
 
-@pytest.mark.cases(4)
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("negatives", HEADLESS)
 @pytest.mark.parametrize("layout", [*(each for each in LAYOUTS if "cp" not in each), "dp=2 accum=1"])
 def test_the_headless_loss_is_the_same_on_every_layout(

@@ -91,6 +91,7 @@ def steps(walked: tuple[Path, subprocess.CompletedProcess[str]]) -> list[dict[st
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_the_seeds_config_trains_by_the_seeds_command(walked) -> None:
     assert (walked[1].returncode, walked[1].stderr) == (0, "")  # nor did a socket leave the machine
 
@@ -104,6 +105,7 @@ def test_the_watch_on_sockets_is_awake(tmp_path: Path) -> None:
     assert socket.create_server(("127.0.0.1", 0))  # here, in the tests, nothing is closed
 
 
+@pytest.mark.slow
 def test_the_model_has_12368_parameters(walked, messages: list[str]) -> None:
     assert any(message.startswith("Total number of parameters: 12.4K (0.05MiB)") for message in messages)
     assert any(message.startswith("Local number of parameters: 12.4K (0.05MiB)") for message in messages)
@@ -113,6 +115,7 @@ def test_the_model_has_12368_parameters(walked, messages: list[str]) -> None:
     assert sum(tensor.numel() for tensor in tensors.values()) == 12368
 
 
+@pytest.mark.slow
 def test_the_learning_rate_printed_and_written_is_the_seeds_at_every_step(
     iterations: list[dict[str, str]], steps: list[dict[str, float]]
 ) -> None:
@@ -120,6 +123,7 @@ def test_the_learning_rate_printed_and_written_is_the_seeds_at_every_step(
     assert [float(f"{step['lr']:.3g}") for step in steps] == [float(rate) for rate in LEARNING_RATES.split()]
 
 
+@pytest.mark.slow
 def test_consumed_tokens_count_two_sequences_of_256_a_step(
     iterations: list[dict[str, str]], steps: list[dict[str, float]]
 ) -> None:
@@ -137,6 +141,7 @@ def test_fifteen_iterations_are_printed_with_the_seeds_fields_in_the_seeds_order
         assert list(fields) == ALWAYS.split() + (MEMORY.split() if with_memory else []), f"iteration {number}"
 
 
+@pytest.mark.slow
 def test_the_loss_starts_at_that_of_a_uniform_guess_and_falls(steps: list[dict[str, float]]) -> None:
     import math
 
@@ -144,6 +149,7 @@ def test_the_loss_starts_at_that_of_a_uniform_guess_and_falls(steps: list[dict[s
     assert steps[-1]["lm_loss"] < steps[0]["lm_loss"]
 
 
+@pytest.mark.slow
 def test_the_log_has_every_line_of_the_seeds(messages: list[str]) -> None:
     expected = [
         "Config:",
@@ -177,6 +183,7 @@ def test_the_log_has_every_line_of_the_seeds(messages: list[str]) -> None:
     assert any("Stage Annealing Phase has 6 remaining training steps" in message for message in messages)
 
 
+@pytest.mark.slow
 def test_the_start_is_announced_in_the_seeds_words(messages: list[str]) -> None:
     started = re.compile(
         r"\[Start training\] datetime: \d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+ \| mbs: 2 \| grad_accum: 1 \| "
@@ -186,6 +193,7 @@ def test_the_start_is_announced_in_the_seeds_words(messages: list[str]) -> None:
     assert sum(bool(started.fullmatch(message)) for message in messages) == 1
 
 
+@pytest.mark.slow
 def test_checkpoints_stand_at_steps_10_and_15(walked, messages: list[str]) -> None:
     folder = walked[0] / "checkpoints"
     assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == ["10", "15"]
@@ -196,12 +204,14 @@ def test_checkpoints_stand_at_steps_10_and_15(walked, messages: list[str]) -> No
     ]
 
 
+@pytest.mark.slow
 def test_the_run_is_named_once_by_date_and_job(walked) -> None:
     (folder,) = (walked[0] / "logs").iterdir()
     assert re.fullmatch(r"tiny_llama_\d{8}_\d{6}_local", folder.name)
     assert (folder / "config.yaml").exists()
 
 
+@pytest.mark.slow
 def test_the_missing_end_token_is_said_to_be_the_models(messages: list[str]) -> None:
     assert any("documents end with token 2" in message and TOKENIZER in message for message in messages)
 

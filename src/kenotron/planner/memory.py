@@ -59,7 +59,7 @@ def plan_memory(
     """
     ranks = first_ranks(config) if ranks is None else ranks
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+    context.set_forkserver_preload([__name__, "torch._dynamo"])  # which fake tensors import
     plans = []
     with context.Pool(min(len(ranks), os.cpu_count() or 1), maxtasksperchild=1) as pool:
         for each in pool.imap(partial(_followed, config, gpu), ranks):
