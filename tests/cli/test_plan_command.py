@@ -2,15 +2,24 @@
 
 import json
 import re
+import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
+from threading import Thread
+from typing import Any
 from unittest.mock import patch
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import pytest
 
 from kenotron.cli import main
 from kenotron.launch import memory
+from kenotron.planner import serving
 from kenotron.planner.hardware import GPUS
-from support.browser import drawn
+from kenotron.planner.serving import Server
+from support.browser import drawn, drawn_at
 from support.tiny_run import tiny_yaml
 
 
@@ -85,7 +94,7 @@ def test_a_page_has_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     batch = ("tokens.micro_batch_size=1", "tokens.batch_accumulation_per_replica=4")
     assert plan(tiny_yaml(tmp_path), "--gpu", "h100", *pipeline, *batch, "--html", page, "--json") == 0
     said = json.loads(capsys.readouterr().out)
-    found = re.search(r"const plan = (.*);\n", page.read_text())
+    found = re.search(r"const data = (.*);\n", page.read_text())
     assert found is not None
     data = json.loads(found[1])
     for rank, plan_of_rank, spent in zip(data["ranks"], said["ranks"], said["step"]["ranks"], strict=True):
@@ -116,6 +125,106 @@ def test_a_browser_draws_the_page_and_names_what_is_clicked(tmp_path: Path) -> N
     assert "asked for by" in dom
     assert "<code>models:" in dom or "<code>models." in dom
     assert set(re.findall(r'<rect [^>]*y="(\d+)"[^>]* height="20"', dom)) == {"4", "30"}  # a row for each stage
+
+
+def served(monkeypatch: pytest.MonkeyPatch, look: Callable[[Server], None], *arguments: object) -> int:
+    """The exit code of `plan --serve`, which serves while `look` does and then ends as at Ctrl-C."""
+
+    def serve(server: Server) -> None:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            look(server)
+        finally:
+            server.shutdown()
+            thread.join()
+            server.server_close()
+
+    monkeypatch.setattr(serving, "serve", serve)
+    return plan(*arguments, "--serve", "--port", 0)
+
+
+@pytest.mark.budget(20, reason="plans three layouts")
+def test_a_served_page_gets_the_plans_of_what_is_typed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = Path(tiny_yaml(tmp_path))
+    text = file.read_text()
+
+    def ask(server: Server, text: str, *overrides: str, gpu: str = "h100", **headers: str) -> dict[str, Any]:
+        body = json.dumps({"yaml": text, "gpu": gpu, "overrides": overrides}).encode()
+        headers = {"Content-Type": "application/json"} | headers
+        request = Request(f"http://127.0.0.1:{server.server_port}/", body, headers)
+        with urlopen(request) as answer:
+            found = json.loads(answer.read())
+        assert isinstance(found, dict)
+        return found
+
+    def look(server: Server) -> None:
+        page = urlopen(f"http://127.0.0.1:{server.server_port}/").read().decode()
+        assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", page)  # nothing comes from elsewhere
+        drawn = ask(server, text, "parallelism.tp=2")
+        assert plan(file, "--gpu", "h100", "parallelism.tp=2", "--json") == 0
+        typed = json.loads(capsys.readouterr().out)
+        assert sum(drawn["ranks"][0]["peak"].values()) == typed["peak"]
+        assert drawn["seconds"] == typed["step"]["seconds"]
+        assert drawn["keys"]["parallelism.tp"] == 2
+        begun = time.monotonic()
+        assert ask(server, text, "parallelism.tp=2") == drawn
+        assert time.monotonic() - begun < 0.3
+        assert ask(server, text.replace("hidden_size: 16", "hidden_size: 32"))["ranks"] != drawn["ranks"]
+        for case, expected in (
+            (ask(server, text, "parallelism.pp=9"), "parallelism.pp: expected at most"),
+            (ask(server, text, gpu="h1000"), "did you mean 'h100'?"),
+            (ask(server, "a: ["), "tiny.yaml:1: not valid YAML"),
+        ):
+            assert expected in case["error"]
+            assert "\n" not in case["error"]
+            assert str(tempfile.gettempdir()) not in case["error"]
+        for headers in ({"Host": "example.com"}, {"Content-Type": "text/plain"}):  # of another site's page
+            with pytest.raises(HTTPError, match="403"):
+                ask(server, text, **headers)
+        assert plan(file, "--serve", "--port", server.server_port) == 2
+        assert "Address already in use; expected one that is free" in capsys.readouterr().err
+
+    assert served(monkeypatch, look, file, "--gpu", "h100") == 0
+    assert plan(file, "--serve", "--json") == 2
+    assert "--serve: expected without --rank, --html and --json" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_browser_changes_the_layout_on_a_served_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once the first plan is there, tp is typed and the keyboard's focus stays; then a layout that cannot be."""
+    script = """<script>
+      const status = () => document.querySelector("[role=status]").textContent, seen = [];
+      const type = (name, value) => {
+        const label = [...document.querySelectorAll("label")].find(each => each.firstChild.textContent === name);
+        const input = label.querySelector("input");
+        input.focus(); input.value = value; input.dispatchEvent(new Event("input", { bubbles: true }));
+      };
+      const watch = setInterval(() => {
+        if (!/planned in|expected/.test(status())) return;
+        seen.push(document.title);
+        if (seen.length === 1) type("tp", "2");
+        else if (seen.length === 2) {
+          document.body.append(document.activeElement.parentElement.firstChild.textContent);
+          type("pp", "9");
+        }
+        else { clearInterval(watch); document.body.append(seen.join(" | ")); }
+      }, 2000);
+    </script>"""
+    page_of = serving.page_of
+    monkeypatch.setattr(serving, "page_of", lambda data: page_of(data).replace("</body>", f"{script}</body>"))
+    found: list[str] = []
+
+    def look(server: Server) -> None:
+        found.append(drawn_at(f"http://127.0.0.1:{server.server_port}/", tmp_path, seconds=60))
+
+    assert served(monkeypatch, look, tiny_yaml(tmp_path), "--gpu", "h100") == 0
+    (dom,) = found
+    titles = [f"tiny on {ranks} on H100 80 GB" for ranks in ("1 rank", "2 ranks", "2 ranks")]
+    assert "tp" + " | ".join(titles) in dom
+    assert "parallelism.pp: expected at most num_hidden_layers 2 stages, found 9" in dom
 
 
 @pytest.mark.budget(40, reason="plans every layout of two GPUs")
@@ -149,7 +258,7 @@ def test_layouts_that_do_not_fit_are_ranked_by_memory(tmp_path: Path, capsys: py
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (("--search", "--rank", "0"), "error: --search: expected without --rank and --html, which are for one layout"),
+        (("--search", "--rank", "0"), "error: --search: expected without --serve, --rank and --html, .*"),
         (("--search",), r"error: --search: it needs a kind of GPU whose speed is known; give --gpu rtx4090 \| .*"),
         (("--gpu", "h10"), r"error: --gpu: expected rtx4090, .*, found 'h10'; did you mean 'h100'\?"),
         (("--rank", "1"), r"error: --rank: expected ranks from 0 to 0, found 1"),

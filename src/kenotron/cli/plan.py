@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,13 +15,11 @@ from kenotron.cli.config import File, Overrides, to_stderr
 if TYPE_CHECKING:
     from kenotron.config import Config
     from kenotron.planner.hardware import Gpu
-    from kenotron.planner.memory import RankPlan
+    from kenotron.planner.planning import Plan
     from kenotron.planner.search import Layout
     from kenotron.planner.speed import Speed
-    from kenotron.planner.verdict import Verdict
 
 SHAPE = ("dp", "tp", "pp", "zero_stage", "recompute_layer", "micro_batch_size")
-UNITS = ((86400, "days"), (3600, "hours"), (60, "minutes"), (0, "seconds"))
 
 
 def plan(
@@ -44,42 +43,38 @@ def plan(
     html: Annotated[
         Path | None, typer.Option(help="Write a page with memory and time as pictures to this file.")
     ] = None,
+    serve: Annotated[
+        bool, typer.Option("--serve", help="Open a page on which the YAML and its layout can be changed.")
+    ] = False,
+    port: Annotated[int, typer.Option(help="Where --serve serves its page; 0: any that is free.")] = 8420,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object; bytes and seconds.")] = False,
 ) -> None:
     """Predict memory and time of a run: its own code builds and steps its ranks, without memory and other ranks.
 
     Exit code 1: it does not fit.
     """
-    import torch
-
     from kenotron.cli.tables import progress_bar
-    from kenotron.config import load, refuse_unsupported
-    from kenotron.config.errors import InputError, counted, os_errors
-    from kenotron.interop import resolve_architecture
-    from kenotron.launch.memory import free_memory
-    from kenotron.planner.hardware import GIB, GPUS, gpu_called, gpu_here
-    from kenotron.planner.memory import plan_memory
-    from kenotron.planner.page import plan_page
+    from kenotron.config.errors import InputError, os_errors
+    from kenotron.planner.hardware import GPUS
+    from kenotron.planner.page import page_data, page_of
+    from kenotron.planner.planning import plan_run
     from kenotron.planner.search import search as find_layouts
-    from kenotron.planner.speed import speed_of
-    from kenotron.planner.verdict import nearest_that_fits, usable, verdict_of
+    from kenotron.planner.verdict import usable
 
     def changed(more: list[str]) -> Config:
-        config = load(file, [*(overrides or []), *more], report=to_stderr)
-        refuse_unsupported(config)
-        return resolve_architecture(config)
+        return _config_of(file, [*(overrides or []), *more], to_stderr)
 
-    config = changed([])
-    device = gpu_here() if gpu is None else gpu_called(gpu)
-    if device is not None:
-        given: dict[str, Any] = {"in_machine": in_machine, "network": network and 1e9 * network}
-        device = device._replace(**{name: value for name, value in given.items() if value})
-    cpu, ranks = torch.device("cpu"), config.parallelism.world_size
-    memory = free_memory(cpu, ranks) if device is None else int(device.memory_gib * GIB)
+    config, device = changed([]), _device(gpu, in_machine, network)
+    ranks, memory = config.parallelism.world_size, _memory(config, device)
     if not set(rank or ()) <= set(range(ranks)):
         raise InputError(f"--rank: expected ranks from 0 to {ranks - 1}, found {', '.join(map(str, rank or ()))}")
-    if search and (rank or html):
-        raise InputError("--search: expected without --rank and --html, which are for one layout")
+    if search and (serve or rank or html):
+        raise InputError("--search: expected without --serve, --rank and --html, which are for one layout")
+    if serve and (rank or html or as_json):
+        raise InputError("--serve: expected without --rank, --html and --json: the page has its own fields")
+    if serve:
+        _serve(file, overrides or [], gpu, lambda kind: _device(kind, in_machine, network), port)
+        return
     if search:
         if device is None or not device.flops or memory is None:
             raise InputError(f"--search: it needs a kind of GPU whose speed is known; give --gpu {' | '.join(GPUS)}")
@@ -88,80 +83,116 @@ def plan(
         _print_layouts(layouts, device, ranks, as_json)
         raise typer.Exit(1 if layouts[0].speed is None else 0)
     with progress_bar("Following ranks") as report:
-        plans = plan_memory(config, device, rank, report)
-    verdict = verdict_of(plans, memory, device)
-    speed = speed_of(config, device, plans) if device is not None and device.flops and rank is None else None
-    nearest = None
-    if verdict.usable is not None and not verdict.fits:
-        nearest = nearest_that_fits(config, changed, device, plans, verdict.usable, to_stderr)
+        planned = plan_run(config, changed, device, memory, rank, report, to_stderr)
     if html is not None:
-        lines = [] if speed is None else [_in_a_line(config, speed)]
-        lines += [f"The nearest that fits: {' '.join(nearest)}"] if nearest else []
-        title = f"{Path(file).stem} on {counted(ranks, 'rank')}, {device.name if device else 'CPUs'}"
         with os_errors(f"--html: cannot write {html}"):
-            html.write_text(plan_page(title, verdict, lines, plans, speed), encoding="utf-8")
+            html.write_text(page_of(page_data(planned, Path(file).stem)), encoding="utf-8")
     if as_json:
-        print(json.dumps(_as_data(plans, speed) | verdict._asdict() | {"nearest": nearest}, indent=2))
+        print(json.dumps(_as_data(planned), indent=2))
     else:
-        _print(config, device, plans, verdict, nearest)
-        if speed is not None:
-            _print_speed(config, plans, speed)
-    raise typer.Exit(1 if verdict.fits is False else 0)
+        _print(planned)
+    raise typer.Exit(1 if planned.verdict.fits is False else 0)
 
 
-def _as_data(plans: Sequence[RankPlan], speed: Speed | None) -> dict[str, Any]:
-    ranks = [each._asdict() | {"peak": each.peak._asdict(), "events": len(each.events)} for each in plans]
-    step = None if speed is None else speed._asdict() | {"ranks": [each._asdict() for each in speed.ranks]}
-    return {"ranks": ranks, "step": step}
+def _config_of(file: str, overrides: list[str], say: Callable[[str], None]) -> Config:
+    from kenotron.config import load, refuse_unsupported
+    from kenotron.interop import resolve_architecture
+
+    config = load(file, overrides, report=say)
+    refuse_unsupported(config)
+    return resolve_architecture(config)
 
 
-def _print(
-    config: Config, gpu: Gpu | None, plans: Sequence[RankPlan], verdict: Verdict, nearest: list[str] | None
-) -> None:
-    from kenotron.cli.tables import print_table
-    from kenotron.config.errors import counted
+def _device(gpu: str | None, in_machine: int | None, network: float | None) -> Gpu | None:
+    """The kind of GPU to plan for, in a cluster as described; None: CPUs."""
+    from kenotron.planner.hardware import gpu_called, gpu_here
+
+    device = gpu_here() if gpu is None else gpu_called(gpu)
+    given: dict[str, Any] = {"in_machine": in_machine, "network": network and 1e9 * network}
+    return device and device._replace(**{name: value for name, value in given.items() if value})
+
+
+def _memory(config: Config, gpu: Gpu | None) -> int | None:
+    """The bytes of a rank; None: not known."""
+    import torch
+
+    from kenotron.launch.memory import free_memory
     from kenotron.planner.hardware import GIB
+
+    if gpu is not None:
+        return int(gpu.memory_gib * GIB)
+    return free_memory(torch.device("cpu"), config.parallelism.world_size)
+
+
+def _serve(
+    file: str, overrides: list[str], gpu: str | None, device: Callable[[str | None], Gpu | None], port: int
+) -> None:
+    from kenotron.config.errors import InputError
+    from kenotron.planner.planning import plan_run
+    from kenotron.planner.serving import Server, serve
+
+    with tempfile.TemporaryDirectory() as folder:
+        pasted = Path(folder) / Path(file).name
+
+        def planned(text: str, kind: str | None, more: list[str]) -> Plan:
+            def changed(others: list[str]) -> Config:
+                return _config_of(str(pasted), [*overrides, *more, *others], lambda line: None)
+
+            pasted.write_text(text, encoding="utf-8")
+            try:
+                config, gpu = changed([]), device(kind)
+            except InputError as error:
+                raise InputError(str(error).replace(f"{folder}/", "")) from None
+            return plan_run(config, changed, gpu, _memory(config, gpu))
+
+        serve(Server(port, Path(file).stem, Path(file).read_text(encoding="utf-8"), gpu, planned))
+
+
+def _as_data(plan: Plan) -> dict[str, Any]:
+    ranks = [each._asdict() | {"peak": each.peak._asdict(), "events": len(each.events)} for each in plan.ranks]
+    speed = plan.speed
+    step = None if speed is None else speed._asdict() | {"ranks": [each._asdict() for each in speed.ranks]}
+    return {"ranks": ranks, "step": step} | plan.verdict._asdict() | {"nearest": plan.nearest}
+
+
+def _print(plan: Plan) -> None:
+    from kenotron.cli.tables import print_table
+    from kenotron.planner.hardware import GIB
+    from kenotron.planner.planning import headline
     from kenotron.planner.verdict import COLUMNS, by_column, in_words
 
-    ranks = counted(config.parallelism.world_size, "rank")
-    print(f"{ranks} on {gpu.name if gpu else 'CPUs'}. GiB at the peak of a step:")
+    print(f"{headline(plan.config, plan.gpu)}. GiB at the peak of a step:")
     rows = []
-    for each in plans:
+    for each in plan.ranks:
         sizes = each.peak.bytes, *by_column(each.peak.of)
         rows.append((str(each.rank), str(each.stage), *(f"{size / GIB:.3g}" for size in sizes)))
     print_table(("rank", "stage", "sum", *COLUMNS), rows)
-    largest = max(plans, key=lambda each: each.peak.bytes)
+    largest = max(plan.ranks, key=lambda each: each.peak.bytes)
     print(f"Largest of rank {largest.rank}:")
     for kind, site, size in largest.peak.largest[:8]:
         print(f"  {size / GIB:8.3f}  {kind:14}{site}")
-    print(in_words(verdict))
-    if verdict.fits is False:
+    print(in_words(plan.verdict))
+    if plan.verdict.fits is False:
+        nearest = plan.nearest
         print(f"The nearest that fits: {' '.join(nearest)}" if nearest else "Nothing tried fits; it takes more ranks.")
+    if plan.speed is not None:
+        _print_speed(plan, plan.speed)
 
 
-def _print_speed(config: Config, plans: Sequence[RankPlan], speed: Speed) -> None:
+def _print_speed(plan: Plan, speed: Speed) -> None:
     from kenotron.cli.tables import print_table
+    from kenotron.planner.planning import speed_in_words
     from kenotron.planner.timeline import KINDS
 
     print("Milliseconds of a step:")
     waits = dict.fromkeys(name for each in speed.ranks for name in each.of if name.startswith("waits"))
     columns = *KINDS.values(), *waits
     rows = []
-    for plan, spent in zip(plans, speed.ranks):
+    for rank, spent in zip(plan.ranks, speed.ranks):
         times = (f"{1000 * spent.of.get(name, 0.0):,.1f}" for name in columns)
-        rows.append((str(plan.rank), str(plan.stage), f"{1000 * spent.seconds:,.1f}", *times))
+        rows.append((str(rank.rank), str(rank.stage), f"{1000 * spent.seconds:,.1f}", *times))
     print_table(("rank", "stage", "step", *columns), rows)
-    print(_in_a_line(config, speed))
-
-
-def _in_a_line(config: Config, speed: Speed) -> str:
-    ranks, steps = config.parallelism.world_size, config.tokens.train_steps
-    long = 3600 * speed.gpu_hours / ranks
-    size, unit = next((size, unit) for size, unit in UNITS if long >= size)
-    return (
-        f"{speed.tokens_per_second:,.0f} tokens/s, {speed.tokens_per_second / ranks:,.0f} a GPU, MFU {speed.mfu:.1%}; "
-        f"{steps:,} steps: {long / max(size, 1):.3g} {unit}, {speed.gpu_hours:,.3g} GPU-hours, {speed.kwh:,.3g} kWh"
-    )
+    print(speed_in_words(plan.config, speed))
 
 
 def _print_layouts(layouts: Sequence[Layout], gpu: Gpu, ranks: int, as_json: bool) -> None:

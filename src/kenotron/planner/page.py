@@ -7,40 +7,52 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kenotron.planner.planning import headline, speed_in_words
 from kenotron.planner.verdict import COLUMNS, by_column, in_words
 
 if TYPE_CHECKING:
     from kenotron.planner.memory import RankPlan
-    from kenotron.planner.speed import Speed
+    from kenotron.planner.planning import Plan
     from kenotron.planner.timeline import Bar, Spent
-    from kenotron.planner.verdict import Verdict
 
 PAGE = Path(__file__).with_name("page.html")
 DRAWN = 1000
 """What is shorter than this part of a step is not seen."""
 SITES = 60
+KEYS = (
+    *(f"parallelism.{name}" for name in ("dp", "tp", "pp", "context_parallel_size", "expert_parallel_size")),
+    *("parallelism.pp_engine", "parallelism.recompute_layer", "optimizer.zero_stage"),
+    *("tokens.micro_batch_size", "tokens.batch_accumulation_per_replica", "tokens.sequence_length"),
+)
+"""What is changed on the served page by fields of their own."""
 
 
-def plan_page(
-    title: str, verdict: Verdict, lines: Sequence[str], plans: Sequence[RankPlan], speed: Speed | None
-) -> str:
-    """The page of a plan, as the text of an HTML file; `lines` are said below the verdict."""
-    spent: Sequence[Spent | None] = [None] * len(plans) if speed is None else speed.ranks
-    data = {
-        "verdict": in_words(verdict),
-        "fits": verdict.fits,
-        "usable": verdict.usable,
+def page_of(data: dict[str, Any]) -> str:
+    """The text of an HTML file that draws `data`, which `page_data` has made or the server of the page."""
+    text = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")  # no text ends the script
+    return PAGE.read_text(encoding="utf-8").replace("/*PLAN*/{}", text)
+
+
+def page_data(plan: Plan, name: str) -> dict[str, Any]:
+    """What the page draws."""
+    speed = plan.speed
+    lines = [] if speed is None else [speed_in_words(plan.config, speed)]
+    lines += [f"The nearest that fits: {' '.join(plan.nearest)}"] if plan.nearest else []
+    spent: Sequence[Spent | None] = [None] * len(plan.ranks) if speed is None else speed.ranks
+    return {
+        "title": f"{name} on {headline(plan.config, plan.gpu)}",
+        "verdict": in_words(plan.verdict),
+        "fits": plan.verdict.fits,
+        "usable": plan.verdict.usable,
         "lines": lines,
         "seconds": 0 if speed is None else speed.seconds,
-        "ranks": [_rank(plan, each) for plan, each in zip(plans, spent)],
+        "keys": {key: reduce(getattr, key.split("."), plan.config) for key in KEYS},
+        "ranks": [_rank(rank, each) for rank, each in zip(plan.ranks, spent)],
     }
-    text = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")  # no text ends the script
-    escaped = title.replace("&", "&amp;").replace("<", "&lt;")
-    page = PAGE.read_text(encoding="utf-8").replace("<title></title>", f"<title>{escaped}</title>")
-    return page.replace("/*PLAN*/{}", text)
 
 
 def _rank(plan: RankPlan, spent: Spent | None) -> dict[str, Any]:

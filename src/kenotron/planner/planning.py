@@ -1,0 +1,70 @@
+"""The whole plan of a run: the memory of its ranks, whether that fits, what would, and how fast it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from kenotron.config.errors import counted
+from kenotron.planner.memory import RankPlan, plan_memory
+from kenotron.planner.speed import Speed, speed_of
+from kenotron.planner.verdict import Verdict, nearest_that_fits, verdict_of
+
+if TYPE_CHECKING:
+    from kenotron.config import Config
+    from kenotron.planner.hardware import Gpu
+
+UNITS = ((86400, "days"), (3600, "hours"), (60, "minutes"), (0, "seconds"))
+
+
+class Plan(NamedTuple):
+    """Ranks of a config's layout on `gpu` (None: on CPUs).
+
+    `speed` is None where no time is known. `nearest`: overrides with which it fits; None if it does, or nothing tried.
+    """
+
+    config: Config
+    gpu: Gpu | None
+    ranks: list[RankPlan]
+    verdict: Verdict
+    speed: Speed | None
+    nearest: list[str] | None
+
+
+def plan_run(
+    config: Config,
+    changed: Callable[[list[str]], Config],
+    gpu: Gpu | None,
+    memory: int | None,
+    ranks: Sequence[int] | None = None,
+    report: Callable[..., None] | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> Plan:
+    """Plan `ranks` that have `memory` bytes each, by default the first of every pipeline stage.
+
+    If they do not fit, `changed` makes configs with some overrides, and `say` is told what is tried. `report` and
+    errors are those of `plan_memory`.
+    """
+    followed = plan_memory(config, gpu, ranks, report)
+    verdict = verdict_of(followed, memory, gpu)
+    speed = speed_of(config, gpu, followed) if gpu is not None and gpu.flops and ranks is None else None
+    nearest = None
+    if verdict.usable is not None and not verdict.fits:
+        nearest = nearest_that_fits(config, changed, gpu, followed, verdict.usable, say)
+    return Plan(config, gpu, followed, verdict, speed, nearest)
+
+
+def headline(config: Config, gpu: Gpu | None) -> str:
+    """On how many ranks of what."""
+    return f"{counted(config.parallelism.world_size, 'rank')} on {gpu.name if gpu else 'CPUs'}"
+
+
+def speed_in_words(config: Config, speed: Speed) -> str:
+    """A line for people."""
+    ranks, steps = config.parallelism.world_size, config.tokens.train_steps
+    long = 3600 * speed.gpu_hours / ranks
+    size, unit = next((size, unit) for size, unit in UNITS if long >= size)
+    return (
+        f"{speed.tokens_per_second:,.0f} tokens/s, {speed.tokens_per_second / ranks:,.0f} a GPU, MFU {speed.mfu:.1%}; "
+        f"{steps:,} steps: {long / max(size, 1):.3g} {unit}, {speed.gpu_hours:,.3g} GPU-hours, {speed.kwh:,.3g} kWh"
+    )

@@ -1,0 +1,108 @@
+"""`kenotron plan --serve`: a page on which a config is changed, and its plan drawn anew.
+
+    serve(port, "my", text, gpu, plan)
+
+Only pages of this very address may ask: a YAML file can name code to run.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import webbrowser
+from collections.abc import Callable, Sequence
+from functools import cache
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
+
+from kenotron.config import Config
+from kenotron.config.errors import InputError, RunFailed
+from kenotron.planner.hardware import GPUS
+from kenotron.planner.page import KEYS, page_data, page_of
+
+if TYPE_CHECKING:
+    from kenotron.planner.planning import Plan
+
+HOST = "127.0.0.1"
+
+
+class Server(ThreadingHTTPServer):
+    """Answers with the page, and with the data of plans, each made once.
+
+    `plan` makes the plan of a YAML file's text, on a kind of GPU (None: this machine's), with some overrides.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, port: int, name: str, text: str, gpu: str | None, plan: Callable[..., Plan]) -> None:
+        self.first = {"yaml": text, "gpu": gpu, "gpus": list(GPUS), "keys": {key: _choices(key) for key in KEYS}}
+        self.name, self.plan = name, plan
+        self.one_at_a_time = threading.Lock()
+        self.planned = cache(self._planned)
+        try:
+            super().__init__((HOST, port), Handler)
+        except OSError as error:
+            raise InputError(f"--port {port}: {error.strerror}; expected one that is free, or 0 for any") from None
+        self.addresses = {f"{host}:{self.server_port}" for host in (HOST, "localhost")}
+
+    def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """The data of a plan, or an "error" in words for people."""
+        try:
+            with self.one_at_a_time:
+                return self.planned(asked["yaml"], asked["gpu"] or None, tuple(asked["overrides"]))
+        except (InputError, RunFailed) as error:
+            return {"error": str(error)}
+
+    def _planned(self, text: str, gpu: str | None, overrides: Sequence[str]) -> dict[str, Any]:
+        return page_data(self.plan(text, gpu, list(overrides)), self.name)
+
+
+class Handler(BaseHTTPRequestHandler):
+    """A request of the page."""
+
+    server: Server
+
+    def do_GET(self) -> None:
+        """Send the page, which asks for its first plan itself."""
+        if self.path == "/":
+            self._send(200, "text/html; charset=utf-8", page_of({"served": self.server.first}))
+        else:
+            self._send(404, "text/plain", "")
+
+    def do_POST(self) -> None:
+        """Send the data of a plan. Another site's page could send neither this type nor this host."""
+        if self.headers["Content-Type"] != "application/json" or self.headers["Host"] not in self.server.addresses:
+            self._send(403, "text/plain", "")
+            return
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self._send(200, "application/json", json.dumps(self.server.answer(asked), allow_nan=False))
+
+    def _send(self, status: int, kind: str, text: str) -> None:
+        body = text.encode()
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args: object) -> None:
+        """Say nothing: the page shows what goes wrong."""
+
+
+def _choices(key: str) -> list[Any]:
+    """The values that a key of a section may have; none: any."""
+    section, name = key.split(".")
+    fields: Any = Config.model_fields[section].annotation
+    kind = fields.model_fields[name].annotation
+    return [value for each in (kind, *get_args(kind)) if get_origin(each) is Literal for value in get_args(each)]
+
+
+def serve(server: Server) -> None:
+    """Answer until Ctrl-C, and open the page where there is a browser."""
+    address = f"http://{HOST}:{server.server_port}"
+    print(f"{address}, until Ctrl-C")
+    webbrowser.open(address)
+    try:
+        server.serve_forever()
+    except KeyboardInterrupt:
+        server.server_close()
