@@ -32,7 +32,7 @@ from pydantic_core import CoreSchema
 
 from kenotron.config.decoder import DecoderArchitecture
 from kenotron.config.families import USER_MODULE, built_in_families, built_in_family, built_in_names, find_family
-from kenotron.config.section import OURS, LocalPath, Section, by_rule, has, key
+from kenotron.config.section import OURS, LocalPath, Section, by_rule, has, our_key
 
 
 class HFArchitecture(Section):
@@ -41,8 +41,8 @@ class HFArchitecture(Section):
     Only then is it known which other keys exist: keys of no family here are checked then.
     """
 
-    hf: LocalPath = key("Folder or hub name of a Hugging Face model.", mark=OURS)
-    overrides: dict[str, Any] = key("Values that replace those of the Hugging Face config.", {}, mark=OURS)
+    hf: LocalPath = our_key("Folder or hub name of a Hugging Face model.")
+    overrides: dict[str, Any] = our_key("Values that replace those of the Hugging Face config.", {})
 
     @model_validator(mode="before")
     @classmethod

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, Tag, model_validator
 
-from kenotron.config.section import NO_EFFECT, OURS, LocalPath, Section, by_rule, key, null_means, problem
+from kenotron.config.section import NO_EFFECT, LocalPath, Section, by_rule, key, null_means, our_key, problem
 
 # What a new run takes from the checkpoint that it starts from, by Gapetron's names.
 LOAD_MODES = {
@@ -64,16 +64,14 @@ class Checkpoints(Section):
         "Folder of the run's checkpoints, with one subfolder per saved step; or the URL of a store that they are "
         "uploaded to while training continues (s3://, gs://, what fsspec writes to)."
     )
-    staging_path: LocalPath | None = key(
+    staging_path: LocalPath | None = our_key(
         "Local folder where checkpoints are written and wait for their upload, if checkpoints_path is a URL; null: "
         "`remote` in logging.log_dir.",
         None,
-        mark=OURS,
     )
-    remove_after_upload: bool = key(
+    remove_after_upload: bool = our_key(
         "Remove uploaded local checkpoints, except the newest while the run lasts; needs a URL as checkpoints_path.",
         False,
-        mark=OURS,
     )
     checkpoint_interval: int = key("Steps between checkpoints.", ge=1)
     save_initial_state: bool = key("Save checkpoint `0` before the first step.", False)
@@ -83,11 +81,10 @@ class Checkpoints(Section):
         "checkpoints resumes from those.",
         None,
     )
-    load_mode: LoadMode = key(
+    load_mode: LoadMode = our_key(
         "What a new run takes from resume_checkpoint_path: all (continue) or, by name or as a list, some of model "
         "(weights), optimizer (its state), data (position), scheduler (position) and step; the rest starts fresh.",
         "continue",
-        mark=OURS,
     )
     load_lr_scheduler: bool = key(
         "False: load_mode continue leaves out data, scheduler and step (as transfer does).", True
@@ -98,35 +95,32 @@ class Checkpoints(Section):
         "another writes: after 15 seconds, or with true after two minutes, which slow NFS may need.",
         False,
     )
-    keep_last: int | None = key("Keep only this many of the newest checkpoints; null: keep all.", None, ge=1, mark=OURS)
-    keep_every: int | None = key(
-        "Also keep the checkpoints whose step is a multiple of this; used with keep_last.", None, ge=1, mark=OURS
+    keep_last: int | None = our_key("Keep only this many of the newest checkpoints; null: keep all.", None, ge=1)
+    keep_every: int | None = our_key(
+        "Also keep the checkpoints whose step is a multiple of this; used with keep_last.", None, ge=1
     )
-    keep_best: bool = key(
-        "Also keep the checkpoint whose validation loss is the lowest; used with keep_last.", False, mark=OURS
+    keep_best: bool = our_key(
+        "Also keep the checkpoint whose validation loss is the lowest; used with keep_last.", False
     )
-    local: LocalCheckpoints | None = key(
+    local: LocalCheckpoints | None = our_key(
         "Frequent checkpoints on the machine's own disk or memory; the newest is kept until one in checkpoints_path is "
         "newer or the run ends.",
         None,
-        mark=OURS,
     )
-    export_hf: bool = key(
+    export_hf: bool = our_key(
         "Also write every checkpoint in Hugging Face's format: weights in model.dtype and the tokenizer, in its "
         "folder `hf`.",
         False,
-        mark=OURS,
     )
     checkpointing_engine: EngineName = key(
         "What writes checkpoints: `torch` (in the call), `async` (copies in the call, writes in the background), "
         "`datastates` (copies and writes in the background), or the dotted path or entry point of an engine.",
         "torch",
     )
-    writer: str = key(
+    writer: str = our_key(
         "What writes the files of tensors: `python`; `native` (in C++, past the page cache); or the dotted path or "
         "entry point of a function of path and size.",
         "python",
-        mark=OURS,
     )
     datastates: Annotated[DataStates, null_means(DataStates())] = key(
         "Settings of the engine `datastates`.", DataStates()

@@ -20,7 +20,7 @@ from kenotron.config.optimizer import Optimizer
 from kenotron.config.parallelism import CONTIGUOUS_METHODS, STRATEGIES, V_ENGINES, ZERO_BUBBLE_ENGINES, Parallelism
 from kenotron.config.profiler import Profiler
 from kenotron.config.remote import RemoteData
-from kenotron.config.section import OURS, Section, key, null_means, problem
+from kenotron.config.section import Section, key, null_means, our_key, problem
 from kenotron.config.tokenizer import Tokenizer
 from kenotron.config.tokens import Tokens
 
@@ -54,13 +54,13 @@ class Config(Section):
     data_stages: Annotated[list[DataStage], AfterValidator(_in_order)] = key(
         "The data of the run, stage by stage.", min_length=1
     )
-    remote_data: Annotated[RemoteData, null_means(RemoteData())] = key(
-        "How remote files (s3://, gs://, hf://, https://) are read.", RemoteData(), mark=OURS
+    remote_data: Annotated[RemoteData, null_means(RemoteData())] = our_key(
+        "How remote files (s3://, gs://, hf://, https://) are read.", RemoteData()
     )
     profiler: Profiler | None = key("A torch profiler trace of some steps.", None)
     metrics_logging: MetricsLogging | None = key("Statistics of every layer.", None)
     doremi: DoReMi | None = key("The domains of the data, and how their weights are learnt.", None)
-    evaluation: Evaluation | None = key("Tasks on the run's checkpoints, beside training.", None, mark=OURS)
+    evaluation: Evaluation | None = our_key("Tasks on the run's checkpoints, beside training.", None)
     s3_upload: S3Upload | None = key("Upload of the checkpoints of a local checkpoints_path.", None)
 
     @property

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, Tag, model_validator
 
-from kenotron.config.section import NO_EFFECT, OURS, LocalPath, Section, by_rule, has, key, null_means, problem
+from kenotron.config.section import NO_EFFECT, LocalPath, Section, by_rule, has, key, null_means, our_key, problem
 
 
 def _by_kind(value: Any) -> str | None:
@@ -60,13 +60,11 @@ Weight = Annotated[
 class Dataset(Section):
     """What all variants share."""
 
-    weight: Weight | None = key(
-        "Share in a mixture: a number, or in proportion to its training tokens (tokens) or bytes (size).",
-        None,
-        mark=OURS,
+    weight: Weight | None = our_key(
+        "Share in a mixture: a number, or in proportion to its training tokens (tokens) or bytes (size).", None
     )
-    max_epochs: float | None = key(
-        "Maximum number of epochs over all stages, for each of its paths; null: no limit.", None, gt=0, mark=OURS
+    max_epochs: float | None = our_key(
+        "Maximum number of epochs over all stages, for each of its paths; null: no limit.", None, gt=0
     )
 
 
@@ -75,23 +73,22 @@ _PACKING = "windows: tokens end to end, cut every sequence_length; best_fit: who
 
 
 class _PackedDataset(Dataset):
-    packing: Packing = key(_PACKING, "windows", mark=OURS)
+    packing: Packing = our_key(_PACKING, "windows")
 
 
 class Streaming(Section):
     """Text that is tokenized while the run reads it: nothing is cached, memory is bounded."""
 
-    shuffle_buffer: int = key("Size of the shuffle buffer, in documents; 1: file order.", 10_000, ge=1, mark=OURS)
-    reader_shards: int = key(
-        "Number of files read at a time, a document of each in turn; at most the number of files.", 1, ge=1, mark=OURS
+    shuffle_buffer: int = our_key("Size of the shuffle buffer, in documents; 1: file order.", 10_000, ge=1)
+    reader_shards: int = our_key(
+        "Number of files read at a time, a document of each in turn; at most the number of files.", 1, ge=1
     )
 
 
 class _Streamed(Section):
-    streaming: Streaming | None = key(
+    streaming: Streaming | None = our_key(
         "Tokenize during training, and save the position in checkpoints; null: tokenize once and cache the tokens.",
         None,
-        mark=OURS,
     )
 
     @model_validator(mode="after")
@@ -106,8 +103,8 @@ class _Streamed(Section):
 
 
 class _PlainText(_Streamed):
-    on_bad_document: Literal["error", "skip"] = key(
-        "A text that cannot be read (null, damaged) ends the run, or is left out and counted.", "error", mark=OURS
+    on_bad_document: Literal["error", "skip"] = our_key(
+        "A text that cannot be read (null, damaged) ends the run, or is left out and counted.", "error"
     )
 
 
@@ -130,12 +127,12 @@ class _Examples(_PackedDataset):
 
     sft_dataloader: Literal[True] = key("Selects supervised fine-tuning.", True)
     debug_max_samples: int | None = key("Cap on the rows; null: all.", None, ge=1)
-    prompt_column_name: str = key("Column of the prompt.", "prompt", mark=OURS)
-    completion_column_name: str = key("Column of the answer, which carries the loss.", "completion", mark=OURS)
-    messages_column_name: str = key(
-        "Column of a conversation, a list of {role, content}; rows with it need no prompt.", "messages", mark=OURS
+    prompt_column_name: str = our_key("Column of the prompt.", "prompt")
+    completion_column_name: str = our_key("Column of the answer, which carries the loss.", "completion")
+    messages_column_name: str = our_key(
+        "Column of a conversation, a list of {role, content}; rows with it need no prompt.", "messages"
     )
-    packing: Packing = key(_PACKING, "best_fit", mark=OURS)
+    packing: Packing = our_key(_PACKING, "best_fit")
 
 
 class SFTDataset(_Examples, _HFDataset):
@@ -203,46 +200,43 @@ TokenType = Literal["uint8", "int8", "uint16", "int16", "uint32", "int32", "uint
 class TokenFilesDataset(_PackedDataset):
     """Tokenized files of any format that is read here: datatrove, Megatron, litdata, numpy."""
 
-    tokens: PathsOrShares = key(
-        "File or folder, a list (in proportion to their samples), a map path → share, or a .json file with such a map.",
-        mark=OURS,
+    tokens: PathsOrShares = our_key(
+        "File or folder, a list (in proportion to their samples), a map path → share, or a .json file with such a map."
     )
-    token_dtype: TokenType | None = key("Dtype of the ids in files that do not declare it (raw .bin).", None, mark=OURS)
+    token_dtype: TokenType | None = our_key("Dtype of the ids in files that do not declare it (raw .bin).", None)
 
 
 class EmbeddedCorpus(_PackedDataset, _Streamed):
     """Real text that every machine has: the source files of Python's standard library."""
 
-    corpus: Literal["python-stdlib"] = key("Name of the embedded corpus.", mark=OURS)
+    corpus: Literal["python-stdlib"] = our_key("Name of the embedded corpus.")
 
 
 class TextFiles(_PackedDataset, _PlainText):
     """Text files."""
 
-    text_files: PathsOrShares = key(
-        "Files (txt, JSONL, both also .gz or .zst, parquet, arrow) or folders, a list, or a map path → share.",
-        mark=OURS,
+    text_files: PathsOrShares = our_key(
+        "Files (txt, JSONL, both also .gz or .zst, parquet, arrow) or folders, a list, or a map path → share."
     )
-    text_column_name: Annotated[str, null_means("text")] = key(
-        "Field of a JSON line that contains the text.", "text", mark=OURS
+    text_column_name: Annotated[str, null_means("text")] = our_key(
+        "Field of a JSON line that contains the text.", "text"
     )
 
 
 class SFTFiles(_Examples):
     """Files of prompts and answers."""
 
-    text_files: NameOrNames = key("Files (JSONL, also .gz or .zst, parquet, arrow) or folders of them.", mark=OURS)
+    text_files: NameOrNames = our_key("Files (JSONL, also .gz or .zst, parquet, arrow) or folders of them.")
 
 
 class CustomSource(Dataset):
     """Your own token source."""
 
-    source: str = key(
+    source: str = our_key(
         "Dotted path of a class or function that returns a token source, or its name as an entry point of "
-        "kenotron.datasets.",
-        mark=OURS,
+        "kenotron.datasets."
     )
-    kwargs: dict[str, Any] = key("Keyword arguments for it.", {}, mark=OURS)
+    kwargs: dict[str, Any] = our_key("Keyword arguments for it.", {})
 
 
 _VARIANTS: dict[str, type[Dataset]] = {
@@ -300,7 +294,7 @@ PlainDataset = Annotated[_Plain, by_rule(_choose_plain, _EXPECTED + ", ".join(_K
 class MixtureDataset(Section):
     """Several datasets; every prefix of the run holds each one's exact share to within two samples."""
 
-    mixture: list[PlainDataset] = key("Datasets, each with its weight.", min_length=1, mark=OURS)
+    mixture: list[PlainDataset] = our_key("Datasets, each with its weight.", min_length=1)
 
     @model_validator(mode="after")
     def _weighted(self) -> Self:
@@ -355,17 +349,16 @@ class Data(Section):
         1,
         ge=0,
     )
-    temperature: float = key(
-        "Shares are proportional to weight^(1 / temperature): above 1 they become more equal.", 1.0, gt=0, mark=OURS
+    temperature: float = our_key(
+        "Shares are proportional to weight^(1 / temperature): above 1 they become more equal.", 1.0, gt=0
     )
-    when_exhausted: Literal["stop", "renormalise", "repeat"] = key(
+    when_exhausted: Literal["stop", "renormalise", "repeat"] = our_key(
         "What happens when a source reaches its max_epochs: the run ends, the other sources continue, or the source is "
         "repeated.",
         "stop",
-        mark=OURS,
     )
-    restart: bool = key(
-        "Read every source from its beginning, even if an earlier stage has read part of it.", False, mark=OURS
+    restart: bool = our_key(
+        "Read every source from its beginning, even if an earlier stage has read part of it.", False
     )
 
     @property
@@ -391,9 +384,9 @@ class Data(Section):
 class BatchSizeRamp(Section):
     """A batch that grows by `increment` samples after every equal share of `samples`, up to the global batch size."""
 
-    start: int = key("Samples of the first step of the stage.", ge=1, mark=OURS)
-    increment: int = key("Samples added to a step at each increase.", ge=1, mark=OURS)
-    samples: int = key("Number of samples after which the batch has its full size.", ge=1, mark=OURS)
+    start: int = our_key("Samples of the first step of the stage.", ge=1)
+    increment: int = our_key("Samples added to a step at each increase.", ge=1)
+    samples: int = our_key("Number of samples after which the batch has its full size.", ge=1)
 
 
 class DataStage(Section):
@@ -403,6 +396,4 @@ class DataStage(Section):
     start_training_step: int = key("First step of the stage; the first stage starts at 1.", ge=1)
     data: Data = key("The data of the stage.")
     sequence_length: int | None = key("Sequence length of the stage; null: tokens.sequence_length.", None, ge=1)
-    batch_size_ramp: BatchSizeRamp | None = key(
-        "Smaller batches at the beginning of the stage; null: none.", None, mark=OURS
-    )
+    batch_size_ramp: BatchSizeRamp | None = our_key("Smaller batches at the beginning of the stage; null: none.", None)

@@ -20,7 +20,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError
 
 from kenotron.config.errors import nearest
-from kenotron.config.section import EXPORT, OURS, Section, key, problem
+from kenotron.config.section import EXPORT, Section, key, our_key, problem
 
 Ring = Literal["ring", "ring_flash_triton", "llama3_ring_attention"]
 Flash = Literal["flash_attention_2", "flash_attention_3", "flash_attention_4"]
@@ -78,10 +78,9 @@ class DecoderArchitecture(Section):
     other_names: ClassVar[dict[str, str]] = {}
     """Names that keys have in other systems → ours, which they are read as."""
 
-    family: str = key(
+    family: str = our_key(
         "The family: a built-in one's name, the dotted path of one of yours (my_module.MyFamily), or the name that an "
-        "installed package registers under kenotron.models.",
-        mark=OURS,
+        "installed package registers under kenotron.models."
     )
     bos_token_id: int = key("Token that starts a generated text.", 1, ge=0)
     eos_token_id: int = key(
@@ -290,8 +289,8 @@ class RopeArchitecture(AttentionArchitecture):
     )
     rope_theta: float = key("Base of the rotary frequencies.", 10000.0, gt=0)
     rope_interleaved: bool = key("Rotate neighbouring pairs instead of the two halves of a head.", False)
-    free_head_dim: int | None = key(
-        "Channels of a head; null: hidden_size / query heads.", None, ge=2, le=100_000, alias="head_dim", mark=OURS
+    free_head_dim: int | None = our_key(
+        "Channels of a head; null: hidden_size / query heads.", None, ge=2, le=100_000, alias="head_dim"
     )
 
     @property

@@ -1,22 +1,19 @@
 """`evaluation`: tasks of lm-evaluation-harness on the checkpoints of a run, beside its training."""
 
-from kenotron.config.section import OURS, LocalPath, Section, key
+from kenotron.config.section import LocalPath, Section, our_key
 
 
 class Evaluation(Section):
     """Tasks of lm-evaluation-harness, which a process of its own runs on the run's checkpoints."""
 
-    tasks: list[str] = key("Names of tasks, groups or tags of lm-evaluation-harness.", min_length=1, mark=OURS)
-    include_path: LocalPath | None = key("Folder with YAML files of tasks of your own.", None, mark=OURS)
-    eval_interval: int | None = key(
+    tasks: list[str] = our_key("Names of tasks, groups or tags of lm-evaluation-harness.", min_length=1)
+    include_path: LocalPath | None = our_key("Folder with YAML files of tasks of your own.", None)
+    eval_interval: int | None = our_key(
         "Steps between evaluations, a multiple of checkpoint_interval; null: each checkpoint. The last one always is.",
         None,
         ge=1,
-        mark=OURS,
     )
-    num_fewshot: int | None = key("Examples before each question; null: as the task says.", None, ge=0, mark=OURS)
-    limit: int | None = key("Documents of each task, the first ones; null: all of them.", None, ge=1, mark=OURS)
-    batch_size: int = key("Sequences of a forward pass.", 8, ge=1, mark=OURS)
-    device: str = key(
-        "Device of the evaluating process: cpu, or cuda where a GPU has room beside training.", "cpu", mark=OURS
-    )
+    num_fewshot: int | None = our_key("Examples before each question; null: as the task says.", None, ge=0)
+    limit: int | None = our_key("Documents of each task, the first ones; null: all of them.", None, ge=1)
+    batch_size: int = our_key("Sequences of a forward pass.", 8, ge=1)
+    device: str = our_key("Device of the evaluating process: cpu, or cuda where a GPU has room beside training.", "cpu")

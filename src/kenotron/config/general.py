@@ -6,7 +6,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Discriminator, Tag
 from pydantic_core import PydanticCustomError
 
-from kenotron.config.section import OURS, RECORD, LocalPath, Section, by_rule, key, null_means
+from kenotron.config.section import RECORD, LocalPath, Section, by_rule, key, null_means, our_key
 
 DEFAULT_RUN_NAME = "%date_%jobid"
 
@@ -20,8 +20,8 @@ def _inside(name: str) -> str:
 class Hook(Section):
     """A `kenotron.Hook` of the user's, with its arguments."""
 
-    path: str = key("Dotted path of a `kenotron.Hook` class, or of a function that returns a hook.", mark=OURS)
-    kwargs: dict[str, Any] = key("Keyword arguments for it.", {}, mark=OURS)
+    path: str = our_key("Dotted path of a `kenotron.Hook` class, or of a function that returns a hook.")
+    kwargs: dict[str, Any] = our_key("Keyword arguments for it.", {})
 
 
 def _hook_kind(value: Any) -> str | None:
@@ -62,12 +62,11 @@ class General(Section):
         "False: compare replicas of weights and optimizer at the start and before every save; read checkpoints back.",
         True,
     )
-    deterministic: bool = key(
+    deterministic: bool = our_key(
         "True: use only deterministic algorithms, so that a rerun on the same GPUs is bitwise identical; an "
         "operator without one is an error. Slower.",
         False,
-        mark=OURS,
     )
-    hooks: list[AnyHook] | None = key(
-        "Your own hooks, as dotted paths or {path, kwargs}; they run after the built-in ones.", None, mark=OURS
+    hooks: list[AnyHook] | None = our_key(
+        "Your own hooks, as dotted paths or {path, kwargs}; they run after the built-in ones.", None
     )

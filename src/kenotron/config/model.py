@@ -6,7 +6,7 @@ from pydantic import Field, Tag
 
 from kenotron.config.architecture import Architecture
 from kenotron.config.decoder import DecoderArchitecture
-from kenotron.config.section import OURS, LocalPath, Section, also_called, by_rule, has, key, upper_case
+from kenotron.config.section import LocalPath, Section, also_called, by_rule, has, key, our_key, upper_case
 
 
 class RandomInit(Section):
@@ -26,10 +26,8 @@ class SpectralInit(Section):
     std: ClassVar[float] = 1.0  # of which `models.parametrization` has the factors
     scaling_method: ClassVar[str] = "NONE"
     use_mup: Literal[True] = key("Select it. Its authors advise against it above 350M; see model.parametrization.")
-    mup_factors: Literal["fused", "per_matrix"] = key(
-        "Count the outputs of q, k, v and of gate, up as those of one matrix, as nanotron does, or of each.",
-        "fused",
-        mark=OURS,
+    mup_factors: Literal["fused", "per_matrix"] = our_key(
+        "Count the outputs of q, k, v and of gate, up as those of one matrix, as nanotron does, or of each.", "fused"
     )
 
 
@@ -60,23 +58,22 @@ InitMethod = Annotated[
 class Parametrization(Section):
     """Initialization and steps relative to a model of another size, whose learning rate is then this one's, too."""
 
-    kind: Literal["mup", "completep"] = key("mup: for another width; completep: for another depth as well.", mark=OURS)
-    base_width: int = key("hidden_size of the model that the learning rate was found with.", ge=1, mark=OURS)
-    base_depth: int = key("num_hidden_layers of that model.", ge=1, mark=OURS)
+    kind: Literal["mup", "completep"] = our_key("mup: for another width; completep: for another depth as well.")
+    base_width: int = our_key("hidden_size of the model that the learning rate was found with.", ge=1)
+    base_depth: int = our_key("num_hidden_layers of that model.", ge=1)
 
 
 class Headless(Section):
     """The next token among a batch's own tokens, by their embeddings (Godey et al., 2023); no product with all."""
 
-    name: Literal["headless"] = key("Selects the headless loss.", mark=OURS)
-    negatives: Literal["sequence", "block", "batch", "micro_batch"] = key(
+    name: Literal["headless"] = our_key("Selects the headless loss.")
+    negatives: Literal["sequence", "block", "batch", "micro_batch"] = our_key(
         "Tokens that the next one is told from: those of the sequence, of block_size neighbours in it, or of the "
         "global batch; micro_batch makes the loss depend on micro_batch_size and dp.",
         "sequence",
-        mark=OURS,
     )
-    block_size: int | None = key("Tokens of a block; divides sequence_length.", None, ge=2, mark=OURS)
-    temperature: float = key("Scores are divided by it.", 1.0, gt=0, mark=OURS)
+    block_size: int | None = our_key("Tokens of a block; divides sequence_length.", None, ge=2)
+    temperature: float = our_key("Scores are divided by it.", 1.0, gt=0)
 
     def tokens_of_a_set(self, sequences: int, length: int) -> int | None:
         """How many tokens of a micro-batch a token is told from; None: all of the vocabulary."""
@@ -113,32 +110,26 @@ class Model(Section):
         "Dtype of the forward and backward computation: bfloat16, float16 (with dynamic loss scaling) or float32.",
         "bfloat16",
     )
-    parametrization: Parametrization | None = key(
-        "How weights and steps depend on width and depth; null: they do not, the standard parametrization.",
-        None,
-        mark=OURS,
+    parametrization: Parametrization | None = our_key(
+        "How weights and steps depend on width and depth; null: they do not, the standard parametrization.", None
     )
     make_vocab_size_divisible_by: int = key(
         "Pad the vocabulary in memory to a multiple of this times tp. Padding is never saved or predicted.", 1, ge=1
     )
-    loss: Loss | None = key(
+    loss: Loss | None = our_key(
         "The training loss: {name: headless}, or the dotted path of f(logits, labels) → a loss for every token. null: "
         "cross entropy, without holding all logits in memory. Validation always uses cross entropy.",
         None,
-        mark=OURS,
     )
     ddp_bucket_cap_mb: int = key("Gradient bucket size of the all-reduce at zero_stage 0, in MiB.", 25, ge=1)
-    compile: bool = key("Compile each block with torch.compile.", False, mark=OURS)
-    kernels: Literal["torch", "triton"] | None = key(
+    compile: bool = our_key("Compile each block with torch.compile.", False)
+    kernels: Literal["torch", "triton"] | None = our_key(
         "triton: our kernels on a GPU, and the packages for Mamba if installed; torch: torch's operators alone. null: "
         "what is fastest by measurement.",
         None,
-        mark=OURS,
     )
-    document_masking: bool = key(
-        "Restrict attention to the tokens of the same document, and restart positions at every document.",
-        False,
-        mark=OURS,
+    document_masking: bool = our_key(
+        "Restrict attention to the tokens of the same document, and restart positions at every document.", False
     )
 
     @property

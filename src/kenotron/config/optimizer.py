@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Tag
 from pydantic_core import PydanticCustomError
 
-from kenotron.config.section import OURS, Section, by_rule, key
+from kenotron.config.section import Section, by_rule, key, our_key
 
 
 def _regex(value: str) -> str:
@@ -49,52 +49,51 @@ class SGD(Section):
     """Stochastic gradient descent."""
 
     name: Annotated[Literal["sgd"], ANY_CASE] = key("Selects SGD.", "sgd")
-    momentum: float = key("Decay of the velocity; 0: plain SGD.", 0.0, ge=0, lt=1, mark=OURS)
-    nesterov: bool = key("Use Nesterov momentum.", False, mark=OURS)
+    momentum: float = our_key("Decay of the velocity; 0: plain SGD.", 0.0, ge=0, lt=1)
+    nesterov: bool = our_key("Use Nesterov momentum.", False)
 
 
 class Lion(Section):
     """The sign of interpolated momentum (Chen et al., 2023): half of Adam's state, a tenth to a third of its rate."""
 
-    name: Annotated[Literal["lion"], ANY_CASE] = key("Selects Lion.", "lion", mark=OURS)
-    lion_beta1: float = key("Weight of the momentum in the direction of a step.", 0.9, ge=0, lt=1, mark=OURS)
-    lion_beta2: float = key("Decay of the momentum.", 0.99, ge=0, lt=1, mark=OURS)
+    name: Annotated[Literal["lion"], ANY_CASE] = our_key("Selects Lion.", "lion")
+    lion_beta1: float = our_key("Weight of the momentum in the direction of a step.", 0.9, ge=0, lt=1)
+    lion_beta2: float = our_key("Decay of the momentum.", 0.99, ge=0, lt=1)
 
 
 class Muon(_AdamKeys):
     """Orthogonalized momentum for hidden matrices (Jordan et al., 2024); AdamW for everything else."""
 
-    name: Annotated[Literal["muon"], ANY_CASE] = key("Selects Muon.", "muon", mark=OURS)
-    muon_momentum: float = key("Momentum decay for hidden matrices.", 0.95, ge=0, lt=1, mark=OURS)
-    muon_nesterov: bool = key("Use Nesterov momentum for hidden matrices.", True, mark=OURS)
-    muon_ns_steps: int = key("Newton-Schulz iterations of the orthogonalization.", 5, ge=1, mark=OURS)
-    muon_learning_rate_scale: float = key(
-        "Ratio of the learning rate of hidden matrices to that of all other parameters.", 1.0, gt=0, mark=OURS
+    name: Annotated[Literal["muon"], ANY_CASE] = our_key("Selects Muon.", "muon")
+    muon_momentum: float = our_key("Momentum decay for hidden matrices.", 0.95, ge=0, lt=1)
+    muon_nesterov: bool = our_key("Use Nesterov momentum for hidden matrices.", True)
+    muon_ns_steps: int = our_key("Newton-Schulz iterations of the orthogonalization.", 5, ge=1)
+    muon_learning_rate_scale: float = our_key(
+        "Ratio of the learning rate of hidden matrices to that of all other parameters.", 1.0, gt=0
     )
-    muon_scale: Literal["match_rms_adamw", "original", "unit_rms_norm"] = key(
+    muon_scale: Literal["match_rms_adamw", "original", "unit_rms_norm"] = our_key(
         "Factor on the update of a matrix, rows x columns. match_rms_adamw: 0.2 sqrt(max(rows, columns)), the size of "
         "AdamW's steps; original: sqrt(max(1, rows / columns)); unit_rms_norm: sqrt(rows / columns).",
         "match_rms_adamw",
-        mark=OURS,
     )
 
 
 class NorMuon(Muon):
     """Muon whose rows are divided by the root of their mean square over time (Li et al., 2025)."""
 
-    name: Annotated[Literal["normuon"], ANY_CASE] = key(  # type: ignore[assignment]
-        "Selects NorMuon.", "normuon", mark=OURS
+    name: Annotated[Literal["normuon"], ANY_CASE] = our_key(  # type: ignore[assignment]
+        "Selects NorMuon.", "normuon"
     )
-    normuon_beta2: float = key("Decay of the rows' mean squares.", 0.95, ge=0, lt=1, mark=OURS)
+    normuon_beta2: float = our_key("Decay of the rows' mean squares.", 0.95, ge=0, lt=1)
 
 
 class Soap(_AdamKeys):
     """Adam in the eigenbasis of Shampoo for hidden matrices (Vyas et al., 2024); AdamW for everything else."""
 
-    name: Annotated[Literal["soap"], ANY_CASE] = key("Selects SOAP.", "soap", mark=OURS)
-    soap_beta1: float = key("Decay of the first moment of hidden matrices.", 0.95, ge=0, lt=1, mark=OURS)
-    soap_beta2: float = key("Decay of their second moment and of their covariances.", 0.95, ge=0, lt=1, mark=OURS)
-    soap_precondition_frequency: int = key("Steps between eigenbases.", 10, ge=1, mark=OURS)
+    name: Annotated[Literal["soap"], ANY_CASE] = our_key("Selects SOAP.", "soap")
+    soap_beta1: float = our_key("Decay of the first moment of hidden matrices.", 0.95, ge=0, lt=1)
+    soap_beta2: float = our_key("Decay of their second moment and of their covariances.", 0.95, ge=0, lt=1)
+    soap_precondition_frequency: int = our_key("Steps between eigenbases.", 10, ge=1)
 
 
 TORCH = ("Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")
@@ -109,12 +108,11 @@ def _dotted(name: Any) -> Any:
 class CustomOptimizer(Section):
     """Any `torch.optim.Optimizer` class: of torch by its name, of another package or your own by dotted path."""
 
-    name: Annotated[str, BeforeValidator(_dotted)] = key(
+    name: Annotated[str, BeforeValidator(_dotted)] = our_key(
         f"{', '.join(TORCH)}, or the dotted path of a class. Under tp, ZeRO and a padded vocabulary it must be "
-        "elementwise: known to be, or a class with `elementwise = True`.",
-        mark=OURS,
+        "elementwise: known to be, or a class with `elementwise = True`."
     )
-    kwargs: dict[str, Any] = key("Keyword arguments in addition to params, lr and weight_decay.", {}, mark=OURS)
+    kwargs: dict[str, Any] = our_key("Keyword arguments in addition to params, lr and weight_decay.", {})
 
 
 def _choose_factory(value: Any) -> str | None:
@@ -186,8 +184,8 @@ class LearningRateScheduler(Section):
         None,
         ge=0,
     )
-    lr_step_size: int | None = key("Steps between drops, for lr_decay_style step.", None, ge=1, mark=OURS)
-    lr_step_gamma: float = key("Factor of each drop, for lr_decay_style step.", 0.1, gt=0, le=1, mark=OURS)
+    lr_step_size: int | None = our_key("Steps between drops, for lr_decay_style step.", None, ge=1)
+    lr_step_gamma: float = our_key("Factor of each drop, for lr_decay_style step.", 0.1, gt=0, le=1)
 
     @property
     def decay_start(self) -> int:
@@ -207,24 +205,24 @@ class LearningRateScheduler(Section):
 class ParamGroup(Section):
     """Settings of the parameters whose name matches a pattern; the first match wins."""
 
-    pattern: Regex = key("Regular expression that is searched for in the parameter's name.", mark=OURS)
-    learning_rate_scale: float = key("Factor on the learning rate; 0 freezes the parameters.", 1.0, ge=0, mark=OURS)
-    weight_decay: float | None = key("Weight decay of the group; null: the optimizer's.", None, ge=0, mark=OURS)
-    optimizer_factory: OptimizerFactory | None = key(
-        "Update rule of the group; null: optimizer.optimizer_factory.", None, mark=OURS
+    pattern: Regex = our_key("Regular expression that is searched for in the parameter's name.")
+    learning_rate_scale: float = our_key("Factor on the learning rate; 0 freezes the parameters.", 1.0, ge=0)
+    weight_decay: float | None = our_key("Weight decay of the group; null: the optimizer's.", None, ge=0)
+    optimizer_factory: OptimizerFactory | None = our_key(
+        "Update rule of the group; null: optimizer.optimizer_factory.", None
     )
-    learning_rate_scheduler: LearningRateScheduler | None = key(
-        "Learning rate of the group over time; null: optimizer.learning_rate_scheduler.", None, mark=OURS
+    learning_rate_scheduler: LearningRateScheduler | None = our_key(
+        "Learning rate of the group over time; null: optimizer.learning_rate_scheduler.", None
     )
 
 
 class Spikes(Section):
     """Steps whose loss or gradient norm is far above those before them change no weight."""
 
-    z_score: float = key("A spike is this many standard deviations above the window's mean.", 6.0, gt=0, mark=OURS)
-    window: int = key("Previous steps that a step is compared with; before that many, no check.", 128, ge=2, mark=OURS)
-    snapshot_every: int = key("Steps between copies of weights and optimizer in host memory.", 50, ge=1, mark=OURS)
-    max_rollbacks: int = key("How often a run returns to the same copy before it ends.", 3, ge=0, mark=OURS)
+    z_score: float = our_key("A spike is this many standard deviations above the window's mean.", 6.0, gt=0)
+    window: int = our_key("Previous steps that a step is compared with; before that many, no check.", 128, ge=2)
+    snapshot_every: int = our_key("Steps between copies of weights and optimizer in host memory.", 50, ge=1)
+    max_rollbacks: int = our_key("How often a run returns to the same copy before it ends.", 3, ge=0)
 
 
 class Optimizer(Section):
@@ -243,33 +241,24 @@ class Optimizer(Section):
         "Keep weights, gradients and the optimizer's state in fp32 while the model computes in model.dtype; false: all "
         "in model.dtype."
     )
-    stochastic_rounding: bool = key(
-        "Round updates of bf16 weights up or down at random, in proportion: small ones are not lost. For adamW.",
-        False,
-        mark=OURS,
+    stochastic_rounding: bool = our_key(
+        "Round updates of bf16 weights up or down at random, in proportion: small ones are not lost. For adamW.", False
     )
-    ema_decay: float | None = key(
-        "Keep a moving average of the weights, of which each step's are 1 - ema_decay; null: none.",
-        None,
-        gt=0,
-        lt=1,
-        mark=OURS,
+    ema_decay: float | None = our_key(
+        "Keep a moving average of the weights, of which each step's are 1 - ema_decay; null: none.", None, gt=0, lt=1
     )
     learning_rate_scheduler: LearningRateScheduler = key("The learning rate over time.")
     weight_decay_exclude_named_params: list[Regex] | None = key(
         "Regular expressions, matched from the start of the parameter name; matching parameters get no weight decay.",
         None,
     )
-    param_groups: list[ParamGroup] | None = key(
-        "Settings for groups of parameters; the first pattern that matches wins.", None, mark=OURS
+    param_groups: list[ParamGroup] | None = our_key(
+        "Settings for groups of parameters; the first pattern that matches wins.", None
     )
-    skip_nonfinite_steps: int = key(
-        "Consecutive steps with a non-finite loss or gradient that are skipped before the run stops.",
-        10,
-        ge=0,
-        mark=OURS,
+    skip_nonfinite_steps: int = our_key(
+        "Consecutive steps with a non-finite loss or gradient that are skipped before the run stops.", 10, ge=0
     )
-    spikes: Spikes | None = key("Skip steps with spikes of loss or gradient norm; null: never.", None, mark=OURS)
+    spikes: Spikes | None = our_key("Skip steps with spikes of loss or gradient norm; null: never.", None)
 
     @property
     def factories(self) -> list[tuple[str, OptimizerFactory]]:

@@ -12,7 +12,7 @@ from math import prod
 from typing import Annotated, Literal, Protocol
 
 from kenotron.config.errors import InputError
-from kenotron.config.section import OURS, Section, key, null_means, upper_case
+from kenotron.config.section import Section, key, null_means, our_key, upper_case
 
 CONTIGUOUS_METHODS = ("ulysses", "state_passing")  # of context parallelism: a rank holds one part of a sequence
 PP_ENGINES = ("afab", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev")
@@ -47,21 +47,19 @@ class Parallelism(Section):
     """Degrees and settings of the parallel axes."""
 
     dp: int = key("Data-parallel replicas.", 1, ge=1)
-    dp_shard: int | None = key(
+    dp_shard: int | None = our_key(
         "Ranks that zero_stage shards over; the dp / dp_shard groups are replicas of each other. null: all of dp (with "
         "zero_stage hybrid: the ranks of one machine).",
         None,
         ge=1,
-        mark=OURS,
     )
-    strategy: str | None = key(
+    strategy: str | None = our_key(
         "zero_stage under Gapetron's names: ddp 0, fsdp_grad_op 2, fsdp 3, fsdp_hybrid hybrid; or the dotted path of "
         "your own function that makes the model data-parallel.",
         None,
-        mark=OURS,
     )
-    cpu_offload: bool = key(
-        "Keep sharded weights and optimizer state in host memory, and update them there.", False, mark=OURS
+    cpu_offload: bool = our_key(
+        "Keep sharded weights and optimizer state in host memory, and update them there.", False
     )
     pp: int = key("Pipeline stages.", 1, ge=1)
     tp: int = key("Tensor-parallel ranks that each split weight is divided over.", 1, ge=1)
@@ -73,14 +71,13 @@ class Parallelism(Section):
         "per rank. No effect at pp 1.",
         "afab",
     )
-    pp_stages_per_rank: int | None = key(
-        "Pipeline stages per rank. null: 1 with afab and 1f1b, 2 with the others.", None, ge=1, mark=OURS
+    pp_stages_per_rank: int | None = our_key(
+        "Pipeline stages per rank. null: 1 with afab and 1f1b, 2 with the others.", None, ge=1
     )
-    pp_layers: list[int] | None = key(
+    pp_layers: list[int] | None = our_key(
         "Number of layers of each pipeline stage, in model order. null: split by cost, counting the embedding and "
         "the head.",
         None,
-        mark=OURS,
     )
     tp_mode: Annotated[Literal["ALL_REDUCE", "REDUCE_SCATTER"], upper_case("ALL_REDUCE")] = key(
         "Whether activations between split weights are replicated or split along the sequence. No effect at tp 1.",
@@ -98,11 +95,10 @@ class Parallelism(Section):
         "Gather sequence shards again in backward instead of keeping them. No effect at tp 1.", True
     )
     context_parallel_size: int = key("Ranks that each sequence is divided over.", 1, ge=1)
-    context_parallel_method: Literal["ring", "ulysses", "allgather", "state_passing"] = key(
+    context_parallel_method: Literal["ring", "ulysses", "allgather", "state_passing"] = our_key(
         "How attention reaches the tokens of other ranks: keys and values go round a ring, an all-to-all exchanges "
         "heads for tokens, or keys and values are gathered. state_passing: for Mamba, whose states are passed on.",
         "ring",
-        mark=OURS,
     )
     expert_parallel_size: int = key(
         "Ranks that the experts of a layer are divided over, some of the dp x cp ranks: the number of processes does "
@@ -110,11 +106,8 @@ class Parallelism(Section):
         1,
         ge=1,
     )
-    timeout_seconds: float = key(
-        "End the run when a collective has waited this long, and name the ranks that did not join it.",
-        1800.0,
-        gt=0,
-        mark=OURS,
+    timeout_seconds: float = our_key(
+        "End the run when a collective has waited this long, and name the ranks that did not join it.", 1800.0, gt=0
     )
 
     @property

@@ -1,6 +1,6 @@
 """`profiler`: a torch profiler trace of some steps."""
 
-from kenotron.config.section import OURS, LocalPath, Section, key
+from kenotron.config.section import LocalPath, Section, key, our_key
 
 
 class Profiler(Section):
@@ -16,13 +16,12 @@ class Profiler(Section):
     profile_memory: bool = key("Record memory allocations.", False)
     with_stack: bool = key("Record the source line of each operation.", True)
     export_chrome_trace: bool = key("Also write a trace for chrome://tracing and Perfetto.", False)
-    memory_snapshot_path: LocalPath | None = key(
+    memory_snapshot_path: LocalPath | None = our_key(
         "Folder for each GPU's memory snapshot: every allocation of the first steps, up to those of the trace, or up "
         "to the error that ends the run.",
         None,
-        mark=OURS,
     )
-    detect_anomaly: bool = key("End the run at a NaN in backward, and name its operation; slow.", False, mark=OURS)
+    detect_anomaly: bool = our_key("End the run at a NaN in backward, and name its operation; slow.", False)
 
     @property
     def steps(self) -> int:

@@ -1,11 +1,11 @@
 """The base of every section of the schema: strict pydantic models with a description per field.
 
 A section is a frozen model that forbids unknown keys and converts only integers to floats. Its fields are made
-by `key`, which takes the description that the generated reference prints, and a mark:
+by `key`, which takes the description that the generated reference prints, or by `our_key`, if nanotron has none such:
 
     class Tokens(Section):
         train_steps: int = key("Optimizer steps of the whole run.", ge=1)
-        val_samples: int | None = key("Cap on the held-out sequences of one validation.", None, mark=OURS)
+        val_samples: int | None = our_key("Cap on the held-out sequences of one validation.", None)
 
 A check across several fields raises `problem`, which names the key to change:
 
@@ -56,6 +56,11 @@ class Section(BaseModel):
 def key(description: str, default: Any = ..., *, mark: str | None = None, **rules: Any) -> Any:
     """A field with its description; without a default it is required."""
     return Field(default, description=description, json_schema_extra={"mark": mark} if mark else None, **rules)
+
+
+def our_key(description: str, default: Any = ..., **rules: Any) -> Any:
+    """A `key` that nanotron does not have."""
+    return key(description, default, mark=OURS, **rules)
 
 
 def problem(path: str, message: str) -> PydanticCustomError:

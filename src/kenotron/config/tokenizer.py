@@ -4,13 +4,13 @@ from typing import Self
 
 from pydantic import model_validator
 
-from kenotron.config.section import OURS, LocalPath, Section, key, problem
+from kenotron.config.section import LocalPath, Section, key, our_key, problem
 
 
 class TokenizerTraining(Section):
     """Train a byte-level BPE on the data of the first stage. It is cached, and saved in checkpoints."""
 
-    vocab_size: int = key("Vocabulary size, including the 256 bytes and the end-of-text token.", ge=257, mark=OURS)
+    vocab_size: int = our_key("Vocabulary size, including the 256 bytes and the end-of-text token.", ge=257)
 
 
 class Tokenizer(Section):
@@ -23,8 +23,8 @@ class Tokenizer(Section):
     tokenizer_max_length: int | None = key(
         "Maximum document length in tokens; longer documents are truncated before packing. null: no limit.", None, ge=1
     )
-    train: TokenizerTraining | None = key(
-        "Train a tokenizer on the data of the first stage instead of loading one.", None, mark=OURS
+    train: TokenizerTraining | None = our_key(
+        "Train a tokenizer on the data of the first stage instead of loading one.", None
     )
 
     @model_validator(mode="after")

@@ -6,7 +6,7 @@ from pydantic import AfterValidator, BeforeValidator
 from pydantic_core import PydanticCustomError
 
 from kenotron.config.data import PlainDataset
-from kenotron.config.section import OURS, Section, key
+from kenotron.config.section import Section, key, our_key
 
 
 def _never_or_positive(value: int) -> int:
@@ -34,25 +34,20 @@ class Tokens(Section):
         "Steps between validations; -1: never.", -1
     )
     limit_val_batches: int = key("Global batches of held-out sequences per validation; 0: none, -1: all.", 0, ge=-1)
-    val_samples: int | None = key(
+    val_samples: int | None = our_key(
         "Maximum number of held-out sequences per validation, in addition to limit_val_batches (which must not be 0).",
         None,
         ge=1,
-        mark=OURS,
     )
-    val_fraction: Annotated[float, BeforeValidator(_some)] = key(
+    val_fraction: Annotated[float, BeforeValidator(_some)] = our_key(
         "Fraction of the documents that is held out, chosen by their hash (at least one of two or more documents). "
         "They are held out even if the run never validates.",
         0.005,
         gt=0,
         lt=1,
-        mark=OURS,
     )
-    val_datasets: list[PlainDataset] | None = key(
-        "Datasets to validate on, all of each; null: what is held out of the first stage.",
-        None,
-        min_length=1,
-        mark=OURS,
+    val_datasets: list[PlainDataset] | None = our_key(
+        "Datasets to validate on, all of each; null: what is held out of the first stage.", None, min_length=1
     )
 
     @property
