@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from kenotron.checkpoint.durable import locked
+from kenotron.checkpoint.engine import Keep
 from kenotron.checkpoint.folders import list_checkpoints, newest_complete, resolve
 from kenotron.checkpoint.leftovers import tidy
 from kenotron.checkpoint.retention import prune
@@ -125,16 +126,16 @@ def test_a_prune_killed_at_any_call_leaves_every_other_checkpoint_intact(folder:
     def killed(number: int) -> None:
         root = folder / f"killed-{number}"
         shutil.copytree(folder / "pattern", root)
-        assert killed_at(number, lambda: prune(root, keep_last=1))
+        assert killed_at(number, lambda: prune(root, Keep(1)))
         lines: list[str] = []
         assert newest_complete(root, lines.append) == root / "30"
         assert [entry.problem for entry in list_checkpoints(root) if entry.problem] == lines == []
-        prune(root, keep_last=1)
+        prune(root, Keep(1))
         tidy(root)
         assert entries(root) == ["30", "latest.txt"]
 
     shutil.copytree(folder / "pattern", folder / "dry")
-    calls = calls_of(lambda: prune(folder / "dry", keep_last=1))
+    calls = calls_of(lambda: prune(folder / "dry", Keep(1)))
     assert len(calls) > 20
     for number in range(len(calls)):
         killed(number)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kenotron.checkpoint.engine import Keep
 from kenotron.checkpoint.folders import list_checkpoints, newest_complete, resolve
 from kenotron.checkpoint.manifest import Manifest, render
 from kenotron.checkpoint.retention import prune, to_prune
@@ -158,21 +159,22 @@ def test_retention_keeps_the_last_the_round_the_best_and_the_protected_and_nothi
     expected |= {step for step in steps if keep_every and step % keep_every == 0}
     if keep_best:
         expected |= {step for step in val if val[step] == min(val.values()) < math.inf}
-    removed = {int(path.name) for path in prune(root, keep_last, keep_every, protect, keep_best)}
+    keep = Keep(keep_last, keep_every, frozenset(protect), keep_best)
+    removed = {int(path.name) for path in prune(root, keep)}
     foreign = {damaged} - set(steps)
     assert {int(path.name) for path in root.iterdir()} == expected | foreign
     assert removed == set(steps) - expected
     if steps:
         assert newest_complete(root) == root / str(steps[-1])
-    assert prune(root, keep_last, keep_every, protect, keep_best) == []
+    assert prune(root, keep) == []
     shutil.rmtree(root)
 
 
 def test_without_keep_last_everything_stays(tmp_path: Path) -> None:
     for step in range(5):
         claim(tmp_path, step, saved_at=float(step))
-    assert to_prune(tmp_path, None, 2) == []
-    assert prune(tmp_path, None) == []
+    assert to_prune(tmp_path, Keep(None, 2)) == []
+    assert prune(tmp_path, Keep(None)) == []
 
 
 def test_the_newest_complete_checkpoint_stays_when_newer_ones_are_damaged(tmp_path: Path) -> None:
@@ -180,7 +182,7 @@ def test_the_newest_complete_checkpoint_stays_when_newer_ones_are_damaged(tmp_pa
         save_tiny(tmp_path, step)
     (tmp_path / "30" / "manifest.json").write_text("")
     (tmp_path / "40" / "config.yaml").unlink()
-    assert [path.name for path in prune(tmp_path, keep_last=1)] == ["10"]
+    assert [path.name for path in prune(tmp_path, Keep(1))] == ["10"]
     assert newest_complete(tmp_path) == tmp_path / "20"
 
 
@@ -188,10 +190,10 @@ def test_the_one_that_latest_names_stays(tmp_path: Path) -> None:
     for step in (10, 20, 30):
         save_tiny(tmp_path, step)
     (tmp_path / "latest.txt").write_text("10")
-    assert [path.name for path in prune(tmp_path, keep_last=1)] == ["20"]
+    assert [path.name for path in prune(tmp_path, Keep(1))] == ["20"]
 
 
-@pytest.mark.parametrize("arguments", [{"keep_last": 0}, {"keep_last": 1, "keep_every": 0}, {"keep_last": -1}])
-def test_retention_of_less_than_one_is_refused(tmp_path: Path, arguments: dict) -> None:
+@pytest.mark.parametrize("keep", [Keep(0), Keep(1, every=0), Keep(-1)])
+def test_retention_of_less_than_one_is_refused(tmp_path: Path, keep: Keep) -> None:
     with pytest.raises(CheckpointError, match=r"keep_(last|every) must be at least 1; found (0|-1)"):
-        prune(tmp_path, **arguments)
+        prune(tmp_path, keep)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from kenotron.checkpoint.engine import Keep
 from kenotron.checkpoint.manifest import read_manifest
 from kenotron.checkpoint.remote import INCOMPLETE, Damaged, RemoteCheckpoints, find, local_copy
 from kenotron.checkpoint.upload import Uploader
@@ -95,7 +96,7 @@ def test_a_kill_between_any_two_objects_leaves_no_half_and_the_next_run_complete
     here, before = before_the_kill(tmp_path)
     with monkeypatch.context() as watched:
         changes = count_changes(watched)
-        upload(here, keep_last=2)
+        upload(here, keep=Keep(2))
     after = set(MemoryFileSystem.store)
     assert complete() == {20: 20, 30: 30}
     last = changes.index("put 30/manifest.json")
@@ -107,11 +108,11 @@ def test_a_kill_between_any_two_objects_leaves_no_half_and_the_next_run_complete
     for number in range(len(changes)):
         MemoryFileSystem.store.clear()
         MemoryFileSystem.store.update(before)
-        upload_killed_at(number, here, keep_last=2)
+        upload_killed_at(number, here, keep=Keep(2))
         found = complete()
         assert set(found.items()) <= {(5, 5), (20, 99), (20, 20), (30, 30)}, changes[number]
         assert found, changes[number]
-        upload(here, keep_last=2)
+        upload(here, keep=Keep(2))
         assert complete() == {20: 20, 30: 30}, changes[number]
         assert set(MemoryFileSystem.store) == after, changes[number]
         assert Store(URL).read("latest.txt") == b"30"

@@ -137,8 +137,8 @@ MUTANTS = [
     Mutant(
         name="retention-deletes-the-newest",
         file="checkpoint/retention.py",
-        find="complete[:-keep_last]",
-        replace="complete[keep_last:]",
+        find="complete[: -keep.last]",
+        replace="complete[keep.last :]",
         why="keep_last keeps the first",
         tests=FOLDERS,
     ),

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import s3fs
 
+from kenotron.checkpoint.engine import Keep
 from kenotron.checkpoint.remote import RemoteCheckpoints
 from kenotron.checkpoint.upload import Uploader
 from kenotron.config import InputError
@@ -170,7 +171,7 @@ def test_a_checkpoint_survives_a_flaky_network(tmp_path: Path, store: Store, ser
         return number[0] % 3 == 0 and ways[number[0] // 3 % 3](handler)
 
     server.breaks = breaks
-    uploader = Uploader(tmp_path / "here", store.url, keep_last=1)
+    uploader = Uploader(tmp_path / "here", store.url, keep=Keep(1))
     for _ in range(20):
         uploader.upload_pending()
         if not uploader.pending():
@@ -193,7 +194,7 @@ def test_a_checkpoint_survives_a_flaky_network(tmp_path: Path, store: Store, ser
 def test_googles_storage(tmp_path: Path, google: Any) -> None:
     save_step(tmp_path / "here", 10)
     save_step(tmp_path / "here", 20)
-    uploader = Uploader(tmp_path / "here", "gs://robots/run", keep_last=1)
+    uploader = Uploader(tmp_path / "here", "gs://robots/run", keep=Keep(1))
     uploader.upload_pending()
     assert uploader.problems == {}
     remote = RemoteCheckpoints("gs://robots/run")

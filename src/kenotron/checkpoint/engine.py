@@ -51,12 +51,19 @@ class Saved:
 
 
 class Keep(NamedTuple):
-    """Which checkpoints a save keeps, as in `retention.prune`."""
+    """Which checkpoints retention keeps: the `last` that were saved last (None: all), and some others.
 
-    last: int
+    They are those of steps that are multiples of `every`, the steps in `protected`, and with `best` the one with the
+    lowest validation loss.
+    """
+
+    last: int | None = None
     every: int | None = None
     protected: frozenset[int] = frozenset()
     best: bool = False
+
+
+KEEP_ALL = Keep()
 
 
 @dataclass(frozen=True)

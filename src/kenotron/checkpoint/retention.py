@@ -1,6 +1,6 @@
 """Retention: the checkpoints that a folder keeps.
 
-    prune(root, keep_last=2, keep_every=1000)     # of 1000, 1900, 2000, 2100: 1900 goes
+    prune(root, Keep(last=2, every=1000))     # of 1000, 1900, 2000, 2100: 1900 goes
 
 A checkpoint is removed by a rename to `.trash-…` first, so a crash in the middle leaves no half of one.
 """
@@ -20,18 +20,12 @@ if TYPE_CHECKING:
     from kenotron.checkpoint.engine import Keep
 
 
-def prune(
-    root: Path | str,
-    keep_last: int | None,
-    keep_every: int | None = None,
-    protect: Iterable[int] = (),
-    keep_best: bool = False,
-) -> list[Path]:
+def prune(root: Path | str, keep: Keep) -> list[Path]:
     """Remove the checkpoints that `to_prune` names and return their paths.
 
     In a run, rank 0 alone calls it.
     """
-    doomed = [entry.path for entry in to_prune(root, keep_last, keep_every, protect, keep_best)]
+    doomed = [entry.path for entry in to_prune(root, keep)]
     for path in doomed:
         discard(path)
     return doomed
@@ -41,51 +35,37 @@ def prune_if_possible(root: Path, keep: Keep | None) -> tuple[str, ...]:
     """`prune` after a save, None to nothing; a failure, which costs space and not the run, is returned as a note."""
     try:
         if keep is not None:
-            prune(root, *keep)
+            prune(root, keep)
     except (CheckpointError, OSError) as error:
         return (str(error),)
     return ()
 
 
-def to_prune(
-    root: Path | str,
-    keep_last: int | None,
-    keep_every: int | None = None,
-    protect: Iterable[int] = (),
-    keep_best: bool = False,
-    damaged: Collection[int] = (),
-) -> list[CheckpointFolder]:
+def to_prune(root: Path | str, keep: Keep, damaged: Collection[int] = ()) -> list[CheckpointFolder]:
     """The checkpoints that retention removes, oldest first.
 
-    It keeps the `keep_last` that were saved last (None: all), every multiple of `keep_every`, with `keep_best` the one
-    with the lowest validation loss, the steps in `protect`, and the one that `latest.txt` names. A damaged folder, and
-    what is in `damaged`, is not counted and never removed: its files may be all that someone has.
+    It keeps what `keep` says, and the one that `latest.txt` names. A damaged folder, and what is in `damaged`, is not
+    counted and never removed: its files may be all that someone has.
     """
-    for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
+    for name, value in (("keep_last", keep.last), ("keep_every", keep.every)):
         if value is not None and value < 1:
             raise CheckpointError(f"{name} must be at least 1; found {value}")
-    kept = set(protect)
     latest = Path(root) / LATEST
     if latest.exists() and (text := latest.read_text(errors="replace").strip()).isdigit():
-        kept.add(int(text))
+        keep = keep._replace(protected=keep.protected | {int(text)})
     sound = [entry for entry in list_checkpoints(root) if entry.step not in damaged]
-    return superseded(sound, keep_last, keep_every, kept, keep_best)
+    return superseded(sound, keep)
 
 
-def superseded(
-    entries: Iterable[Listed[Place]],
-    keep_last: int | None,
-    keep_every: int | None,
-    kept: Collection[int] = (),
-    keep_best: bool = False,
-) -> list[Listed[Place]]:
+def superseded(entries: Iterable[Listed[Place]], keep: Keep) -> list[Listed[Place]]:
     """Those of `entries` that retention does not keep, oldest first; damaged ones are not counted, and stay."""
     complete = [entry for entry in oldest_first(entries) if entry.manifest]
-    if keep_best:
+    protected = keep.protected
+    if keep.best:
         losses = {entry.step: entry.manifest.state.get("val_loss") for entry in complete if entry.manifest}
         finite: dict[int, float] = {
             step: loss for step, loss in losses.items() if loss is not None and math.isfinite(loss)
         }
-        kept = {*kept, *sorted(finite, key=finite.__getitem__)[:1]}
-    old = complete[:-keep_last] if keep_last is not None else []
-    return [entry for entry in old if entry.step not in kept and not (keep_every and entry.step % keep_every == 0)]
+        protected = protected.union(sorted(finite, key=finite.__getitem__)[:1])
+    old = complete[: -keep.last] if keep.last is not None else []
+    return [entry for entry in old if entry.step not in protected and not (keep.every and entry.step % keep.every == 0)]

@@ -19,6 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from kenotron.checkpoint.durable import FileRecord, discard, hash_file
+from kenotron.checkpoint.engine import KEEP_ALL, Keep
 from kenotron.checkpoint.folders import LATEST, CheckpointFolder, RemoteCheckpoint, Report, list_checkpoints, quiet
 from kenotron.checkpoint.manifest import MANIFEST, Manifest, parse
 from kenotron.checkpoint.remote import INCOMPLETE, RemoteCheckpoints, wrong_sizes
@@ -49,9 +50,7 @@ class Uploader:
         settings: RemoteData | None = None,
         *,
         remove: bool = False,
-        keep_last: int | None = None,
-        keep_every: int | None = None,
-        keep_best: bool = False,
+        keep: Keep = KEEP_ALL,
         beside: str | None = None,
         files_at_once: int = FILES_AT_ONCE,
         parts_at_once: int = PARTS_AT_ONCE,
@@ -64,8 +63,7 @@ class Uploader:
         """
         self.root, self.remote = root, RemoteCheckpoints(url, settings, parts_at_once)
         self.store = self.remote.store
-        self.remove, self.beside = remove, beside
-        self.keep_last, self.keep_every, self.keep_best = keep_last, keep_every, keep_best
+        self.remove, self.keep, self.beside = remove, keep, beside
         self.report, self._files_at_once = report, files_at_once
         self.may_prune = True
         self.protected: set[tuple[str, int]] = set()  # as in `Checkpoints`
@@ -289,8 +287,7 @@ class Uploader:
             named = self.store.read(LATEST)
         if named != newest:
             self.store.put(LATEST, newest)
-        kept = self.keep_last if self.may_prune else None
-        for entry in superseded(complete, kept, self.keep_every, keep_best=self.keep_best):
+        for entry in superseded(complete, self.keep if self.may_prune else KEEP_ALL):
             self.remote.remove(entry.step, self.remote.manifest(entry.step)[0])
             del self._seen[entry.step]
 

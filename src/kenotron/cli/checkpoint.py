@@ -22,6 +22,7 @@ from typing import Annotated, Any, TypeAlias
 import typer
 
 from kenotron.checkpoint.durable import discard
+from kenotron.checkpoint.engine import Keep
 from kenotron.checkpoint.folders import CheckpointFolder, RemoteCheckpoint, list_checkpoints, resolve
 from kenotron.checkpoint.folders import verify as verify_checkpoint
 from kenotron.checkpoint.index import DTYPES, read_index
@@ -108,19 +109,19 @@ def prune(
     Checksums of the newest ones to keep are verified first; in a store, only sizes.
     """
     _all_in(folder)  # an error if there is nothing
+    keep = Keep(keep_last, keep_every, best=keep_best)
     doomed: Sequence[Entry]
     if is_remote(folder):
         from kenotron.checkpoint.remote import RemoteCheckpoints
 
         remote = RemoteCheckpoints(folder)
-        doomed = superseded(remote.all(), keep_last, keep_every, keep_best=keep_best)
+        doomed = superseded(remote.all(), keep)
         for step in () if dry_run else [entry.step for entry in doomed]:
             remote.remove(step, remote.manifest(step)[0])
     else:
-        kept = partial(to_prune, folder, keep_last, keep_every, keep_best=keep_best)
-        doomed = kept()
+        doomed = to_prune(folder, keep)
         if doomed:
-            doomed = kept(damaged=_damaged_among_newest(folder, keep_last))
+            doomed = to_prune(folder, keep, _damaged_among_newest(folder, keep_last))
         for path in () if dry_run else [Path(entry.path) for entry in doomed]:
             discard(path)
     freed = sum(entry.manifest.bytes for entry in doomed if entry.manifest)

@@ -12,6 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kenotron.checkpoint.engine import Keep
 from kenotron.checkpoint.upload import FILES_AT_ONCE, Uploader
 from kenotron.config.errors import RunFailed
 from kenotron.observers.export import FOLDER
@@ -40,9 +41,7 @@ def uploader(config: Config, url: str) -> tuple[Uploader, deque[str]]:
         url,
         config.remote_data,
         remove=checkpoints.remove_after_upload or (section is not None and section.remove_after_upload),
-        keep_last=checkpoints.keep_last,
-        keep_every=checkpoints.keep_every,
-        keep_best=checkpoints.keep_best,
+        keep=Keep(checkpoints.keep_last, checkpoints.keep_every, best=checkpoints.keep_best),
         beside=FOLDER if checkpoints.export_hf else None,
         files_at_once=(section and section.s5cmd_numworkers) or FILES_AT_ONCE,
         parts_at_once=(section and section.s5cmd_concurrency) or PARTS_AT_ONCE,
