@@ -14,7 +14,7 @@ A dataset is one of these, recognized by the key that comes first here:
     {mixture: [{weight: 3, corpus: python-stdlib}, …]}       several of the above                     (Kénotron)
 """
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import Field, Tag, model_validator
 
@@ -239,45 +239,6 @@ class CustomSource(Dataset):
     kwargs: dict[str, Any] = our_key("Keyword arguments for it.", {})
 
 
-_VARIANTS: dict[str, type[Dataset]] = {
-    "(pretrain)": PretrainDataset,
-    "(sft)": SFTDataset,
-    "(nanoset)": NanosetDataset,
-    "(tokens)": TokenFilesDataset,
-    "(corpus)": EmbeddedCorpus,
-    "(text)": TextFiles,
-    "(sft files)": SFTFiles,
-    "(source)": CustomSource,
-}
-_DECIDING = {
-    "dataset_folder": "(nanoset)",
-    "tokens": "(tokens)",
-    "corpus": "(corpus)",
-    "text_files": "(text)",
-    "source": "(source)",
-    "mixture": "(mixture)",
-}
-
-
-def _choose_plain(value: Any) -> str | None:
-    if not isinstance(value, dict):
-        return next((tag for tag, variant in _VARIANTS.items() if isinstance(value, variant)), None)
-    is_sft = has(value, "sft_dataloader") or has(value, "debug_max_samples")
-    if has(value, "hf_dataset_or_datasets"):
-        return "(sft)" if is_sft else "(pretrain)"
-    if has(value, "text_files") and is_sft:
-        return "(sft files)"
-    return next((tag for name, tag in _DECIDING.items() if name in value and tag != "(mixture)"), None)
-
-
-def _choose(value: Any) -> str | None:
-    if isinstance(value, MixtureDataset) or (isinstance(value, dict) and "mixture" in value):
-        return "(mixture)"
-    return _choose_plain(value)
-
-
-_KEYS = ["hf_dataset_or_datasets", *_DECIDING]
-_EXPECTED = "a dataset: null, or a map with one of the keys "
 _Plain = (
     Annotated[PretrainDataset, Tag("(pretrain)")]
     | Annotated[SFTDataset, Tag("(sft)")]
@@ -288,7 +249,36 @@ _Plain = (
     | Annotated[SFTFiles, Tag("(sft files)")]
     | Annotated[CustomSource, Tag("(source)")]
 )
-PlainDataset = Annotated[_Plain, by_rule(_choose_plain, _EXPECTED + ", ".join(_KEYS[:-1]), _KEYS[:-1])]
+_TAGS: dict[type[Dataset], str] = {variant: tag.tag for variant, tag in map(get_args, get_args(_Plain))}
+_DECIDING = {
+    "dataset_folder": "(nanoset)",
+    "tokens": "(tokens)",
+    "corpus": "(corpus)",
+    "text_files": "(text)",
+    "source": "(source)",
+}
+
+
+def _choose_plain(value: Any) -> str | None:
+    if not isinstance(value, dict):
+        return _TAGS.get(type(value))
+    is_sft = has(value, "sft_dataloader") or has(value, "debug_max_samples")
+    if has(value, "hf_dataset_or_datasets"):
+        return "(sft)" if is_sft else "(pretrain)"
+    if has(value, "text_files") and is_sft:
+        return "(sft files)"
+    return next((tag for name, tag in _DECIDING.items() if name in value), None)
+
+
+def _choose(value: Any) -> str | None:
+    if isinstance(value, MixtureDataset) or (isinstance(value, dict) and "mixture" in value):
+        return "(mixture)"
+    return _choose_plain(value)
+
+
+_KEYS = ["hf_dataset_or_datasets", *_DECIDING]
+_EXPECTED = "a dataset: null, or a map with one of the keys "
+PlainDataset = Annotated[_Plain, by_rule(_choose_plain, _EXPECTED + ", ".join(_KEYS), _KEYS)]
 
 
 class MixtureDataset(Section):
@@ -308,7 +298,8 @@ class MixtureDataset(Section):
 
 
 AnyDataset = Annotated[
-    _Plain | Annotated[MixtureDataset, Tag("(mixture)")], by_rule(_choose, _EXPECTED + ", ".join(_KEYS), _KEYS)
+    _Plain | Annotated[MixtureDataset, Tag("(mixture)")],
+    by_rule(_choose, _EXPECTED + ", ".join((*_KEYS, "mixture")), (*_KEYS, "mixture")),
 ]
 
 
