@@ -40,11 +40,11 @@ def _exit_code(arguments: list[str], debug: bool) -> int:
         from kenotron.cli.app import run
 
         return run(arguments)
-    except InputError as error:
+    except (InputError, RunFailed) as error:
         if debug:
             raise
         print(f"error: {_place(error)}{error}", file=sys.stderr)
-        return 2
+        return 2 if isinstance(error, InputError) else 1
     except BrokenPipeError:  # the reader of a pipe went away: `kenotron config show | head`
         sys.stderr.close()
         return 0
@@ -53,11 +53,6 @@ def _exit_code(arguments: list[str], debug: bool) -> int:
             raise
         if os.environ.get("LOCAL_RANK") == "0" and error.machine != os.uname().nodename:
             print(f"error: ended because of {error}", file=sys.stderr)  # which reports it on its own machine
-        return 1
-    except RunFailed as error:
-        if debug:
-            raise
-        print(f"error: {_place(error)}{error}", file=sys.stderr)
         return 1
 
 
