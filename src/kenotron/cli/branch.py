@@ -6,12 +6,13 @@ kenotron train cool-500.yaml                   steps 6001 to 6500, in checkpoint
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from kenotron.cli.tables import to_stderr
 
 if TYPE_CHECKING:
     from kenotron.config import Config
@@ -39,7 +40,7 @@ def branch(
     from kenotron.config.overrides import apply
     from kenotron.config.writing import dump, inline
 
-    config = load(file, report=lambda line: print(line, file=sys.stderr))
+    config = load(file, report=to_stderr)
     if name in ("", config.general.run):
         raise InputError(f"--name: expected a name other than the run's own, found {name!r}")
     saved, staging = config.checkpoints.checkpoints_path.rstrip("/"), config.checkpoints.staging_path

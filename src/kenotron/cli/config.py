@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from kenotron.cli.tables import to_stderr
 from kenotron.config import Config, dump, load, refuse_unsupported
 from kenotron.config import diff as differences
 from kenotron.config.architecture import HFArchitecture
@@ -28,11 +29,6 @@ File = Annotated[str, typer.Argument(metavar="FILE", help="A YAML config.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides: dotted.path=value.")]
 
 CHECKED_TOKENS = 512  # of a sequence, with which blocks of a user's own are tried; a run tries its whole length
-
-
-def to_stderr(line: str) -> None:
-    """Print a line beside the output."""
-    typer.echo(line, err=True)
 
 
 @app.command()

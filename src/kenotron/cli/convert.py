@@ -1,6 +1,5 @@
 """`kenotron convert from-hf|to-hf|from-nanotron SRC DST`: models from and to the files of other systems."""
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -8,7 +7,7 @@ import typer
 
 from kenotron.cli.data import on_this_machine
 from kenotron.cli.remote import at_hand
-from kenotron.cli.tables import progress_bar
+from kenotron.cli.tables import progress_bar, to_stderr
 from kenotron.config.errors import InputError, byte_size, no_such_path
 
 app = typer.Typer(help="Convert models to and from Hugging Face's format, and nanotron's runs.", no_args_is_help=True)
@@ -30,7 +29,7 @@ def from_hf(
     from kenotron import interop  # which imports torch
 
     with progress_bar("Reading") as progress:
-        saved = interop.from_hf(src, dst, family=family, report=_say, progress=progress)
+        saved = interop.from_hf(src, dst, family=family, report=to_stderr, progress=progress)
     print(f"Wrote {saved.path}: {byte_size(saved.bytes)} in {saved.seconds:.1f} s")
     print(f'Next: kenotron generate {dst} --prompt "Once upon a time"')
     print(f"  or, in a config: model.model_config: {{hf: {src}}} and model.init_method: {{path: {dst}}}")
@@ -59,7 +58,7 @@ def to_hf(
 
     with progress_bar("Writing") as progress:
         written = interop.to_hf(
-            source, dst, dtype=dtype, max_shard_size=max_shard_size, ema=ema, report=_say, progress=progress
+            source, dst, dtype=dtype, max_shard_size=max_shard_size, ema=ema, report=to_stderr, progress=progress
         )
     files = f"{len(written.files)} files" if len(written.files) > 1 else written.files[0]
     print(f"Wrote {written.path}: {files}, {byte_size(written.bytes)} in {written.dtype}")
@@ -78,11 +77,7 @@ def from_nanotron(
     from kenotron import interop  # which imports torch
 
     with progress_bar("Reading") as progress:
-        saved = interop.from_nanotron(src, dst, report=_say, progress=progress)
+        saved = interop.from_nanotron(src, dst, report=to_stderr, progress=progress)
     print(f"Wrote {saved.path}: {byte_size(saved.bytes)} in {saved.seconds:.1f} s")
     print(f"Next: kenotron train {saved.path / 'config.yaml'}")
     print(f"  or, in a config of the same data_stages: checkpoints.resume_checkpoint_path: {saved.path}")
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr)

@@ -6,7 +6,6 @@ HF_HUB_OFFLINE=1 kenotron data fetch my.yaml        # downloads nothing: checks 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kenotron.cli.data import app
+from kenotron.cli.tables import to_stderr
 from kenotron.config.errors import byte_size, counted
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def fetch(
     run = load(config, overrides or ())
     configure_hub()
     requirements = [*data_requirements(run), *_model_requirements(run)]
-    found = work(requirements, lambda line: print(line, file=sys.stderr, flush=True))
+    found = work(requirements, to_stderr)
     for each in found:
         print(_line(each))
     remote = sum(each.required.kind == "remote" for each in found)

@@ -1,7 +1,6 @@
 """`kenotron data tokenize | merge | train-tokenizer`: from text to tokens on disk."""
 
 import re
-import sys
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -9,6 +8,7 @@ from typing import Annotated
 import typer
 
 from kenotron.cli.data import app, on_this_machine, options_named
+from kenotron.cli.tables import to_stderr
 from kenotron.config.errors import InputError, counted
 from kenotron.launch.environment import cores
 
@@ -84,7 +84,7 @@ def tokenize(
         skip_bad=on_bad_document is BadDocuments.SKIP,
     )
     part = (0, 1) if share is None else _share(share)
-    made = work(inputs, load_tokenizer(tokenizer), output, options, workers or cores(), _say, part)
+    made = work(inputs, load_tokenizer(tokenizer), output, options, workers or cores(), to_stderr, part)
     if made is None:
         return
     left_out = f"; {made['skipped']:,} left out because they cannot be read" if made["skipped"] else ""
@@ -113,7 +113,7 @@ def merge(
 
     on_this_machine(output, "--output")
     _check_seed(seed, shuffle, "--shuffle")
-    made = work(sources, output, shuffle, seed or 0, max_tokens_per_file, _say)
+    made = work(sources, output, shuffle, seed or 0, max_tokens_per_file, to_stderr)
     documents, files = counted(made["documents"], "document"), counted(len(made["files"]), "file")
     print(f"{output}: {documents}, {made['tokens']:,} tokens in {files}")
 
@@ -159,7 +159,3 @@ def _share(text: str) -> tuple[int, int]:
 def _check_seed(seed: int | None, shuffled: bool, option: str) -> None:
     if seed is not None and not shuffled:
         raise InputError(f"--seed: expected only with {option}")
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

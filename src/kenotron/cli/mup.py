@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from kenotron.cli.config import File, Overrides, to_stderr
+from kenotron.cli.config import File, Overrides
+from kenotron.cli.tables import to_stderr
 
 app = typer.Typer(help="Check that a learning rate carries over to other sizes.", no_args_is_help=True)
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kenotron.cli.config import File, Overrides, to_stderr
+from kenotron.cli.config import File, Overrides
+from kenotron.cli.tables import print_table, progress_bar, to_stderr
 
 if TYPE_CHECKING:
     from kenotron.config import Config
@@ -53,7 +54,6 @@ def plan(
 
     Exit code 1: it does not fit.
     """
-    from kenotron.cli.tables import progress_bar
     from kenotron.config.errors import InputError, os_errors
     from kenotron.planner.hardware import GPUS
     from kenotron.planner.page import page_data, page_of
@@ -156,7 +156,6 @@ def _as_data(plan: Plan) -> dict[str, Any]:
 
 
 def _print(plan: Plan) -> None:
-    from kenotron.cli.tables import print_table
     from kenotron.planner.hardware import GIB
     from kenotron.planner.planning import headline
     from kenotron.planner.verdict import COLUMNS, by_column, in_words
@@ -180,7 +179,6 @@ def _print(plan: Plan) -> None:
 
 
 def _print_speed(plan: Plan, speed: Speed) -> None:
-    from kenotron.cli.tables import print_table
     from kenotron.planner.planning import speed_in_words
     from kenotron.planner.timeline import KINDS
 
@@ -196,7 +194,6 @@ def _print_speed(plan: Plan, speed: Speed) -> None:
 
 
 def _print_layouts(layouts: Sequence[Layout], gpu: Gpu, ranks: int, as_json: bool) -> None:
-    from kenotron.cli.tables import print_table
     from kenotron.config.errors import counted
     from kenotron.planner.hardware import GIB
     from kenotron.planner.search import why

@@ -7,14 +7,13 @@ kenotron submit my.yaml --gpus-per-node 8 --array optimizer.learning_rate_schedu
 
 import json
 import subprocess
-import sys
-from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from kenotron.cli.tables import to_stderr
 from kenotron.config.errors import InputError
 
 
@@ -55,9 +54,6 @@ def submit(
     """Train a config as a job of Slurm. It saves before its time limit, is requeued, and resumes."""
     from kenotron.launch.slurm.submitting import submit as submit_jobs
 
-    def say(line: str) -> None:
-        print(line, file=sys.stderr)
-
     if to is not To.slurm:
         slurms: dict[str, object] = {"--site": site != "generic", "--time": time, "--account": account, "--qos": qos}
         slurms |= {"--partition": partition, "--sbatch": sbatch, "--env": env, "--pre-launch": pre_launch}
@@ -67,7 +63,7 @@ def submit(
             raise InputError(f"{unused[0]}: has no effect with --to {to}")
         if not dry_run:
             raise InputError(f"--to {to}: expected --dry-run: it is printed, for you to start")
-        print(_elsewhere(to, file, overrides or [], nodes, gpus_per_node, container, say), end="")
+        print(_elsewhere(to, file, overrides or [], nodes, gpus_per_node, container), end="")
         return
     given = {"time": time, "account": account, "partition": partition, "qos": qos}
     submitted = submit_jobs(
@@ -85,7 +81,6 @@ def submit(
         chain=chain,
         array=array,
         dry_run=dry_run,
-        say=say,
     )
     if dry_run:
         print(submitted.script, end="")
@@ -104,18 +99,17 @@ def _elsewhere(
     nodes: int | None,
     gpus_per_node: int | None,
     image: str | None,
-    say: Callable[[str], None],
 ) -> str:
     """The file that starts the run there."""
     from kenotron.launch.clouds import skypilot, trainjob
     from kenotron.launch.slurm.submitting import configs_of, nodes_of
 
-    (config,) = configs_of(file, overrides, None, say)
+    (config,) = configs_of(file, overrides, None, to_stderr)
     count = nodes_of(config, nodes, gpus_per_node or 0)
     gpus = gpus_per_node or config.parallelism.world_size
     if to is To.trainjob:
-        return trainjob(config, count, gpus, image, say)
-    return skypilot(config, count, gpus, file, overrides, say)
+        return trainjob(config, count, gpus, image, to_stderr)
+    return skypilot(config, count, gpus, file, overrides, to_stderr)
 
 
 def status(log_dir: LogDir = Path("logs")) -> None:

@@ -1,8 +1,13 @@
-"""Tables and progress bars on the console."""
+"""Lines, tables and progress bars on the console."""
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+
+
+def to_stderr(line: str) -> None:
+    """Print a line beside the output."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
