@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import yaml
 
-from kenotron.config import InputError, load, same_run_difference, to_dict
+from kenotron.config import InputError, load, same_run_difference
+from kenotron.config.resolved import resolved
 from kenotron.config.runs import same_batch_overrides
 
 
@@ -56,13 +57,13 @@ from kenotron.config.runs import same_batch_overrides
     ],
 )
 def test_a_run_may_change_its_length_layout_and_what_it_reports(minimal: dict[str, Any], overrides: list[str]) -> None:
-    assert same_run_difference(to_dict(load(minimal)), load(minimal, overrides)) is None
+    assert same_run_difference(load(minimal), load(minimal, overrides)) is None
 
 
 def test_a_run_that_met_a_bad_document_may_leave_it_out(minimal: dict[str, Any]) -> None:
     text = ["data_stages.0.data.dataset={text_files: a}", "tokenizer.tokenizer_name_or_path=t"]
     skipping = [*text, "data_stages.0.data.dataset.on_bad_document=skip"]
-    assert same_run_difference(to_dict(load(minimal, text)), load(minimal, skipping)) is None
+    assert same_run_difference(load(minimal, text), load(minimal, skipping)) is None
 
 
 @pytest.mark.parametrize(
@@ -94,7 +95,7 @@ def test_another_run_is_reported_by_its_first_other_key(
     minimal: dict[str, Any], overrides: list[str], difference: tuple[str, Any, Any]
 ) -> None:
     text = ["data_stages.0.data.dataset={text_files: a}", "tokenizer.tokenizer_name_or_path=t"]
-    saved = to_dict(load(minimal, text))
+    saved = load(minimal, text)
     assert same_run_difference(saved, load(minimal, [*text, *overrides])) == difference
 
 
@@ -109,7 +110,7 @@ def test_overrides_keep_the_global_batch_on_any_number_of_replicas(
     saved = load(minimal, sizes)
     other = load(minimal, [*sizes, f"parallelism.dp={dp}", *same_batch_overrides(saved, dp)])
     assert (other.tokens.micro_batch_size, other.tokens.batch_accumulation_per_replica) == expected
-    assert same_run_difference(to_dict(saved), other) is None
+    assert same_run_difference(saved, other) is None
 
 
 def test_overrides_for_more_replicas_keep_a_ramp_of_whole_micro_batches(minimal: dict[str, Any]) -> None:
@@ -118,7 +119,7 @@ def test_overrides_for_more_replicas_keep_a_ramp_of_whole_micro_batches(minimal:
     saved = load(minimal, ["tokens.micro_batch_size=4", "tokens.batch_accumulation_per_replica=4", ramp])
     assert same_batch_overrides(saved, 2) == ["tokens.micro_batch_size=2", "tokens.batch_accumulation_per_replica=4"]
     other = load(saved, ["parallelism.dp=2", *same_batch_overrides(saved, 2)])
-    assert same_run_difference(to_dict(saved), other) is None
+    assert same_run_difference(saved, other) is None
 
 
 def test_replicas_that_do_not_divide_the_global_batch_are_refused(minimal: dict[str, Any]) -> None:
@@ -127,7 +128,7 @@ def test_replicas_that_do_not_divide_the_global_batch_are_refused(minimal: dict[
 
 
 def test_validation_is_free_for_the_share_held_out_is_the_same_without_it(minimal: dict[str, Any]) -> None:
-    saved = to_dict(load(minimal, ["tokens.val_check_interval=5", "tokens.limit_val_batches=2"]))
+    saved = load(minimal, ["tokens.val_check_interval=5", "tokens.limit_val_batches=2"])
     assert same_run_difference(saved, load(minimal, ["tokens.val_check_interval=3"])) is None
     assert same_run_difference(saved, load(minimal)) is None
     other_share = load(minimal, ["tokens.val_fraction=0.1"])
@@ -190,4 +191,4 @@ def test_a_config_that_an_earlier_version_resolved_is_the_same_run() -> None:
     assert saved["lighteval"] is None
     assert saved["parallelism"]["expert_parallel_size"] == 1
     saved["checkpoints"]["local"] = {"path": "/dev/shm/runs", "interval": 5, "copy_to_next_machine": False}
-    assert same_run_difference(saved, load(folder / "run_before_unserved.yaml"), 5) is None
+    assert same_run_difference(resolved(saved), load(folder / "run_before_unserved.yaml"), 5) is None

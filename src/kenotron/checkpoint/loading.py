@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import xxhash
-import yaml
 
 from kenotron.checkpoint.durable import refusing
 from kenotron.checkpoint.folders import check_together, first_of
@@ -69,20 +68,6 @@ def load(
 
     raise_on_any_rank(fill)
     return manifest.state
-
-
-def read_config(path: Path | str) -> dict[str, Any]:
-    """The plain data of the config that the checkpoint folder `path` was saved with.
-
-    Raises:
-        CheckpointError: there is none, or it is not valid YAML.
-    """
-    file = Path(path) / "config.yaml"
-    try:
-        with refusing("read", file):
-            return yaml.safe_load(file.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise CheckpointError(f"{file} is damaged: it is not valid YAML") from error
 
 
 def read_data(path: Path | str, name: str) -> bytes | None:

@@ -14,7 +14,7 @@ run's own checkpoints hold them, so that it resumes like any other.
 from dataclasses import replace
 from pathlib import Path
 
-from kenotron.checkpoint import loading, manifest
+from kenotron.checkpoint import manifest
 from kenotron.checkpoint.start import Start, changed_stage, logger, warn_of_higher_rate
 from kenotron.config import Config
 from kenotron.config.errors import InputError
@@ -83,7 +83,7 @@ def _check_data_position(config: Config, before: Config, start: Start) -> None:
     assert path is not None
     anew = "or restart the data (checkpoints.load_mode: transfer)"
     if (difference := past_stage_difference(before, config, step)) is not None:
-        raise InputError(f"{KEY}: {changed_stage(loading.read_config(path), path, step, difference)}, {anew}")
+        raise InputError(f"{KEY}: {changed_stage(before, path, step, difference)}, {anew}")
     consumed = manifest.read_manifest(path).state.get("consumed_train_samples", 0)
     now = sum(stage.samples_before(start.step + 1) for stage in plan_stages(start.in_run_steps(config)))
     if consumed != now:

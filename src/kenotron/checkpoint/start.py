@@ -14,7 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from kenotron.checkpoint import folders, loading, manifest
+from kenotron.checkpoint import folders, manifest
 from kenotron.checkpoint.model_files import find_model, is_hub_name
 from kenotron.config import ABSENT, Config, fill_run_name, same_run_difference
 from kenotron.config.checkpoints import LOAD_MODES
@@ -113,7 +113,7 @@ def _has_manifest(path: Path) -> bool:
 def run_name(config: Config, continued: Path | None) -> str:
     """The name of the run in the checkpoint `continued`; a new run's is `general.run` with `%date` and `%jobid`."""
     if continued is not None:
-        return str(loading.read_config(continued)["general"]["run"])
+        return read_resolved(continued / "config.yaml").general.run
     return fill_run_name(config, datetime.now(), os.environ.get("SLURM_JOB_ID")).general.run
 
 
@@ -134,7 +134,7 @@ def start_of_run(config: Config, newest: Path | None, start_elsewhere: StartElse
         start = Start.at(newest, continues=True)
         before = read_resolved(newest / "config.yaml")
         check_batch(before, config, newest)
-        _check_same_run(config, newest, start.step - start.data_start)
+        _check_same_run(before, config, newest, start.step - start.data_start)
         warn_of_higher_rate(config, before, start)
         return start
     named = config.resume_folder
@@ -146,17 +146,16 @@ def start_of_run(config: Config, newest: Path | None, start_elsewhere: StartElse
     return start_elsewhere(config, folders.resolve(named))
 
 
-def _check_same_run(config: Config, path: Path, step: int) -> None:
+def _check_same_run(before: Config, config: Config, path: Path, step: int) -> None:
     """Raise InputError if `config` does not continue the run of the checkpoint `path`; log what it changes.
 
-    `step` is the step of its data stages.
+    `before` is that run's config, `step` the step of its data stages.
     """
-    saved = loading.read_config(path)
-    if (difference := same_run_difference(saved, config, step)) is not None:
+    if (difference := same_run_difference(before, config, step)) is not None:
         key, old, new = difference
         if key.startswith("data_stages."):
             raise InputError(
-                f"{changed_stage(saved, path, step, difference)}, start over with --fresh, or set another "
+                f"{changed_stage(before, path, step, difference)}, start over with --fresh, or set another "
                 f"checkpoints.checkpoints_path"
             )
         anneal = "`kenotron branch` (another decay from a checkpoint), " if "learning_rate_scheduler" in key else ""
@@ -164,10 +163,10 @@ def _check_same_run(config: Config, path: Path, step: int) -> None:
             f"{path} belongs to another run: {key} is {old!r} there and {new!r} in this config; put the old value "
             f"back, {anneal}start over with --fresh, or set another checkpoints.checkpoints_path"
         )
-    if edited := edited_stages(saved, config, step):
+    if edited := edited_stages(before, config, step):
         names = ", ".join(f"'{name}'" for name in edited)
         logger.warning("data_stages: from step %d on these stages differ from %s: %s", step + 1, path, names)
-    name = saved["general"]["run"]
+    name = before.general.run
     pattern = re.escape(config.general.run).replace("%date", r"\d{8}_\d{6}").replace("%jobid", r"\w+")
     if not re.fullmatch(pattern, name):
         logger.warning("general.run: a run that continues keeps its name: %s, not %s", name, config.general.run)
@@ -233,17 +232,16 @@ def warn_of_higher_rate(config: Config, before: Config, start: Start) -> None:
     )
 
 
-def changed_stage(saved: dict[str, Any], path: Path, step: int, difference: tuple[str, Any, Any]) -> str:
+def changed_stage(before: Config, path: Path, step: int, difference: tuple[str, Any, Any]) -> str:
     """The message about a stage that has begun and differs in this config."""
     key, old, new = difference
     if key.endswith("start_training_step"):
         where = "in the run and not" if old else "not in the run but"
         what = f"{key}: a stage begins at step {old or new} {where} in this config"
     else:
-        stages = sorted(saved["data_stages"], key=lambda stage: stage["start_training_step"])
-        name = stages[int(key.split(".")[1])]["name"]
-        before, now = ("something else" if value is ABSENT else repr(value) for value in (old, new))  # a list, a map
-        what = f"{key} of stage '{name}' is {before} there and {now} in this config"
+        name = before.data_stages[int(key.split(".")[1])].name
+        had, has = ("something else" if value is ABSENT else repr(value) for value in (old, new))  # a list, a map
+        what = f"{key} of stage '{name}' is {had} there and {has} in this config"
     return (
         f"{path} is at step {step}, and stages that have begun by then may not change: {what}; put that back "
         f"(stages that begin later may be edited)"

@@ -3,8 +3,8 @@
 A run that was stopped after step 10 of 15 may resume with 30 steps, on another layout or with other intervals,
 and is the same run; with another weight decay it would be a different run:
 
-    >>> same_run_difference(to_dict(config), load("my.yaml", ["tokens.train_steps=30"]))
-    >>> same_run_difference(to_dict(config), load("my.yaml", ["optimizer.weight_decay=0.1"]))
+    >>> same_run_difference(config, load("my.yaml", ["tokens.train_steps=30"]))
+    >>> same_run_difference(config, load("my.yaml", ["optimizer.weight_decay=0.1"]))
     ('optimizer.weight_decay', 0.01, 0.1)
 
 With `lr_decay_steps: null` the learning rate decays until the end of the run: if such a run is extended, it gets
@@ -21,8 +21,7 @@ from typing import Any
 
 from kenotron.config.config import Config
 from kenotron.config.errors import InputError
-from kenotron.config.resolved import resolved
-from kenotron.config.writing import ABSENT, diff, flatten, to_dict
+from kenotron.config.writing import diff, differences, flatten, to_dict
 
 KEYS_THAT_MAY_CHANGE = """
     general.run general.step general.consumed_train_samples general.benchmark_csv_path general.kill_switch_path
@@ -52,12 +51,11 @@ def fill_run_name(config: Config, now: datetime, jobid: str | None) -> Config:
 Difference = tuple[str, Any, Any]
 
 
-def same_run_difference(saved: dict[str, Any], config: Config, step: int | None = None) -> Difference | None:
-    """The first key that makes `config` a different run from `saved`, with both values; None if it is the same run.
+def same_run_difference(before: Config, config: Config, step: int | None = None) -> Difference | None:
+    """The first key that makes `config` a different run from `before`, with both values; None if it is the same run.
 
-    `saved` is the plain data of a checkpoint's config.yaml; `step` is the step of the checkpoint, None for the last.
+    `step` is the step of the checkpoint whose config is `before`, None for the last.
     """
-    before = resolved(saved)
     same_batch = before.global_batch_size == config.global_batch_size
     for path, old, new in diff(before, config):
         if path in BATCH_KEYS:
@@ -68,7 +66,7 @@ def same_run_difference(saved: dict[str, Any], config: Config, step: int | None 
             free = path.startswith("data_stages.") or _is_free(path)
         if not free:
             return path, old, new
-    return _first_difference(_stages(before, step, begun=True), _stages(config, step, begun=True))
+    return past_stage_difference(before, config, step)
 
 
 def same_batch_overrides(config: Config, dp: int) -> list[str]:
@@ -88,18 +86,17 @@ def same_batch_overrides(config: Config, dp: int) -> list[str]:
     return [f"tokens.micro_batch_size={micro}", f"tokens.batch_accumulation_per_replica={per_replica // micro}"]
 
 
-def past_stage_difference(before: Config, config: Config, step: int) -> Difference | None:
-    """The first difference between the stages that have begun at `step`, with both values."""
+def past_stage_difference(before: Config, config: Config, step: int | None) -> Difference | None:
+    """The first difference between the stages that have begun at `step` (None: all), with both values."""
     return _first_difference(_stages(before, step, begun=True), _stages(config, step, begun=True))
 
 
-def edited_stages(saved: dict[str, Any], config: Config, step: int) -> list[str]:
+def edited_stages(before: Config, config: Config, step: int) -> list[str]:
     """Names of the stages after `step` that were changed, added or removed."""
-    configs = resolved(saved), config
-    before, now = (_stages(each, step, begun=False) for each in configs)
-    names = {stage.start_training_step: stage.name for each in configs for stage in each.data_stages}
-    starts = sorted({*before, *now})
-    sides = ([{s: side[s]} if s in side else {} for side in (before, now)] for s in starts)
+    saved, now = (_stages(each, step, begun=False) for each in (before, config))
+    names = {stage.start_training_step: stage.name for each in (before, config) for stage in each.data_stages}
+    starts = sorted({*saved, *now})
+    sides = ([{s: side[s]} if s in side else {} for side in (saved, now)] for s in starts)
     return [names[start] for start, (old, new) in zip(starts, sides) if _first_difference(old, new)]
 
 
@@ -123,14 +120,14 @@ def _first_difference(before: Stages, now: Stages) -> Difference | None:
             number, _ = before[start] if start in before else now[start]
             old, new = (start if start in side else None for side in (before, now))
             return f"data_stages.{number}.start_training_step", old, new
-        number, _ = before[start]
-        saved, given = before[start][1], now[start][1]
+        number, saved = before[start]
+        _, given = now[start]
         if (kind := _of_its_kind(saved, given)) and (other := _of_its_kind(given, saved)):
             return f"data_stages.{number}.data.dataset", kind, other
-        left, right = (dict(flatten(side[start][1], f"data_stages.{number}")) for side in (before, now))
-        for path in dict.fromkeys([*left, *right]):
-            if left.get(path, ABSENT) != right.get(path, ABSENT) and not _is_free(path):
-                return path, left.get(path, ABSENT), right.get(path, ABSENT)
+        left, right = (dict(flatten(side, f"data_stages.{number}")) for side in (saved, given))
+        for difference in differences(left, right):
+            if not _is_free(difference[0]):
+                return difference
     return None
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kenotron.config import Config, load, refuse_unsupported, same_run_difference, to_dict
+from kenotron.config import Config, load, refuse_unsupported, same_run_difference
 from kenotron.config.errors import InputError, counted
 from kenotron.config.runs import same_batch_overrides
 from kenotron.text.progress import Report
@@ -87,7 +87,7 @@ def _check(plain: Config, other: Config, steps: int) -> None:
     """Everything that is wrong with the two configs, before the first run."""
     for config in (plain, other):
         refuse_unsupported(config)
-    difference = same_run_difference(to_dict(plain), other)
+    difference = same_run_difference(plain, other)
     if difference is not None:
         key, ours, theirs = difference
         raise InputError(
