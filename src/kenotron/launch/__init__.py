@@ -101,24 +101,19 @@ def launch(config: Config, *, fresh: bool = False, reopen: bool = False, spares:
         return None
     reason = partial(why_killed, config, out_of_memory_kills())
     if spares:
-        _start_with_spares(config, train, fresh, logs, spares, reason)
+        _start_with_spares(config, fresh, logs, spares, reason)
         return None
     return work_on_ranks(config, train, logs=logs, why_killed=reason, fresh=fresh)
 
 
 def _start_with_spares(
-    config: Config,
-    train: Callable[..., object],
-    fresh: bool,
-    logs: Path,
-    spares: int,
-    why_killed: Callable[[int], str | None],
+    config: Config, fresh: bool, logs: Path, spares: int, why_killed: Callable[[int], str | None]
 ) -> None:
     from kenotron.checkpoint.checkpoints import Checkpoints
     from kenotron.checkpoint.folders import list_checkpoints
     from kenotron.checkpoint.local import run_folders
     from kenotron.launch.recovery import start_ranks_with_spares
-    from kenotron.launch.training import local_tier
+    from kenotron.launch.training import local_tier, train
 
     if fresh:  # once, and not again when ranks are replaced
         checkpoints = Checkpoints(config, fresh=fresh, local=local_tier(config, Ranks()))
@@ -127,7 +122,6 @@ def _start_with_spares(
     start_ranks_with_spares(
         config,
         train,
-        {},
         logs,
         spares,
         progress=lambda: [entry.step for root in run_folders(config) for entry in list_checkpoints(root)],

@@ -45,7 +45,6 @@ MOST_FAULTS_WITHOUT_PROGRESS = 3
 def start_ranks_with_spares(
     config: RankConfig,
     work: Callable[..., object],
-    options: dict[str, object],
     logs: Path,
     spares: int,
     progress: Callable[[], object],
@@ -61,7 +60,7 @@ def start_ranks_with_spares(
     check_cores(count + spares)
     with tempfile.TemporaryDirectory(prefix="kenotron-") as temporary:
         folder = Path(temporary)
-        write_work(folder, config, work, options)
+        write_work(folder, config, work, {})
         for rank in range(1, count):
             fresh_log(logs, rank)
         with signals_forwarded(folder, count) as forwarded:
