@@ -11,6 +11,7 @@ How names become durable and locks are held is `storage.files`; here are the has
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import secrets
 import shutil
@@ -123,16 +124,11 @@ def write_file(path: Path, data: bytes) -> FileRecord:
 
 def hash_file(path: Path, sync: bool = False) -> FileRecord:
     """Read `path` once and return its size and XXH3; `sync` also makes sure that it is on the disk."""
-    digest = xxhash.xxh3_64()
-    size = 0
-    buffer = memoryview(bytearray(4 * BLOCK_BYTES))
     with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            digest.update(buffer[:count])
-            size += count
+        digest = hashlib.file_digest(file, xxhash.xxh3_64)
         if sync:
             os.fsync(file.fileno())
-    return FileRecord(size, digest.hexdigest())
+        return FileRecord(file.tell(), digest.hexdigest())
 
 
 def make_folder(path: Path) -> None:
