@@ -9,7 +9,6 @@ The losses of the uninterrupted run are the same on every machine, up to roundin
 are in the folder that is tested, so that its file system is, too.
 """
 
-import json
 import math
 import shutil
 import time
@@ -20,6 +19,7 @@ from typing import Any
 from kenotron.config.packaged import packaged
 from kenotron.doctor.facts import SelfTest
 from kenotron.doctor.limited import Failed, call_limited
+from kenotron.runs.files import METRICS, logged_steps
 
 Line = dict[str, Any]  # of metrics.jsonl
 
@@ -125,9 +125,7 @@ def difference(whole: dict[int, Line], resumed: dict[int, Line], allowed: float)
 
 def logged(folder: Path) -> dict[int, Line]:
     """The lines of a run's metrics by their steps."""
-    text = (folder / "logs" / "doctor" / "metrics.jsonl").read_text()
-    lines = [json.loads(line) for line in text.splitlines()]
-    return {line["iteration"]: line for line in lines}
+    return logged_steps(folder / "logs" / "doctor" / METRICS)
 
 
 # ---- called in other processes -------------------------------------------------------------------------------
