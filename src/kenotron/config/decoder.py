@@ -7,7 +7,7 @@ A family's own section derives from one of the classes here and adds its keys:
     RopeArchitecture          and rotary positions
 
     class MistralArchitecture(RopeArchitecture):
-        family: Literal["mistral"] = key("The family's name.", "mistral", mark=OURS)
+        family: Literal["mistral"] = our_key("The family's name.", "mistral")
         sliding_window: int | None = key("Tokens that a token looks back on.", 4096, ge=1)
 """
 

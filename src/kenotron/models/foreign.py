@@ -23,7 +23,7 @@ from kenotron.config.decoder import DecoderArchitecture
 from kenotron.config.dotted import import_dotted
 from kenotron.config.errors import InputError, nearest
 from kenotron.config.families import USER_MODULE
-from kenotron.config.section import OURS, key, problem
+from kenotron.config.section import key, our_key, problem
 from kenotron.models.family import Family
 from kenotron.models.plan import Plan, modules
 
@@ -52,11 +52,10 @@ STRETCHED = ("linear", "dynamic", "yarn")  # rope_type whose factor is that of t
 class ForeignArchitecture(DecoderArchitecture):
     """What both kinds have."""
 
-    blocks: str | None = key(
+    blocks: str | None = our_key(
         "Names of the modules that are recomputed, compiled and sharded one by one, a star for one name between dots; "
         "null: those in the list of modules that has the most parameters.",
         None,
-        mark=OURS,
     )
     max_position_embeddings: int | None = key("Positions that the model can read; null: any number.", None, ge=1)
 
@@ -87,8 +86,8 @@ class ForeignArchitecture(DecoderArchitecture):
 class HuggingFaceArchitecture(ForeignArchitecture):
     """A model of transformers. `interop` writes this section from a config.json; the shapes repeat what is in it."""
 
-    family: str = key("The family's name.", HUGGING_FACE, mark=OURS)
-    hf_config: dict[str, Any] = key("The config.json, with the values that the run's config replaces.", {}, mark=OURS)
+    family: str = our_key("The family's name.", HUGGING_FACE)
+    hf_config: dict[str, Any] = our_key("The config.json, with the values that the run's config replaces.", {})
 
     @property
     def title(self) -> str:
@@ -157,10 +156,10 @@ def _values(config: Any, keys: Collection[str]) -> Iterator[Any]:
 class UserModuleArchitecture(ForeignArchitecture):
     """A module of your own: every key goes to its constructor, except those that only the trainer reads."""
 
-    family: str = key("The family's name.", USER_MODULE, mark=OURS)
-    module: str = key("Dotted path of an nn.Module, or of a function that returns one.", mark=OURS)
+    family: str = our_key("The family's name.", USER_MODULE)
+    module: str = our_key("Dotted path of an nn.Module, or of a function that returns one.")
     vocab_size: int = key("Width of its logits.", ge=1)
-    given: dict[str, Any] = key("The keys as they are in the YAML.", {}, mark=OURS)
+    given: dict[str, Any] = our_key("The keys as they are in the YAML.", {})
 
     @model_validator(mode="before")
     @classmethod

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from kenotron.config.decoder import Problem
-from kenotron.config.section import OURS, key
+from kenotron.config.section import key, our_key
 from kenotron.models.families.mixtral import MixtureArchitecture, SparseArchitecture, SparseStyle
 from kenotron.models.init_rules import Constant, InitRule
 
@@ -30,12 +30,11 @@ class BiasedMixtureArchitecture(MixtureArchitecture):
     topk_group: int = key("Groups that a token's experts are chosen from.", 1, ge=1)
     norm_topk_prob: bool = key("Divide the weights of a token's experts by their sum.", True)
     routed_scaling_factor: float = key("Factor on the weights of a token's experts.", 1.0, gt=0)
-    router_bias_update_rate: float = key(
+    router_bias_update_rate: float = our_key(
         "What each step adds to the bias of an expert below the mean load, and subtracts from one above it; 0: "
         "nothing.",
         0.001,
         ge=0,
-        mark=OURS,
     )
 
     def shape_problems(self) -> Iterator[Problem]:
@@ -72,8 +71,8 @@ class DeepseekV3Architecture(BiasedMixtureArchitecture, SparseArchitecture):
     # And what weights of the same shapes mean another model without: they are not reordered for it.
     shape_keys: ClassVar[tuple[str, ...]] = (*SparseArchitecture.shape_keys, "rope_interleave")
 
-    family: Literal["deepseek_v3"] = key("The family's name.", "deepseek_v3", mark=OURS)
-    is_deepseek_v3_config: bool = key("Marks the family; its value changes nothing.", True, mark=OURS)
+    family: Literal["deepseek_v3"] = our_key("The family's name.", "deepseek_v3")
+    is_deepseek_v3_config: bool = our_key("Marks the family; its value changes nothing.", True)
     attention_bias: bool = key("Biases on the down-projections to latents and on the output projection.", False)
     q_lora_rank: int | None = key("Rank of the latent that queries are projected from; null: no latent.", 1536, ge=1)
     kv_lora_rank: int = key("Rank of the latent that keys and values are projected from.", 512, ge=1)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from kenotron.config.decoder import Problem, RopeArchitecture
 from kenotron.config.errors import InputError
-from kenotron.config.section import OURS, key
+from kenotron.config.section import key, our_key
 from kenotron.models.families.starcoder2 import Starcoder2
 from kenotron.models.family import Family
 
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 class GPTNeoXArchitecture(RopeArchitecture):
     """The GPT-NeoX family, under Hugging Face's names."""
 
-    family: Literal["gpt_neox"] = key("The family's name.", "gpt_neox", mark=OURS)
-    is_gpt_neox_config: bool = key("Marks the family; its value changes nothing.", True, mark=OURS)
+    family: Literal["gpt_neox"] = our_key("The family's name.", "gpt_neox")
+    is_gpt_neox_config: bool = our_key("Marks the family; its value changes nothing.", True)
     hidden_act: str = key("Activation of the feed-forward.", "gelu")
-    layer_norm_eps: float = key("Added to the variance inside LayerNorm.", 1e-5, gt=0, mark=OURS)
+    layer_norm_eps: float = our_key("Added to the variance inside LayerNorm.", 1e-5, gt=0)
     attention_bias: bool = key("Biases on the attention projections.", True)
-    use_parallel_residual: bool = key("Attention and feed-forward side by side; false: in sequence.", True, mark=OURS)
-    rotary_pct: float = key("Fraction of a head's channels with rotary positions.", 0.25, gt=0, le=1, mark=OURS)
+    use_parallel_residual: bool = our_key("Attention and feed-forward side by side; false: in sequence.", True)
+    rotary_pct: float = our_key("Fraction of a head's channels with rotary positions.", 0.25, gt=0, le=1)
 
     @property
     def rotary_factor(self) -> float:

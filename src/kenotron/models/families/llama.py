@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from kenotron.config.decoder import RopeArchitecture
-from kenotron.config.section import EXPORT, OURS, key
+from kenotron.config.section import EXPORT, key, our_key
 from kenotron.models.family import Family
 from kenotron.models.plan import Plan
 
@@ -45,7 +45,7 @@ class LlamaStyleArchitecture(RopeArchitecture):
 class LlamaArchitecture(LlamaStyleArchitecture):
     """The Llama family, under Hugging Face's names."""
 
-    family: Literal["llama"] = key("The family's name.", "llama", mark=OURS)
+    family: Literal["llama"] = our_key("The family's name.", "llama")
     is_llama_config: bool = key("Marks the family; its value changes nothing.", True)
     attention_bias: bool = key("Biases on the attention projections.", False)
     pretraining_tp: int = key("Written to the export.", 1, mark=EXPORT)

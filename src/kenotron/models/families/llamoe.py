@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
-from kenotron.config.section import NO_EFFECT, OURS, key
+from kenotron.config.section import NO_EFFECT, key, our_key
 from kenotron.models.families.mixtral import SparseArchitecture, SparseStyle
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class LlamoeArchitecture(SparseArchitecture):
     """The keys of nanotron's LlaMoEConfig."""
 
-    family: Literal["llamoe"] = key("The family's name.", "llamoe", mark=OURS)
+    family: Literal["llamoe"] = our_key("The family's name.", "llamoe")
     is_llamoe_config: bool = key("Marks the family; its value changes nothing.", True)
     hidden_act: str = key("Accepted for old files: the experts compute with GELU.", "silu", mark=NO_EFFECT)
     moe_num_experts: int = key("Experts per layer.", 1, ge=1)
@@ -28,7 +28,7 @@ class LlamoeArchitecture(SparseArchitecture):
         "Accepted for old files: moe_expert_capacity_factor drops tokens.", 1.0, mark=NO_EFFECT
     )
     pretraining_tp: int = key("Accepted for old files.", 1, mark=NO_EFFECT)
-    router_aux_loss_coef: float = key("Weight of the load-balancing loss.", 0.0, ge=0, mark=OURS)
+    router_aux_loss_coef: float = our_key("Weight of the load-balancing loss.", 0.0, ge=0)
 
     @property
     def experts(self) -> int:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from pydantic import model_validator
 
 from kenotron.config.decoder import DecoderArchitecture, Problem
-from kenotron.config.section import EXPORT, OURS, key, problem
+from kenotron.config.section import EXPORT, key, our_key, problem
 from kenotron.models.family import Family
 from kenotron.models.init_rules import Constant, InitRule, Normal
 from kenotron.models.plan import Plan
@@ -47,15 +47,15 @@ class MambaStyleArchitecture(DecoderArchitecture):
     shape_keys = (*DecoderArchitecture.shape_keys, "inner_size", "state_size", "conv_kernel")
 
     hidden_act: Literal["silu", "swish"] = key("Activation after the convolution, and of the gate.", "silu")
-    conv_kernel: int = key("Kernel size of the convolution before the scan.", 4, ge=1, mark=OURS)
-    expand: int = key("Width inside a layer, as a multiple of hidden_size.", 2, ge=1, mark=OURS)
-    layer_norm_epsilon: float = key("Added to the mean square inside RMSNorm.", 1e-5, gt=0, mark=OURS)
-    use_bias: bool = key("Biases on the projections into and out of a layer.", False, mark=OURS)
-    use_conv_bias: bool = key("Biases in the convolution.", True, mark=OURS)
+    conv_kernel: int = our_key("Kernel size of the convolution before the scan.", 4, ge=1)
+    expand: int = our_key("Width inside a layer, as a multiple of hidden_size.", 2, ge=1)
+    layer_norm_epsilon: float = our_key("Added to the mean square inside RMSNorm.", 1e-5, gt=0)
+    use_bias: bool = our_key("Biases on the projections into and out of a layer.", False)
+    use_conv_bias: bool = our_key("Biases in the convolution.", True)
     residual_in_fp32: bool = key("Hidden states between layers in fp32, whatever model.dtype is.", True)
-    time_step_min: float = key("Smallest initial time step.", 1e-3, gt=0, mark=OURS)
-    time_step_max: float = key("Largest initial time step.", 0.1, gt=0, mark=OURS)
-    time_step_floor: float = key("Smaller initial time steps are raised to this.", 1e-4, gt=0, mark=OURS)
+    time_step_min: float = our_key("Smallest initial time step.", 1e-3, gt=0)
+    time_step_max: float = our_key("Largest initial time step.", 0.1, gt=0)
+    time_step_floor: float = our_key("Smaller initial time steps are raised to this.", 1e-4, gt=0)
     rescale_prenorm_residual: bool = key(
         "Kept for the export; training uses init_method.scaling_method.", False, mark=EXPORT
     )
@@ -79,15 +79,15 @@ class MambaStyleArchitecture(DecoderArchitecture):
 class MambaArchitecture(MambaStyleArchitecture):
     """The Mamba family, under Hugging Face's names; nanotron's are read, too."""
 
-    family: Literal["mamba"] = key("The family's name.", "mamba", mark=OURS)
+    family: Literal["mamba"] = our_key("The family's name.", "mamba")
     is_mamba_config: bool = key("Marks the family; its value changes nothing.", True)
     tie_word_embeddings: bool = key("One matrix for the embedding and the output layer.", True)
-    state_size: int = key("State size of a channel.", 16, ge=1, mark=OURS)
-    time_step_rank: int | Literal["auto"] = key(
-        "Rank of the projection that time steps come from; auto: hidden_size / 16, rounded up.", "auto", mark=OURS
+    state_size: int = our_key("State size of a channel.", 16, ge=1)
+    time_step_rank: int | Literal["auto"] = our_key(
+        "Rank of the projection that time steps come from; auto: hidden_size / 16, rounded up.", "auto"
     )
-    time_step_scale: float = key("Scale of that projection's initial weights.", 1.0, gt=0, mark=OURS)
-    time_step_init_scheme: Literal["random", "constant"] = key("Distribution of those weights.", "random", mark=OURS)
+    time_step_scale: float = our_key("Scale of that projection's initial weights.", 1.0, gt=0)
+    time_step_init_scheme: Literal["random", "constant"] = our_key("Distribution of those weights.", "random")
 
     @model_validator(mode="before")
     @classmethod

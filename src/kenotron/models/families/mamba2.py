@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from kenotron.config.decoder import Problem
-from kenotron.config.section import EXPORT, OURS, key
+from kenotron.config.section import EXPORT, key, our_key
 from kenotron.models.families.mamba import MambaStyle, MambaStyleArchitecture
 from kenotron.models.plan import Plan
 
@@ -26,7 +26,7 @@ class Mamba2StyleArchitecture(MambaStyleArchitecture):
 
     head_keys: ClassVar[tuple[str, str]] = ("num_heads", "state_size")
 
-    n_groups: int = key("Groups of heads that share B and C.", 8, ge=1, mark=OURS)
+    n_groups: int = our_key("Groups of heads that share B and C.", 8, ge=1)
     chunk_size: int = key("Written to the export; the kernel here has its own chunk length.", 256, mark=EXPORT)
 
     @property
@@ -58,17 +58,16 @@ class Mamba2StyleArchitecture(MambaStyleArchitecture):
 class Mamba2Architecture(Mamba2StyleArchitecture):
     """The Mamba-2 family, under Hugging Face's names."""
 
-    family: Literal["mamba2"] = key("The family's name.", "mamba2", mark=OURS)
-    is_mamba2_config: bool = key("Marks the family; its value changes nothing.", True, mark=OURS)
-    num_heads: int = key("Heads; num_heads * head_dim = expand * hidden_size.", 128, ge=1, mark=OURS)
-    head_dim: int = key("Channels of one head.", 64, ge=1, mark=OURS)
-    state_size: int = key("State size of a channel.", 128, ge=1, mark=OURS)
-    time_step_limit: list[float | None] = key(
+    family: Literal["mamba2"] = our_key("The family's name.", "mamba2")
+    is_mamba2_config: bool = our_key("Marks the family; its value changes nothing.", True)
+    num_heads: int = our_key("Heads; num_heads * head_dim = expand * hidden_size.", 128, ge=1)
+    head_dim: int = our_key("Channels of one head.", 64, ge=1)
+    state_size: int = our_key("State size of a channel.", 128, ge=1)
+    time_step_limit: list[float | None] = our_key(
         "Bounds of time steps in the forward pass: [minimum, maximum]; null: no bound.",
         [0.0, None],
         min_length=2,
         max_length=2,
-        mark=OURS,
     )
 
     def shape_problems(self) -> Iterator[Problem]:

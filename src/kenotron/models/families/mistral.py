@@ -5,17 +5,17 @@ Later models of the family have no window: `sliding_window: null`.
 
 from typing import Literal
 
-from kenotron.config.section import OURS, key
+from kenotron.config.section import our_key
 from kenotron.models.families.llama import LlamaStyle, LlamaStyleArchitecture
 
 
 class MistralArchitecture(LlamaStyleArchitecture):
     """The Mistral family, under Hugging Face's names."""
 
-    family: Literal["mistral"] = key("The family's name.", "mistral", mark=OURS)
-    is_mistral_config: bool = key("Marks the family; its value changes nothing.", True, mark=OURS)
-    sliding_window: int | None = key(
-        "Tokens that a token attends to, itself included; null: all before it.", 4096, ge=1, mark=OURS
+    family: Literal["mistral"] = our_key("The family's name.", "mistral")
+    is_mistral_config: bool = our_key("Marks the family; its value changes nothing.", True)
+    sliding_window: int | None = our_key(
+        "Tokens that a token attends to, itself included; null: all before it.", 4096, ge=1
     )
 
     @property

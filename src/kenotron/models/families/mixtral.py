@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from kenotron.config.decoder import DecoderArchitecture, Problem
-from kenotron.config.section import OURS, key
+from kenotron.config.section import key, our_key
 from kenotron.models.families.llama import LlamaStyle, LlamaStyleArchitecture
 from kenotron.models.init_rules import InitRule, Normal
 
@@ -25,19 +25,17 @@ class MixtureArchitecture(DecoderArchitecture):
 
     num_experts_per_tok: int = key("Experts per token.", 2, ge=1)
     router_aux_loss_coef: float = key("Weight of the load-balancing loss.", 0.001, ge=0)
-    router_aux_loss_scope: Literal["sequence", "global_batch"] = key(
+    router_aux_loss_scope: Literal["sequence", "global_batch"] = our_key(
         "What the load-balancing loss counts loads over: each sequence, or the whole global batch (of the previous "
         "step).",
         "sequence",
-        mark=OURS,
     )
-    router_z_loss_coef: float = key("Weight of the router's z-loss, a mean over tokens.", 0.0, ge=0, mark=OURS)
-    moe_expert_capacity_factor: float | None = key(
+    router_z_loss_coef: float = our_key("Weight of the router's z-loss, a mean over tokens.", 0.0, ge=0)
+    moe_expert_capacity_factor: float | None = our_key(
         "Most tokens of a sequence that an expert computes in training, as a multiple of tokens * "
         "num_experts_per_tok / experts; null: no limit, no token is dropped.",
         None,
         gt=0,
-        mark=OURS,
     )
 
     def shape_problems(self) -> Iterator[Problem]:
@@ -140,11 +138,11 @@ class SparseStyle(LlamaStyle[S]):
 class MixtralArchitecture(SparseArchitecture):
     """The Mixtral family, under Hugging Face's names."""
 
-    family: Literal["mixtral"] = key("The family's name.", "mixtral", mark=OURS)
-    is_mixtral_config: bool = key("Marks the family; its value changes nothing.", True, mark=OURS)
+    family: Literal["mixtral"] = our_key("The family's name.", "mixtral")
+    is_mixtral_config: bool = our_key("Marks the family; its value changes nothing.", True)
     num_local_experts: int = key("Experts per layer.", 8, ge=1)
-    sliding_window: int | None = key(
-        "Tokens that a token attends to, itself included; null: all before it.", None, ge=1, mark=OURS
+    sliding_window: int | None = our_key(
+        "Tokens that a token attends to, itself included; null: all before it.", None, ge=1
     )
 
     @property

@@ -24,7 +24,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
-from kenotron.config.section import OURS, key
+from kenotron.config.section import key, our_key
 from kenotron.models.families.llama import LlamaStyle, LlamaStyleArchitecture
 from kenotron.models.init_rules import Constant, InitRule
 
@@ -35,16 +35,15 @@ if TYPE_CHECKING:
 class NanoArchitecture(LlamaStyleArchitecture):
     """The nano family."""
 
-    family: Literal["nano"] = key("The family's name.", "nano", mark=OURS)
+    family: Literal["nano"] = our_key("The family's name.", "nano")
     hidden_act: str = key("Activation of the feed-forward; relu2 is the square of ReLU.", "relu2")
-    value_embeddings: bool = key(
+    value_embeddings: bool = our_key(
         "Every other layer, the last among them, adds a learned vector of the token to its values, through a gate "
         "for each head.",
         False,
-        mark=OURS,
     )
-    final_logit_softcapping: float | None = key(
-        "Bounds logits s: c tanh(s / c) for this c; null: they are not bounded.", None, mark=OURS, gt=0
+    final_logit_softcapping: float | None = our_key(
+        "Bounds logits s: c tanh(s / c) for this c; null: they are not bounded.", None, gt=0
     )
 
     def has_value_embedding(self, layer: int) -> bool:

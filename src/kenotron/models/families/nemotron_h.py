@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from kenotron.config.decoder import AttentionArchitecture, Problem
-from kenotron.config.section import EXPORT, OURS, key
+from kenotron.config.section import EXPORT, key, our_key
 from kenotron.models.families.deepseek_v3 import BiasedMixtureArchitecture
 from kenotron.models.families.mamba2 import MIXER, Mamba2Style, Mamba2StyleArchitecture
 from kenotron.models.init_rules import Constant, InitRule, Normal
@@ -51,25 +51,25 @@ class NemotronHArchitecture(BiasedMixtureArchitecture, AttentionArchitecture, Ma
         *("hybrid_override_pattern", "inner_size", "mamba_num_heads", "ssm_state_size", "n_groups", "conv_kernel"),
     )
 
-    family: Literal["nemotron_h"] = key("The family's name.", "nemotron_h", mark=OURS)
-    is_nemotron_h_config: bool = key("Marks the family; its value changes nothing.", True, mark=OURS)
-    hybrid_override_pattern: str = key(
-        "A letter per layer: M Mamba-2, * attention, - feed-forward, E experts.", PUBLISHED, min_length=1, mark=OURS
+    family: Literal["nemotron_h"] = our_key("The family's name.", "nemotron_h")
+    is_nemotron_h_config: bool = our_key("Marks the family; its value changes nothing.", True)
+    hybrid_override_pattern: str = our_key(
+        "A letter per layer: M Mamba-2, * attention, - feed-forward, E experts.", PUBLISHED, min_length=1
     )
     num_hidden_layers: int = key("Layers: letters of hybrid_override_pattern.", len(PUBLISHED), ge=1)
     hidden_act: str = key("Activation of the feed-forward (mlp_hidden_act).", "relu2")  # type: ignore[assignment]
     tie_word_embeddings: Literal[False] = key("transformers has no tied head in this family.", False)
-    mlp_bias: bool = key("Biases in the feed-forward.", False, mark=OURS)
+    mlp_bias: bool = our_key("Biases in the feed-forward.", False)
     n_routed_experts: int = key("Experts in each layer with experts.", 8, ge=1)
     moe_intermediate_size: int = key("Width inside an expert.", 7688, ge=1)
-    moe_shared_expert_intermediate_size: int = key("Width inside the shared expert.", 7688, ge=1, mark=OURS)
+    moe_shared_expert_intermediate_size: int = our_key("Width inside the shared expert.", 7688, ge=1)
     free_head_dim: int | None = key(
         "Channels of an attention head; null: hidden_size / num_attention_heads.", None, ge=1, alias="head_dim"
     )
-    mamba_num_heads: int = key("Heads of a Mamba-2 layer.", 128, ge=1, mark=OURS)
-    mamba_head_dim: int = key("Channels of a Mamba-2 head.", 64, ge=1, mark=OURS)
-    ssm_state_size: int = key("State size of a channel.", 128, ge=1, mark=OURS)
-    time_step_min: float = key("Minimum time step, initially and later (as in transformers).", 1e-3, gt=0, mark=OURS)
+    mamba_num_heads: int = our_key("Heads of a Mamba-2 layer.", 128, ge=1)
+    mamba_head_dim: int = our_key("Channels of a Mamba-2 head.", 64, ge=1)
+    ssm_state_size: int = our_key("State size of a channel.", 128, ge=1)
+    time_step_min: float = our_key("Minimum time step, initially and later (as in transformers).", 1e-3, gt=0)
     residual_in_fp32: bool = key("Hidden states between layers in fp32, whatever model.dtype is.", False)
     expand: int = key("Written to the export; the heads determine the width of a Mamba-2 layer.", 2, ge=1, mark=EXPORT)
 

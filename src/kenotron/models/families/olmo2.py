@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
-from kenotron.config.section import OURS, key
+from kenotron.config.section import key, our_key
 from kenotron.models.families.llama import LlamaStyle, LlamaStyleArchitecture
 
 if TYPE_CHECKING:
@@ -20,8 +20,8 @@ Q_NORM, K_NORM = "model.layers.*.self_attn.q_norm", "model.layers.*.self_attn.k_
 class Olmo2Architecture(LlamaStyleArchitecture):
     """The OLMo 2 family, under Hugging Face's names."""
 
-    family: Literal["olmo2"] = key("The family's name.", "olmo2", mark=OURS)
-    is_olmo2_config: bool = key("Marks the family; its value changes nothing.", True, mark=OURS)
+    family: Literal["olmo2"] = our_key("The family's name.", "olmo2")
+    is_olmo2_config: bool = our_key("Marks the family; its value changes nothing.", True)
     attention_bias: bool = key("Biases on the attention projections.", False)
 
 

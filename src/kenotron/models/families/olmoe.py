@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
-from kenotron.config.section import OURS, key
+from kenotron.config.section import key, our_key
 from kenotron.models.families.mixtral import SparseArchitecture, SparseStyle
 from kenotron.models.families.olmo2 import K_NORM, Q_NORM, attention_with_norms
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 class OlmoeArchitecture(SparseArchitecture):
     """The OLMoE family, under Hugging Face's names."""
 
-    family: Literal["olmoe"] = key("The family's name.", "olmoe", mark=OURS)
-    is_olmoe_config: bool = key("Marks the family; its value changes nothing.", True, mark=OURS)
+    family: Literal["olmoe"] = our_key("The family's name.", "olmoe")
+    is_olmoe_config: bool = our_key("Marks the family; its value changes nothing.", True)
     attention_bias: bool = key("Biases on the attention projections.", False)
     num_experts: int = key("Experts per layer.", 64, ge=1)
     num_experts_per_tok: int = key("Experts per token.", 8, ge=1)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from kenotron.config.decoder import Problem
 from kenotron.config.errors import InputError
-from kenotron.config.section import NO_EFFECT, OURS, Section, key
+from kenotron.config.section import NO_EFFECT, Section, key, our_key
 from kenotron.models.families.llama import LlamaStyleArchitecture
 from kenotron.models.families.mixtral import SparseStyle
 
@@ -51,7 +51,7 @@ class Qwen2Architecture(LlamaStyleArchitecture):
         "ring_attn_heads_k_stride",
     )
 
-    family: Literal["qwen2"] = key("The family's name.", "qwen2", mark=OURS)
+    family: Literal["qwen2"] = our_key("The family's name.", "qwen2")
     is_qwen2_config: bool = key("Marks the family; its value changes nothing.", True)
     attention_bias: bool = key("Biases on the query, key and value projections (Hugging Face's Qwen2 has them).", False)
     pretraining_tp: int = key("Accepted for old files.", 1, mark=NO_EFFECT)

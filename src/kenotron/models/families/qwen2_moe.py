@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from kenotron.config.section import OURS, key
+from kenotron.config.section import key, our_key
 from kenotron.models.families.mixtral import SparseArchitecture, SparseStyle
 
 if TYPE_CHECKING:
@@ -42,8 +42,8 @@ class QwenSparseArchitecture(SparseArchitecture):
 class Qwen2MoeArchitecture(QwenSparseArchitecture):
     """The Qwen2-MoE family, under Hugging Face's names."""
 
-    family: Literal["qwen2_moe"] = key("The family's name.", "qwen2_moe", mark=OURS)
-    is_qwen2_moe_config: bool = key("Marks the family; its value changes nothing.", True, mark=OURS)
+    family: Literal["qwen2_moe"] = our_key("The family's name.", "qwen2_moe")
+    is_qwen2_moe_config: bool = our_key("Marks the family; its value changes nothing.", True)
     qkv_bias: bool = key("Biases on the query, key and value projections.", True)
     shared_expert_intermediate_size: int = key("Width inside the shared expert.", 5632, ge=1)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
-from kenotron.config.section import OURS, key
+from kenotron.config.section import key, our_key
 from kenotron.models.families.llama import LlamaStyle, LlamaStyleArchitecture
 
 if TYPE_CHECKING:
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 class Qwen3Architecture(LlamaStyleArchitecture):
     """The dense Qwen3 family, under Hugging Face's names."""
 
-    family: Literal["qwen3"] = key("The family's name.", "qwen3", mark=OURS)
-    is_qwen3_config: bool = key("Marks the family; its value changes nothing.", True, mark=OURS)
+    family: Literal["qwen3"] = our_key("The family's name.", "qwen3")
+    is_qwen3_config: bool = our_key("Marks the family; its value changes nothing.", True)
     attention_bias: bool = key("Biases on the attention projections.", False)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from kenotron.config.section import OURS, key
+from kenotron.config.section import key, our_key
 from kenotron.models.families.mixtral import SparseStyle
 from kenotron.models.families.qwen2_moe import QwenSparseArchitecture
 from kenotron.models.families.qwen3 import Qwen3, attention_with_head_norms
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class Qwen3MoeArchitecture(QwenSparseArchitecture):
     """The Qwen3-MoE family, under Hugging Face's names."""
 
-    family: Literal["qwen3_moe"] = key("The family's name.", "qwen3_moe", mark=OURS)
-    is_qwen3_moe_config: bool = key("Marks the family; its value changes nothing.", True, mark=OURS)
+    family: Literal["qwen3_moe"] = our_key("The family's name.", "qwen3_moe")
+    is_qwen3_moe_config: bool = our_key("Marks the family; its value changes nothing.", True)
     attention_bias: bool = key("Biases on the attention projections.", False)
     num_experts_per_tok: int = key("Experts per token.", 8, ge=1)
     num_experts: int = key("Experts per layer.", 128, ge=1)

@@ -10,22 +10,21 @@ from collections.abc import Iterator
 from typing import Literal
 
 from kenotron.config.decoder import Problem
-from kenotron.config.section import OURS, key
+from kenotron.config.section import key, our_key
 from kenotron.models.families.llama import LlamaStyle, LlamaStyleArchitecture
 
 
 class SmolLM3Architecture(LlamaStyleArchitecture):
     """The SmolLM3 family, under Hugging Face's names."""
 
-    family: Literal["smollm3"] = key("The family's name.", "smollm3", mark=OURS)
-    is_smollm3_config: bool = key("Marks the family; its value changes nothing.", True, mark=OURS)
+    family: Literal["smollm3"] = our_key("The family's name.", "smollm3")
+    is_smollm3_config: bool = our_key("Marks the family; its value changes nothing.", True)
     attention_bias: bool = key("Biases on the attention projections.", False)
-    no_rope_layer_interval: int = key("N: every N-th layer has no rotary positions.", 4, ge=1, mark=OURS)
-    no_rope_layers: list[Literal[0, 1]] | None = key(
+    no_rope_layer_interval: int = our_key("N: every N-th layer has no rotary positions.", 4, ge=1)
+    no_rope_layers: list[Literal[0, 1]] | None = our_key(
         "Layer by layer, 1: rotary positions, 0: none (so Hugging Face has it, despite the name); null: by "
         "no_rope_layer_interval.",
         None,
-        mark=OURS,
     )
 
     def uses_rope(self, layer: int) -> bool:

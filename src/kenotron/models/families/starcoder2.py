@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import ValidationInfo, field_validator
 
 from kenotron.config.decoder import Problem, RopeArchitecture
-from kenotron.config.section import NO_EFFECT, OURS, key
+from kenotron.config.section import NO_EFFECT, key, our_key
 from kenotron.models.families.llama import LlamaStyle
 from kenotron.models.family import Family
 
@@ -48,7 +48,7 @@ class Starcoder2Architecture(RopeArchitecture):
         "sliding_window_size": "sliding_window",
     }
 
-    family: Literal["starcoder2"] = key("The family's name.", "starcoder2", mark=OURS)
+    family: Literal["starcoder2"] = our_key("The family's name.", "starcoder2")
     is_starcoder2_config: bool = key("Marks the family; its value changes nothing.", True)
     bos_token_id: int = key("Token that starts a generated text.", 49152, ge=0)
     eos_token_id: int = key("Token that ends a text.", 49152, ge=0)
@@ -63,10 +63,10 @@ class Starcoder2Architecture(RopeArchitecture):
     num_key_value_heads: int | None = key("Key and value heads (num_kv_heads); null: one.", None, ge=1)
     tie_word_embeddings: bool = key("One matrix for the embedding and the output layer.", True)
     vocab_size: int = key("Rows of the embedding before padding.", 49280, ge=1)
-    norm_epsilon: float = key("Added to the variance inside LayerNorm (layer_norm_epsilon).", 1e-5, gt=0, mark=OURS)
-    use_bias: bool = key("Biases on all projections.", True, mark=OURS)
-    sliding_window: int | None = key(
-        "Tokens that a token attends to, itself included (sliding_window_size); null: all.", None, ge=1, mark=OURS
+    norm_epsilon: float = our_key("Added to the variance inside LayerNorm (layer_norm_epsilon).", 1e-5, gt=0)
+    use_bias: bool = our_key("Biases on all projections.", True)
+    sliding_window: int | None = our_key(
+        "Tokens that a token attends to, itself included (sliding_window_size); null: all.", None, ge=1
     )
     grouped_query: bool = key(
         "nanotron's flag for several key and value heads; needs num_kv_heads.", False, mark=NO_EFFECT
