@@ -30,7 +30,7 @@ from kenotron.parallel.ranks import gather, gather_at, raise_on_any_rank, rank_a
 from kenotron.storage.files import sync_folder, temporary_beside
 
 if TYPE_CHECKING:
-    from kenotron.checkpoint.plan import Planner
+    from kenotron.checkpoint.plan import Parts, Plan, Planner
     from kenotron.checkpoint.tensors import Tensors
 
 OF_TENSORS = ("model", "optimizer", "hooks")
@@ -73,10 +73,13 @@ def save(
         CheckpointError: disk full, no permission, a state that JSON cannot hold. Nothing of this save is
             left, and every checkpoint from before is untouched.
     """
+    from kenotron.checkpoint.plan import Planner
+    from kenotron.checkpoint.tensors import shards
+
     started = time.perf_counter()
     final = Path(root) / str(step)
     given = zip(OF_TENSORS, (model, optimizer, hooks), strict=True)
-    parts = {folder: tensors for folder, tensors in given if tensors is not None}
+    parts = {folder: shards(tensors) for folder, tensors in given if tensors is not None}
 
     def begin() -> Path:
         plain(state, "state")  # before gigabytes are written
@@ -86,7 +89,8 @@ def save(
         ranks = ranks_with(str(root))
         small = small_files(config_yaml, model_config, partial(tokenizer_files, save_tokenizer), data)
         temporary = run_on_first(ranks, begin)
-        files = _write(temporary, parts, small, open_file, planner)
+        plan = (planner or Planner()).plan(parts)
+        files = _write(temporary, parts, plan, small, open_file)
         size = run_on_first(ranks, lambda: commit(temporary, final, plain(state, "state"), files))
     return Saved(final, size, time.perf_counter() - started)
 
@@ -107,22 +111,13 @@ def begin_folder(final: Path, folders: list[str], cleanup: ExitStack) -> Path:
 
 
 def _write(
-    temporary: Path,
-    parts: dict[str, Tensors],
-    small: dict[str, bytes],
-    open_file: OpenFile,
-    planner: Planner | None,
+    temporary: Path, parts: Parts, plan: Plan, small: dict[str, bytes], open_file: OpenFile
 ) -> dict[str, FileRecord]:
     """Each rank writes its share; returns the records of all files in this rank's `temporary`."""
-    from kenotron.checkpoint.plan import Planner
     from kenotron.checkpoint.tensor_writer import write_files
-    from kenotron.checkpoint.tensors import shards
-
-    held = {folder: shards(tensors) for folder, tensors in parts.items()}
-    plan = (planner or Planner()).plan(held)
 
     def write() -> dict[str, FileRecord]:
-        return write_files(temporary, plan, held, open_file) | write_small(temporary, small)
+        return write_files(temporary, plan, parts, open_file) | write_small(temporary, small)
 
     return in_order(gather_at(str(temporary), raise_on_any_rank(write)))
 
