@@ -84,7 +84,7 @@ def verify(
 ) -> None:
     """Compare every file with its checksum. Exit code 1 if anything is damaged or missing."""
     checks = _remote_checks(path) if is_remote(path) else _local_checks(Path(path))
-    problems = {step: verify_one(step, check, show_progress=not as_json) for step, check in checks.items()}
+    problems = {step: _verify_one(step, check, show_progress=not as_json) for step, check in checks.items()}
     if as_json:
         _print_json(problems)
     else:
@@ -157,7 +157,7 @@ def _damaged_among_newest(folder: str, keep_last: int) -> list[int]:
     """The steps of damaged checkpoints that are newer than the oldest of `keep_last` intact ones."""
     damaged, intact = [], 0
     for entry in reversed([entry for entry in list_checkpoints(folder) if entry.manifest]):
-        problems = verify_one(str(entry.path), partial(verify_checkpoint, entry.path), show_progress=True)
+        problems = verified(entry)
         if problems:
             damaged.append(entry.step)
             print(f"warning: {problems[0]}; checkpoint {entry.step} is kept and not counted", file=sys.stderr)
@@ -203,12 +203,17 @@ def _remote_checks(url: str) -> dict[str, Check]:
     return {str(entry.path): partial(remote.verify, entry.step) for entry in _all_in(url)}
 
 
-def verify_one(path: str, check: Check, show_progress: bool) -> list[str]:
+def _verify_one(path: str, check: Check, show_progress: bool) -> list[str]:
     """What `check` finds wrong with the checkpoint, with a bar on a terminal."""
     if not show_progress:
         return check()
     with progress_bar(f"verifying {path}") as progress:
         return check(progress=progress)
+
+
+def verified(entry: CheckpointFolder) -> list[str]:
+    """What is wrong with a checkpoint, with a bar on a terminal."""
+    return _verify_one(str(entry.path), partial(verify_checkpoint, entry.path), show_progress=True)
 
 
 def _summary(entry: Entry) -> dict[str, Any]:

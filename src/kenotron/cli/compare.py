@@ -6,9 +6,8 @@ Exit code 0: they agree; 1: they do not.
 from __future__ import annotations
 
 import sys
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -18,13 +17,6 @@ if TYPE_CHECKING:
     from kenotron.training.compare import Comparison
 
 
-class Dtype(StrEnum):
-    """Values of `--dtype`."""
-
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-
-
 def compare(
     file: Annotated[Path, typer.Argument(help="The YAML file of the run.")],
     overrides: Annotated[
@@ -32,7 +24,8 @@ def compare(
     ],
     steps: Annotated[int, typer.Option(help="Steps to train on each layout.", min=1)] = 10,
     dtype: Annotated[
-        Dtype | None, typer.Option(help="Run both layouts in this dtype; float32 sees much smaller faults.")
+        Literal["float32", "bfloat16"] | None,
+        typer.Option(help="Run both layouts in this dtype; float32 sees much smaller faults."),
     ] = None,
 ) -> None:
     """Train a few steps on two layouts, and check that they agree up to rounding.

@@ -1,9 +1,8 @@
 """`kenotron data tokenize | merge | train-tokenizer`: from text to tokens on disk."""
 
 import re
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -18,17 +17,9 @@ Inputs = Annotated[
 Column = Annotated[str, typer.Option(help="The column that contains the text.")]
 Split = Annotated[str, typer.Option(help="Split of a Hugging Face dataset.")]
 ConfigName = Annotated[str | None, typer.Option(help="Configuration of a Hugging Face dataset.")]
-
-
-class BadDocuments(StrEnum):
-    """What `--on-bad-document` takes."""
-
-    ERROR = "error"
-    SKIP = "skip"
-
-
 OnBad = Annotated[
-    BadDocuments, typer.Option(help="A row, line or end of a file that cannot be read: an error, or skip and count.")
+    Literal["error", "skip"],
+    typer.Option(help="A row, line or end of a file that cannot be read: an error, or skip and count."),
 ]
 
 
@@ -58,7 +49,7 @@ def tokenize(
     repeat: Annotated[
         str | None, typer.Option(help="module.function(row, file) -> int: how many times to write a row.")
     ] = None,
-    on_bad_document: OnBad = BadDocuments.ERROR,
+    on_bad_document: OnBad = "error",
     share: Annotated[
         str | None, typer.Option(metavar="I/N", help="Make one of N shares of the output: 0/N to N-1/N, on N machines.")
     ] = None,
@@ -81,7 +72,7 @@ def tokenize(
         shard_megabytes=shard_size,
         filter=filter,
         repeat=repeat,
-        skip_bad=on_bad_document is BadDocuments.SKIP,
+        skip_bad=on_bad_document == "skip",
     )
     part = (0, 1) if share is None else _share(share)
     made = work(inputs, load_tokenizer(tokenizer), output, options, workers or cores(), to_stderr, part)
@@ -130,7 +121,7 @@ def train_tokenizer(
     max_characters: Annotated[
         int, typer.Option(help="Number of characters to train on, from the beginning of each INPUT.", min=1)
     ] = 200_000_000,
-    on_bad_document: OnBad = BadDocuments.ERROR,
+    on_bad_document: OnBad = "error",
 ) -> None:
     """Train a byte-level BPE."""
     from kenotron.prepare.inputs import first_texts, open_input
@@ -139,7 +130,7 @@ def train_tokenizer(
     from kenotron.text.byte_level_bpe import train_byte_level_bpe
 
     on_this_machine(output, "--output")
-    skip_bad = on_bad_document is BadDocuments.SKIP
+    skip_bad = on_bad_document == "skip"
     texts = [open_input(name, column, split, config_name, skip_bad) for name in inputs]
     with scratch_beside(output) as folder:
         tokenizer = train_byte_level_bpe(first_texts(texts, max_characters), vocab_size)

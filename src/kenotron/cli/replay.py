@@ -3,17 +3,11 @@
 Exit code 0: the numbers are equal; 1: they are not.
 """
 
-from __future__ import annotations
-
 import sys
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
-
-if TYPE_CHECKING:
-    from kenotron.checkpoint.folders import CheckpointFolder
 
 
 def replay(
@@ -26,9 +20,10 @@ def replay(
 
     Exit code 0: the numbers are equal; 1: they are not.
     """
+    from kenotron.cli.checkpoint import verified
     from kenotron.launch.replaying import replay as compute_again
 
-    found = compute_again(checkpoints, step, overrides or [], log_dir=log_dir, verified=_verified)
+    found = compute_again(checkpoints, step, overrides or [], log_dir=log_dir, verified=verified)
     if found is None:
         return
     if not found.equal:
@@ -41,11 +36,3 @@ def replay(
     some = f"; the log has {found.compared} of these {steps} steps" if found.compared < steps else ""
     verdict = "equal up to rounding" if found.rounding else "every number is equal"
     print(f"steps {found.first} to {found.last}: {verdict}{some}")
-
-
-def _verified(entry: CheckpointFolder) -> list[str]:
-    """What is wrong with a checkpoint, with a bar on a terminal."""
-    from kenotron.checkpoint.folders import verify
-    from kenotron.cli.checkpoint import verify_one
-
-    return verify_one(str(entry.path), partial(verify, entry.path), show_progress=True)

@@ -7,24 +7,15 @@ kenotron submit my.yaml --gpus-per-node 8 --array optimizer.learning_rate_schedu
 
 import json
 import subprocess
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from kenotron.cli.tables import to_stderr
 from kenotron.config.errors import InputError
 
-
-class To(StrEnum):
-    """Values of `--to`."""
-
-    slurm = "slurm"
-    trainjob = "trainjob"
-    skypilot = "skypilot"
-
-
+To = Literal["slurm", "trainjob", "skypilot"]
 LogDir = Annotated[Path, typer.Option("--log-dir", help="The runs' logging.log_dir.")]
 JobName = Annotated[str | None, typer.Argument(help="Number or name of a job; default: the newest.")]
 Values = Annotated[list[str] | None, typer.Option("--env", help="NAME=VALUE for the job's environment; repeatable.")]
@@ -48,17 +39,17 @@ def submit(
     chain: Annotated[int, typer.Option(min=1, help="Number of jobs that continue the run, one after the other.")] = 1,
     array: Annotated[str | None, typer.Option(help="KEY=VALUE,VALUE,…: a job array, one run per value.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the job script.")] = False,
-    to: Annotated[To, typer.Option(help="With --dry-run: for Slurm, Kubeflow Trainer, or SkyPilot.")] = To.slurm,
+    to: Annotated[To, typer.Option(help="With --dry-run: for Slurm, Kubeflow Trainer, or SkyPilot.")] = "slurm",
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Print the job's output as it arrives.")] = False,
 ) -> None:
     """Train a config as a job of Slurm. It saves before its time limit, is requeued, and resumes."""
     from kenotron.launch.slurm.submitting import submit as submit_jobs
 
-    if to is not To.slurm:
+    if to != "slurm":
         slurms: dict[str, object] = {"--site": site != "generic", "--time": time, "--account": account, "--qos": qos}
         slurms |= {"--partition": partition, "--sbatch": sbatch, "--env": env, "--pre-launch": pre_launch}
         slurms |= {"--array": array, "--chain": chain > 1, "--save-seconds": save_seconds != 300, "--follow": follow}
-        slurms |= {"--container": container if to is To.skypilot else None}
+        slurms |= {"--container": container if to == "skypilot" else None}
         if unused := [name for name, value in slurms.items() if value]:
             raise InputError(f"{unused[0]}: has no effect with --to {to}")
         if not dry_run:
@@ -93,12 +84,7 @@ def submit(
 
 
 def _elsewhere(
-    to: To,
-    file: Path,
-    overrides: list[str],
-    nodes: int | None,
-    gpus_per_node: int | None,
-    image: str | None,
+    to: To, file: Path, overrides: list[str], nodes: int | None, gpus_per_node: int | None, image: str | None
 ) -> str:
     """The file that starts the run there."""
     from kenotron.launch.clouds import skypilot, trainjob
@@ -107,7 +93,7 @@ def _elsewhere(
     (config,) = configs_of(file, overrides, None, to_stderr)
     count = nodes_of(config, nodes, gpus_per_node or 0)
     gpus = gpus_per_node or config.parallelism.world_size
-    if to is To.trainjob:
+    if to == "trainjob":
         return trainjob(config, count, gpus, image, to_stderr)
     return skypilot(config, count, gpus, file, overrides, to_stderr)
 
