@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import xxhash
 
@@ -72,47 +72,52 @@ class HashedFile:
     """A new file whose XXH3 is computed from the bytes on their way to the disk, so nothing is read back.
 
     Leaving the `with` block syncs the file and sets `record`. An error removes nothing: the owner of the
-    folder does that.
+    folder does that. `size`, the bytes to be written, is for writers that reserve space.
     """
 
     record: FileRecord
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, size: int = 0) -> None:
         self.path = path
         self._hash = xxhash.xxh3_64()
         self._bytes = 0
         with refusing("create", path):
-            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            self._file = self._open(size)
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Append all of `data`: a short write (a signal, Linux's limit of 2 GiB) is continued."""
+        """Append all of `data`."""
         view = memoryview(data).cast("B")
         for start in range(0, len(view), BLOCK_BYTES):
             block = view[start : start + BLOCK_BYTES]
             self._hash.update(block)
             with refusing("write", self.path):
-                while block:
-                    block = block[os.write(self._file, block) :]
+                self._append(block)
         self._bytes += len(view)
 
-    def __enter__(self) -> HashedFile:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        with refusing("sync", self.path):
+            self._close(sync=kind is None)
+        if kind is None:
+            self.record = FileRecord(self._bytes, self._hash.hexdigest())
+
+    def _open(self, size: int) -> int:
+        return os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+    def _append(self, block: memoryview) -> None:
+        while block:  # a short write (a signal, Linux's limit of 2 GiB) is continued
+            block = block[os.write(self._file, block) :]
+
+    def _close(self, sync: bool) -> None:
         try:
-            if kind is None:
-                with refusing("sync", self.path):
-                    os.fsync(self._file)
-                self.record = FileRecord(self._bytes, self._hash.hexdigest())
+            if sync:
+                os.fsync(self._file)
         finally:
             os.close(self._file)
-
-
-def hashed_file(path: Path, size: int) -> HashedFile:
-    """The writer `python`. `size`, the bytes to be written, is for writers that reserve space."""
-    return HashedFile(path)
 
 
 def write_file(path: Path, data: bytes) -> FileRecord:

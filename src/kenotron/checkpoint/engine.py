@@ -32,7 +32,7 @@ BUILT_IN = {
 }
 
 
-WRITERS = {"python": "kenotron.checkpoint.durable.hashed_file", "native": "kenotron.checkpoint.native.NativeFile"}
+WRITERS = {"python": "kenotron.checkpoint.durable.HashedFile", "native": "kenotron.checkpoint.native.NativeFile"}
 
 
 @dataclass(frozen=True)

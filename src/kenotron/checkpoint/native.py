@@ -14,12 +14,10 @@ from __future__ import annotations
 import ctypes
 import os
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
-import xxhash
 
-from kenotron.checkpoint.durable import BLOCK_BYTES, FileRecord, refusal
+from kenotron.checkpoint.durable import HashedFile, refusing
 from kenotron.storage.native import load_library
 
 THREADS = 4  # of each file: requests that the disk has at once
@@ -31,41 +29,24 @@ LIBRARY.file_append.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_
 LIBRARY.file_close.argtypes = [ctypes.c_void_p, ctypes.c_int]
 
 
-class NativeFile:
-    """A new file of `size` bytes, or however many are written; a `FileWriter`."""
+class NativeFile(HashedFile):
+    """A new file of `size` bytes, or however many are written. An error may be that of an earlier call."""
 
-    record: FileRecord
-
-    def __init__(self, path: Path, size: int) -> None:
-        self.path = path
-        self._hash = xxhash.xxh3_64()
-        self._bytes = 0
+    def _open(self, size: int) -> int:
         error = ctypes.c_int(0)
-        self._file = LIBRARY.file_open(os.fsencode(path), size, THREADS, ctypes.byref(error))
-        self._check("create", error.value)
+        file: int = LIBRARY.file_open(os.fsencode(self.path), size, THREADS, ctypes.byref(error))
+        _check(error.value)
+        return file
 
-    def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Append all of `data`. An error may be that of an earlier call."""
-        if not len(data):
-            return
-        view = np.frombuffer(data, np.uint8)
-        for start in range(0, len(view), BLOCK_BYTES):
-            block = view[start : start + BLOCK_BYTES]
-            self._hash.update(block.data)
-            self._check("write", LIBRARY.file_append(self._file, block.ctypes.data, len(block)))
-        self._bytes += len(view)
+    def _append(self, block: memoryview) -> None:
+        _check(LIBRARY.file_append(self._file, np.frombuffer(block, np.uint8).ctypes.data, len(block)))
 
-    def __enter__(self) -> NativeFile:
-        return self
+    def _close(self, sync: bool) -> None:
+        error = LIBRARY.file_close(self._file, sync)
+        with refusing("write", self.path):
+            _check(error if sync else 0)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        failed = LIBRARY.file_close(self._file, kind is None)
-        if kind is None:
-            self._check("write", failed)
-            self.record = FileRecord(self._bytes, self._hash.hexdigest())
 
-    def _check(self, doing: str, error: int) -> None:
-        if error:
-            raise refusal(doing, self.path, OSError(error, os.strerror(error)))
+def _check(error: int) -> None:
+    if error:
+        raise OSError(error, os.strerror(error))

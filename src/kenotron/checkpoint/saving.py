@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kenotron.checkpoint.durable import FileRecord, hashed_file, locked, make_folder, refusing, write_file
+from kenotron.checkpoint.durable import FileRecord, HashedFile, locked, make_folder, refusing, write_file
 from kenotron.checkpoint.engine import Saved
 from kenotron.checkpoint.file_writer import OpenFile
 from kenotron.checkpoint.folders import list_checkpoints, publish, quiet
@@ -49,7 +49,7 @@ def save(
     save_tokenizer: Callable[[Path], None] | None = None,
     data: dict[str, Callable[[], bytes]] | None = None,
     hooks: Tensors | None = None,
-    open_file: OpenFile = hashed_file,
+    open_file: OpenFile = HashedFile,
     planner: Planner | None = None,
 ) -> Saved:
     """Write checkpoint `<root>/<step>`; it is complete and synced when this returns.
