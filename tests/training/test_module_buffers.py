@@ -127,7 +127,8 @@ def test_validation_and_generation_leave_them(tmp_path: Path) -> None:
         with evaluating(run), torch.no_grad():
             evaluate(run, to_device(batch, run))
         assert equal_bits(run.model.saved_buffers(), before)
-        snapshot = Snapshot(run)
+        snapshot = Snapshot()
+        snapshot.take(run)
         train_step(run, [batch])
         assert int(run.model.saved_buffers()["seen"]) == 128
         snapshot.restore(run)

@@ -192,9 +192,6 @@ class Steps:
 class Copy:
     """A snapshot that remembers its step."""
 
-    def __init__(self, run: Any) -> None:
-        self.take(run)
-
     def take(self, run: Any) -> None:
         self.step = run.step
 

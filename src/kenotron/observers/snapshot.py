@@ -1,6 +1,7 @@
 """A copy of what a step changes, in host memory: this rank's shards of weights and optimizer.
 
-    snapshot = Snapshot(run)       # after step 50
+    snapshot = Snapshot()
+    snapshot.take(run)             # after step 50
     …                              # steps 51 to 57
     snapshot.restore(run)          # weights, moments and counters of step 50, to the bit; `run.step` stays 57
 
@@ -30,10 +31,9 @@ if TYPE_CHECKING:
 class Snapshot:
     """The state after step `step`, which `take` replaces in place: memory is allocated once."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
         self.optimizer: dict[str, dict[str, Any]] = {}
-        self.take(run)
 
     @torch.no_grad()
     def take(self, run: Run) -> None:

@@ -54,6 +54,7 @@ class SpikeGuard(Hook):
 
     def __init__(self, settings: Spikes) -> None:
         self.settings = settings
+        self.snapshot = Snapshot()
         self.window: list[list[float]] = []  # [lm_loss, grad_norm] of the last steps that were accepted
         self.stage = 0  # first step of the stage of those
         self.refused = False  # this step, by this hook
@@ -92,10 +93,7 @@ class SpikeGuard(Hook):
             self.rollbacks = 0
 
     def _take_snapshot(self, run: Run) -> None:
-        if not hasattr(self, "snapshot"):
-            self.snapshot = Snapshot(run)
-        else:
-            self.snapshot.take(run)
+        self.snapshot.take(run)
         self.window_of_snapshot, self.stage_of_snapshot = self.window, self.stage
 
     def _leave_out(self, run: Run, result: StepResult) -> None:
