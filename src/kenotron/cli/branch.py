@@ -12,7 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kenotron.checkpoint.folders import list_checkpoints
 from kenotron.cli.tables import to_stderr
+from kenotron.config.errors import InputError
+from kenotron.config.remote import is_remote
 
 if TYPE_CHECKING:
     from kenotron.config import Config
@@ -36,7 +39,6 @@ def branch(
     from kenotron.config import load
     from kenotron.config.dialects import upgrade
     from kenotron.config.document import read
-    from kenotron.config.errors import InputError
     from kenotron.config.overrides import apply
     from kenotron.config.writing import dump, inline
 
@@ -80,8 +82,6 @@ def branch(
 
 def _source(config: Config, step: int) -> str:
     """Where the run's checkpoint of `step` is: in its folder, or only where that is uploaded to."""
-    from kenotron.checkpoint.folders import list_checkpoints
-    from kenotron.config.remote import is_remote
 
     saved = config.checkpoints.checkpoints_path.rstrip("/")
     if config.upload_url is None or is_remote(saved):
@@ -93,7 +93,6 @@ def _source(config: Config, step: int) -> str:
 def _rate(checkpoints: str, step: int) -> float:
     """The learning rate of the last step before the checkpoint, local or in a store."""
     from kenotron.checkpoint.manifest import read_manifest
-    from kenotron.config.remote import is_remote
     from kenotron.config.resolved import read_resolved
     from kenotron.optim.schedule import learning_rate
 
@@ -110,8 +109,6 @@ def _rate(checkpoints: str, step: int) -> float:
 
 
 def _checkpoint(root: Path, step: int) -> Path:
-    from kenotron.checkpoint.folders import list_checkpoints
-    from kenotron.config.errors import InputError
 
     sound = {entry.step: entry.path for entry in list_checkpoints(root) if entry.manifest}
     if step not in sound:

@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from kenotron.checkpoint.folders import newest_complete
 from kenotron.cli.tables import to_stderr
 from kenotron.config import Config, dump, load, refuse_unsupported
 from kenotron.config import diff as differences
@@ -93,7 +94,6 @@ def _check_code(config: Config) -> None:
 
 def _check_paths(config: Config) -> None:
     """Raises InputError: a missing path of the tokenizer, the architecture or what the run begins from."""
-    from kenotron.checkpoint.folders import newest_complete
 
     begins = newest_complete(config.checkpoint_folder) is None  # else its own checkpoint comes before all others
     for key, path in {
@@ -166,7 +166,6 @@ def _check_sources(config: Config) -> None:
 def _next_step(config: Config) -> int:
     """The step with which the data of the run go on: those of stages that are over may be gone, unless it validates,
     for which the first stage is read."""
-    from kenotron.checkpoint.folders import newest_complete
     from kenotron.checkpoint.manifest import read_manifest
 
     newest = newest_complete(config.checkpoint_folder)

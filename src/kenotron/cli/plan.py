@@ -12,6 +12,7 @@ import typer
 
 from kenotron.cli.config import File, Overrides
 from kenotron.cli.tables import print_table, progress_bar, to_stderr
+from kenotron.config.errors import InputError, counted, os_errors
 
 if TYPE_CHECKING:
     from kenotron.config import Config
@@ -54,7 +55,6 @@ def plan(
 
     Exit code 1: it does not fit.
     """
-    from kenotron.config.errors import InputError, os_errors
     from kenotron.planner.hardware import GPUS
     from kenotron.planner.page import page_data, page_of
     from kenotron.planner.planning import plan_run
@@ -127,7 +127,6 @@ def _memory(config: Config, gpu: Gpu | None) -> int | None:
 def _serve(
     file: str, overrides: list[str], gpu: str | None, device: Callable[[str | None], Gpu | None], port: int
 ) -> None:
-    from kenotron.config.errors import InputError
     from kenotron.planner.planning import plan_run
     from kenotron.planner.serving import Server, serve
 
@@ -194,7 +193,6 @@ def _print_speed(plan: Plan, speed: Speed) -> None:
 
 
 def _print_layouts(layouts: Sequence[Layout], gpu: Gpu, ranks: int, as_json: bool) -> None:
-    from kenotron.config.errors import counted
     from kenotron.planner.hardware import GIB
     from kenotron.planner.search import why
 

@@ -14,6 +14,7 @@ import typer
 
 from kenotron.cli.tables import to_stderr
 from kenotron.config.errors import InputError
+from kenotron.launch.slurm import jobs
 
 To = Literal["slurm", "trainjob", "skypilot"]
 LogDir = Annotated[Path, typer.Option("--log-dir", help="The runs' logging.log_dir.")]
@@ -100,7 +101,6 @@ def _elsewhere(
 
 def status(log_dir: LogDir = Path("logs")) -> None:
     """List the jobs submitted from here: their state in Slurm, and the step that each has reached."""
-    from kenotron.launch.slurm import jobs
 
     found = jobs.records(log_dir)
     if not found:
@@ -117,7 +117,6 @@ def logs(
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Keep printing while the job writes.")] = False,
 ) -> None:
     """Print the end of a job's output."""
-    from kenotron.launch.slurm import jobs
 
     record = jobs.find(log_dir, job)
     if record.id != job:
@@ -136,7 +135,6 @@ def cancel(
     job: Annotated[str, typer.Argument(help="Number or name of a job.")], log_dir: LogDir = Path("logs")
 ) -> None:
     """Cancel a job and those that wait for it (--chain). Its run saves a checkpoint if Slurm leaves it the time."""
-    from kenotron.launch.slurm import jobs
 
     record = jobs.find(log_dir, job)
     chain = [each for each in jobs.chain_of(log_dir, record) if record.id != job or int(each.id) >= int(job)]
