@@ -123,7 +123,7 @@ class LocalTier:
         self._open()
         found = any(gather(bool(self._folders())))
         self.remove()
-        self._wait(self.removal)
+        self._wait()
         if found:
             self.warn(f"--fresh: the local checkpoints in {self.run_folder} were removed")
         run_on_rank0(lambda: durable.new_run_id(self.config.checkpoint_folder))
@@ -152,7 +152,7 @@ class LocalTier:
     def close(self) -> None:
         """The run has ended normally: remove everything."""
         self.remove()
-        self._wait(self.removal)
+        self._wait()
 
     # ---- what the machines hold --------------------------------------------------------------------------------
 
@@ -260,7 +260,7 @@ class LocalTier:
 
     def _remove(self, folders: list[Path]) -> None:
         """Rename `folders`, which takes no time, and remove their files while training continues."""
-        self._wait(self.removal)
+        self._wait()
         trash = [folder.with_name(f".trash-{folder.name}-{secrets.token_hex(4)}") for folder in folders]
         for folder, aside in zip(folders, trash, strict=True):
             with suppress(OSError):  # there is none, or another machine that shares the folder was faster
@@ -268,10 +268,9 @@ class LocalTier:
         self.removal = Thread(target=_remove_trees, args=(trash,))
         self.removal.start()
 
-    @staticmethod
-    def _wait(thread: Thread) -> None:
-        if thread.ident:  # it was started
-            thread.join()
+    def _wait(self) -> None:
+        if self.removal.ident:  # it was started
+            self.removal.join()
 
 
 def run_folders(config: Config) -> list[Path]:

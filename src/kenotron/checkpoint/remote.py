@@ -83,13 +83,13 @@ class RemoteCheckpoints:
             return RemoteCheckpoint(step, path, None, problem)
         return RemoteCheckpoint(step, path, manifest, None)
 
-    def manifest(self, step: int, name: str = MANIFEST) -> tuple[bytes, Manifest]:
+    def manifest(self, step: int) -> tuple[bytes, Manifest]:
         """The manifest of `step`, as bytes and read. Raises CheckpointError if there is none or it is damaged."""
         try:
-            data = self.store.read(f"{step}/{name}")
+            data = self.store.read(f"{step}/{MANIFEST}")
         except FileNotFoundError:
-            raise CheckpointError(f"{self.store.at(str(step))} is not a complete checkpoint: no {name}") from None
-        return data, parse(data, self.store.at(f"{step}/{name}"))
+            raise CheckpointError(f"{self.store.at(str(step))} is not a complete checkpoint: no {MANIFEST}") from None
+        return data, parse(data, self.store.at(f"{step}/{MANIFEST}"))
 
     def verify(self, step: int, progress: Progress | None = None) -> list[str]:
         """Read every byte of a checkpoint; what is wrong, one line each."""
@@ -224,12 +224,12 @@ def find(url: str, settings: RemoteData | None = None) -> tuple[RemoteCheckpoint
     return checkpoints, checkpoints.newest_named()
 
 
-def local_copy(url: str, settings: RemoteData | None = None) -> Path:
+def local_copy(url: str) -> Path:
     """A local copy of the checkpoint at `url`, without its optimizer's tensors, kept in the cache.
 
     It is in ``$KENOTRON_CACHE/checkpoints/s3/bucket/…`` and is fetched again when the one in the store differs.
     """
-    checkpoints, step = find(url, settings)
+    checkpoints, step = find(url)
     root = cache_root() / "checkpoints" / checkpoints.url.replace("://", "/")
 
     def wanted(name: str) -> bool:
