@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -147,12 +147,10 @@ class _Seen:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Look at what blocks return."""
-        handles = [block.register_forward_hook(partial(self._look, number)) for number, block in self.here]
-        try:
+        with ExitStack() as hooks:
+            for number, block in self.here:
+                hooks.enter_context(block.register_forward_hook(partial(self._look, number)))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _look(self, number: int, block: Any, inputs: Any, output: Any) -> None:
         hidden = output[0] if isinstance(output, tuple) else output

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -127,13 +127,12 @@ def _forward_hooks(run: Run) -> Iterator[list[FirstNonFinite]]:
             batches = run.batches[micro_batch : micro_batch + 1] if alone else run.batches
             found.append(FirstNonFinite(FORWARD, order.get(name, len(order)), name, _samples(batches)))
 
-    handles = [run.model.register_forward_pre_hook(begins)]
-    handles += [m.register_forward_hook(partial(look, name)) for part in run.parts for name, m in part.named_modules()]
-    try:
+    with ExitStack() as hooks:
+        hooks.enter_context(run.model.register_forward_pre_hook(begins))
+        for part in run.parts:
+            for name, module in part.named_modules():
+                hooks.enter_context(module.register_forward_hook(partial(look, name)))
         yield found
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager
@@ -161,13 +160,11 @@ def _backward_hooks(run: Run) -> Iterator[list[FirstNonFinite]]:
                     tensor.register_hook(see)
 
     named = [(name, module) for part in run.parts for name, module in part.named_modules() if name]
-    handles = [module.register_forward_pre_hook(enter) for _, module in named]
-    handles += [module.register_forward_hook(partial(look, name)) for name, module in named]
-    try:
+    with ExitStack() as hooks:
+        for name, module in named:
+            hooks.enter_context(module.register_forward_pre_hook(enter))
+            hooks.enter_context(module.register_forward_hook(partial(look, name)))
         yield found
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 class _Entrance(torch.autograd.Function):
