@@ -10,7 +10,6 @@ Speed is that of the steps from the fourth on, or of all steps of a shorter run.
 from __future__ import annotations
 
 import csv
-import io
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -87,12 +86,10 @@ class Benchmark(Hook):
         row = columns_of(run, {column: amount / self.seconds for column, amount in self.amounts.items()})
         try:
             with locked(self.path), self.path.open("a", newline="", encoding="utf-8") as file:
-                lines = io.StringIO()
-                writer = csv.writer(lines, lineterminator="\n")
+                writer = csv.writer(file, lineterminator="\n")
                 if file.tell() == 0:
                     writer.writerow(row)
                 writer.writerow(f"{value:.6g}" if isinstance(value, float) else value for value in row.values())
-                file.write(lines.getvalue())
         except OSError as error:
             raise RunFailed(f"general.benchmark_csv_path: cannot write to {self.path}: {error.strerror}") from error
         logger.info("Benchmark: %s", " | ".join(f"{column} {row[column]:.6g}" for column in SPEEDS))
