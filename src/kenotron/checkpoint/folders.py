@@ -77,12 +77,15 @@ def look(path: Path, step: int) -> CheckpointFolder:
         manifest = read_manifest(path)
     except CheckpointError as error:
         return CheckpointFolder(step, path, None, _looks_like(path) or str(error))
+    sizes = (_wrong_size(path / name, record) for name, record in manifest.files.items())
+    return listed(step, path, manifest, next(filter(None, sizes), None))
+
+
+def listed(step: int, path: Place, manifest: Manifest, problem: str | None) -> Listed[Place]:
+    """What is at `path`, by its manifest and the first `problem` with its files."""
     if manifest.step != step:
-        return CheckpointFolder(step, path, None, f"{path} holds step {manifest.step}: it was renamed")
-    for name, record in manifest.files.items():
-        if problem := _wrong_size(path / name, record):
-            return CheckpointFolder(step, path, None, problem)
-    return CheckpointFolder(step, path, manifest, None)
+        problem = f"{path} holds step {manifest.step}: it was renamed"
+    return Listed(step, path, None if problem else manifest, problem)
 
 
 def publish(temporary: Path, final: Path) -> None:

@@ -77,11 +77,7 @@ class RemoteCheckpoints:
             _, manifest = self.manifest(step)
         except CheckpointError as error:
             return RemoteCheckpoint(step, path, None, str(error))
-        if manifest.step != step:
-            return RemoteCheckpoint(step, path, None, f"{path} holds step {manifest.step}: it was renamed")
-        if problem := wrong_sizes(path, manifest, objects):
-            return RemoteCheckpoint(step, path, None, problem)
-        return RemoteCheckpoint(step, path, manifest, None)
+        return folders.listed(step, path, manifest, wrong_sizes(path, manifest, objects))
 
     def manifest(self, step: int) -> tuple[bytes, Manifest]:
         """The manifest of `step`, as bytes and read. Raises CheckpointError if there is none or it is damaged."""
