@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import yaml
 
+from kenotron.config.document import Document
 from kenotron.config.packaged import packaged
 
 SIZES = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "intermediate_size")
@@ -45,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
 def config_of(flags: argparse.Namespace) -> dict[str, Any]:
     """The config that the flags describe. Sizes that are given win over the preset's."""
     known = deepcopy(_known())
-    config: dict[str, Any] = known["config"]
+    config = Document(known["config"])
     for name, (_, *keys) in known["flags"].items():
         for key in keys:
             _put(config, key, getattr(flags, name.replace("-", "_")))
@@ -53,26 +54,23 @@ def config_of(flags: argparse.Namespace) -> dict[str, Any]:
     for name, of_preset, key in zip(SIZES, preset, known["sizes"]):
         given = getattr(flags, name)
         _put(config, key, of_preset if given is None else given)
-    config["data_stages"][0]["data"]["seed"] = flags.seed
+    config.put(("data_stages", 0, "data", "seed"), flags.seed)
     _put(config, "checkpoints.checkpoints_path", f"{flags.checkpoints_path}/{flags.run}")
     if flags.dataset:
-        config["data_stages"][0]["data"]["dataset"] = {
+        dataset = {
             "hf_dataset_or_datasets": flags.dataset,
             "hf_dataset_splits": "train",
             "text_column_name": flags.text_column,
         }
+        config.put(("data_stages", 0, "data", "dataset"), dataset)
         _put(config, "tokenizer.tokenizer_name_or_path", flags.tokenizer)
-    return config
+    return config.data
 
 
-def _put(config: dict[str, Any], key: str, value: object) -> None:
+def _put(config: Document, key: str, value: object) -> None:
     """Set the key of a dotted path; None sets nothing."""
-    if value is None:
-        return
-    *around, name = key.split(".")
-    for each in around:
-        config = config.setdefault(each, {})
-    config[name] = value
+    if value is not None:
+        config.put(tuple(key.split(".")), value)
 
 
 def submit_arguments(given: Sequence[str]) -> list[str]:
