@@ -18,7 +18,7 @@ import typer
 from kenotron.cli import sampling_options as options
 from kenotron.cli.rank0 import on_rank_0, said_once
 from kenotron.cli.remote import model_at_hand
-from kenotron.config.errors import InputError
+from kenotron.config.errors import InputError, os_errors
 from kenotron.generation.options import SamplingOptions
 
 BUILT_IN_PROMPTS = ("The future of AI is", "def fib(n)")
@@ -127,11 +127,10 @@ def _prompts(texts: list[str], file: str | None, tokens: list[str]) -> list[str 
 def _lines(file: str) -> list[str]:
     """One prompt a line; blank lines are skipped."""
     name = "stdin" if file == "-" else file
-    try:
+    with os_errors(f"--prompt-file: cannot read {name}"):
         data = sys.stdin.buffer.read() if file == "-" else Path(file).expanduser().read_bytes()
+    try:
         lines = [line for line in data.decode("utf-8-sig").splitlines() if line.strip()]
-    except OSError as error:
-        raise InputError(f"--prompt-file: cannot read {name}: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise InputError(f"--prompt-file: {name} is not UTF-8: {error.reason} at byte {error.start}") from None
     if not lines:
