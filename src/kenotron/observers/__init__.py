@@ -29,6 +29,7 @@ Training knows none of them: whoever starts it passes them on (`kenotron.launch.
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -101,7 +102,7 @@ def observers(config: Config, mesh: Mesh) -> list[Hook]:
 
 
 def _of_the_first_rank(config: Config) -> list[Hook]:
-    hooks: list[Hook] = [Progress() if Progress.wanted() else Pace(), History()]
+    hooks: list[Hook] = [Progress() if sys.stdout.isatty() else Pace(), History()]
     if config.logging.tensorboard:
         hooks.append(TensorBoard())
     if config.logging.wandb is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -23,11 +22,6 @@ class Progress(Hook):
 
     def __init__(self) -> None:
         self.bar: Any = None
-
-    @staticmethod
-    def wanted() -> bool:
-        """Whether standard output is a terminal."""
-        return sys.stdout.isatty()
 
     def on_train_start(self, run: Run) -> None:
         """Show the bar."""
