@@ -439,10 +439,9 @@ def _check_validation(config: Config) -> Iterator[Problem]:
 def _check_checkpoints(config: Config) -> Iterator[Problem]:
     checkpoints, folder = config.checkpoints, config.checkpoint_folder
     local, every = checkpoints.local, checkpoints.checkpoint_interval
-    if checkpoints.keep_every is not None and checkpoints.keep_last is None:
-        yield "checkpoints.keep_last", "missing: checkpoints.keep_every needs it"
-    if checkpoints.keep_best and checkpoints.keep_last is None:
-        yield "checkpoints.keep_last", "missing: checkpoints.keep_best needs it"
+    for name in ("keep_every", "keep_best"):
+        if getattr(checkpoints, name) and checkpoints.keep_last is None:
+            yield "checkpoints.keep_last", f"missing: checkpoints.{name} needs it"
     if checkpoints.keep_best and not config.tokens.limit_val_batches:
         yield "tokens.limit_val_batches", "expected a validation, whose loss checkpoints.keep_best compares, found 0"
     if checkpoints.keep_best and every % (validated := config.tokens.val_check_interval):

@@ -84,11 +84,8 @@ def _precision(document: Document) -> Iterator[str]:
         what = f"precision: expected one of {', '.join(_PRECISIONS)}, found {name}{nearest(name, _PRECISIONS)}"
         raise document.error(("precision",), what)
     dtype, kept = _PRECISIONS[name]
-    sets: tuple[tuple[Keys, object], ...] = (
-        (("model", "dtype"), dtype),
-        (("optimizer", "accumulate_grad_in_fp32"), kept),
-    )
-    for key, value in sets:
+    sets: dict[Keys, object] = {("model", "dtype"): dtype, ("optimizer", "accumulate_grad_in_fp32"): kept}
+    for key, value in sets.items():
         if document.get(*key) not in (None, value):
             found = f"{'.'.join(map(str, key))} is {document.get(*key)}; remove one of them"
             raise document.error(("precision",), f"precision {name} sets {value}, but {found}")
