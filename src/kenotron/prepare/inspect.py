@@ -7,9 +7,10 @@ import xxhash
 from numpy.typing import NDArray
 
 from kenotron.config.errors import InputError
-from kenotron.data.formats import TokenFile, documents_between, open_token_files, token_chunks
-from kenotron.data.formats.token_file import TokenChunk
+from kenotron.data.formats import TokenFile, open_token_files
+from kenotron.data.formats.token_file import checked_loss, document_blocks, documents_between
 from kenotron.data.manifest import Json, checksums, recorded_checksums
+from kenotron.storage.arrays import release
 from kenotron.storage.paths import AnyPath
 
 CHUNK_TOKENS = 1 << 20
@@ -26,11 +27,14 @@ def inspect(path: str | AnyPath, dtype: str | None = None, vocab_size: int | Non
     recorded, found = recorded_checksums(files), {}
     for file in files:
         digest = xxhash.xxh3_128() if file.path in recorded else None
-        for chunk in token_chunks(file, CHUNK_TOKENS):
+        for start in range(0, len(file.tokens), CHUNK_TOKENS):
+            ids = file.tokens[start : start + CHUNK_TOKENS]
             if digest:
-                digest.update(chunk.ids.tobytes())
-            tokens.add(file, chunk)
-            documents.add(chunk)
+                digest.update(ids.tobytes())
+            tokens.add(file, start, ids)
+            release(file.tokens)
+        for _, lengths in document_blocks(file, CHUNK_TOKENS) if file.ends is not None else ():
+            documents.add(lengths)
         if digest and file.tokens.nbytes == file.path.stat().st_size:  # its bytes are the ids, and nothing else
             found[file.path] = digest.hexdigest()
     return {
@@ -73,22 +77,21 @@ class _Tokens:
         self.largest, self.beyond, self.without_loss = -1, 0, 0
         self.first_beyond: Json | None = None
 
-    def add(self, file: TokenFile, chunk: TokenChunk) -> None:
+    def add(self, file: TokenFile, start: int, ids: NDArray[np.integer]) -> None:
         """Raises InputError: a negative id."""
-        if chunk.loss is not None:
-            self.without_loss += len(chunk.loss) - int(np.count_nonzero(chunk.loss))
-        if not len(chunk.ids):
-            return
-        if chunk.ids.min() < 0:
-            at = chunk.start + int(np.flatnonzero(chunk.ids < 0)[0])
+        loss = checked_loss(file, start, start + len(ids))
+        if loss is not None:
+            self.without_loss += len(loss) - int(np.count_nonzero(loss))
+        if ids.min() < 0:
+            at = start + int(np.flatnonzero(ids < 0)[0])
             raise InputError(f"{file.path}: token {at} is negative ({file.tokens[at]})")
-        largest = int(chunk.ids.max())
+        largest = int(ids.max())
         self.largest = max(self.largest, largest)
         if self.vocab_size is not None and largest >= self.vocab_size:
-            beyond = np.flatnonzero(chunk.ids >= self.vocab_size)
+            beyond = np.flatnonzero(ids >= self.vocab_size)
             self.beyond += len(beyond)
             if self.first_beyond is None:
-                at = chunk.start + int(beyond[0])
+                at = start + int(beyond[0])
                 self.first_beyond = {"file": str(file.path), "token": at, "id": int(file.tokens[at])}
 
 
@@ -99,22 +102,14 @@ class _Documents:
         self.count = self.tokens = self.longest = 0
         self.shortest: int | None = None
         self.buckets = np.zeros(64, np.int64)
-        self._start = 0  # of the document that the next chunk goes on with
 
-    def add(self, chunk: TokenChunk) -> None:
-        if chunk.start == 0:
-            self._start = 0
-        if chunk.ends is None or not len(chunk.ends):
-            return
-        ends = chunk.ends + chunk.start
-        lengths = np.diff(ends, prepend=self._start)
+    def add(self, lengths: NDArray[np.int64]) -> None:
         self.count += len(lengths)
         self.tokens += int(lengths.sum())
         self.longest = max(self.longest, int(lengths.max()))
         self.shortest = min(int(lengths.min()), self.longest if self.shortest is None else self.shortest)
         # frexp gives the bits of a number: 0 → 0, 1 → 1, 2..3 → 2, 4..7 → 3, …
         self.buckets += np.bincount(np.frexp(lengths.astype(np.float64))[1], minlength=64)
-        self._start = int(ends[-1])
 
     def summary(self) -> Json:
         used = np.flatnonzero(self.buckets)

@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kenotron.config.errors import InputError, nearest_sibling
-from kenotron.data.formats import TokenFile, documents_between, open_token_files
+from kenotron.data.formats import TokenFile, open_token_files
 from kenotron.data.formats.datatrove import TokenWriter
-from kenotron.data.formats.token_file import token_chunks
+from kenotron.data.formats.token_file import checked_loss, document_blocks, documents_between
 from kenotron.prepare.merge import merge
 from support.megatron_files import CODES, write_megatron
 
@@ -63,9 +63,10 @@ def content(files: list[TokenFile]) -> tuple[list[int], list[int]]:
     ends: list[int] = []
     for file in files:
         documents_between(file, 0, len(file.tokens))
-        for piece in token_chunks(file, 4):
-            ends += [] if piece.ends is None else (len(ids) + piece.ends).tolist()
-            ids += piece.ids.tolist()
+        checked_loss(file, 0, len(file.tokens))
+        for start, lengths in document_blocks(file, 4) if file.ends is not None else ():
+            ends += (len(ids) + start + np.cumsum(lengths)).tolist()
+        ids += file.tokens[:].tolist()
     return ids, ends
 
 

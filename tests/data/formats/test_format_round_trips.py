@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kenotron.config.errors import InputError
-from kenotron.data.formats import documents_between, open_token_files
+from kenotron.data.formats import open_token_files
 from kenotron.data.formats.datatrove import TokenWriter
-from kenotron.data.formats.token_file import token_chunks
+from kenotron.data.formats.token_file import document_blocks, documents_between
 from kenotron.prepare.merge import merge
 from support.megatron_files import write_megatron
 
@@ -96,7 +96,7 @@ def test_a_loss_mask_is_never_dropped(tmp_path: Path) -> None:
 
 
 @given(docs=documents, start=st.integers(0, 70), length=st.integers(0, 70), size=st.integers(1, 9))
-def test_documents_between_and_pieces_by_a_plain_loop(docs: list, start: int, length: int, size: int) -> None:
+def test_documents_between_and_blocks_by_a_plain_loop(docs: list, start: int, length: int, size: int) -> None:
     with TemporaryDirectory() as folder:
         with TokenWriter(Path(folder) / "a.ds", np.dtype("uint16")) as writer:
             writer.write(*flat(docs))
@@ -104,8 +104,9 @@ def test_documents_between_and_pieces_by_a_plain_loop(docs: list, start: int, le
         ends = np.cumsum([len(d) for d in docs]).tolist()
         stop = start + length
         assert documents_between(file, start, stop).tolist() == [end for end in ends if start < end <= stop]
-        seen = [(p.start + p.ends).tolist() for p in token_chunks(file, size) if p.ends is not None]
-        assert list(chain(*seen)) == ends
+        blocks = list(document_blocks(file, size))
+        assert [length for _, lengths in blocks for length in lengths.tolist()] == [len(d) for d in docs]
+        assert [start for start, _ in blocks] == [0, *ends[size - 1 : -1 : size]][: len(blocks)]
 
 
 @pytest.mark.parametrize(("last", "message"), [(65536, "token 2 is 65536, beyond uint16"), (-1, "token 2 is negative")])

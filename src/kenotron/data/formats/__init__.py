@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 from kenotron.config.errors import InputError, no_such_path
-from kenotron.data.formats.token_file import TokenFile, documents_between, integer_dtype, token_chunks
+from kenotron.data.formats.token_file import TokenFile, integer_dtype
 from kenotron.storage.paths import AnyPath, as_path, walk
 
 SUFFIX = ".ds"
@@ -28,11 +28,9 @@ __all__ = [
     "SUFFIX",
     "UNFINISHED",
     "TokenFile",
-    "documents_between",
     "find_token_files",
     "is_one_file",
     "open_token_files",
-    "token_chunks",
 ]
 
 

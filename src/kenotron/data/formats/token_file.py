@@ -5,7 +5,7 @@
 
 Whatever the format, that is all there is to it; each format's file in this folder knows how the two are laid out on
 disk. Opening does not read the tokens, so that a folder of terabytes opens at once: sizes are compared with each other,
-and an index is read, and checked, where documents are asked for (`documents_between`).
+and an index is read, and checked, where documents are asked for (`documents_between`, `document_blocks`).
 """
 
 import errno
@@ -13,13 +13,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kenotron.config.errors import InputError, counted, nearest
-from kenotron.storage.arrays import map_local_array, release
+from kenotron.storage.arrays import map_local_array
 from kenotron.storage.paths import AnyPath, RemotePath
 
 CHECKED_AT_OPEN = 1 << 16
@@ -45,15 +45,6 @@ class TokenFile:
     tokenizer: str | None = None
     index_path: AnyPath | None = None
     loss_path: AnyPath | None = None
-
-
-class TokenChunk(NamedTuple):
-    """Some tokens of a file, from `start` on; `ends` of the documents that end in them count from there."""
-
-    start: int
-    ids: NDArray[np.integer]
-    ends: NDArray[np.int64] | None
-    loss: NDArray[np.bool_] | None
 
 
 def documents_between(file: TokenFile, start: int, stop: int) -> NDArray[np.int64]:
@@ -107,27 +98,6 @@ def check_loss(file: TokenFile, start: int, loss: NDArray[np.bool_]) -> None:
         at = int(np.flatnonzero(found > 1)[0])
         where = f"{file.loss_path or file.path}: expected 0 or 1 for each token"
         raise InputError(f"{where}, found {found[at]} at byte {start + at}")
-
-
-def token_chunks(file: TokenFile, size: int) -> Iterator[TokenChunk]:
-    """The whole file in chunks of at most `size` tokens, with its documents, empty ones too.
-
-    Raises InputError: the index is not sorted.
-    """
-    done = 0
-    for start in range(0, max(len(file.tokens), 1), size):
-        stop = min(start + size, len(file.tokens))
-        ends = None
-        if file.ends is not None:
-            last = int(np.searchsorted(file.ends, np.uint64(stop), side="right"))
-            ends = np.asarray(file.ends[done:last], dtype=np.int64) - start
-            if last < done or (len(ends) and (ends[0] < 0 or ends[-1] > stop - start or (np.diff(ends) < 0).any())):
-                raise InputError(f"{file.path}: its index of documents is not sorted between entries {done} and {last}")
-            done = last
-        yield TokenChunk(start, file.tokens[start:stop], ends, checked_loss(file, start, stop))
-        release(file.tokens)
-    if file.ends is not None and done != len(file.ends):
-        raise InputError(f"{file.path}: its index of documents is not sorted after entry {done}")
 
 
 # ---- reading -----------------------------------------------------------------------------------------------
