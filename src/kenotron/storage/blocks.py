@@ -16,10 +16,9 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 import xxhash
@@ -89,8 +88,8 @@ class BlockStore:
             unfinished = place.with_name(f"{place.name}.tmp")
             replace_file(place, data + xxhash.xxh3_64_digest(data), durable=False, temporary=unfinished)
 
-    def mapped_file(self, name: str, size: int, fill: Callable[[BinaryIO], None], url: str) -> NDArray[np.uint8]:
-        """A complete file ``[size]``, mapped; if it is not in the cache, `fill` writes it, in one process at a time.
+    def mapped_file(self, name: str, size: int, content: Iterable[bytes], url: str) -> NDArray[np.uint8]:
+        """A complete file ``[size]``, mapped; one that is not in the cache gets `content`, in one process at a time.
 
         Raises InputError: it is larger than the cap.
         """
@@ -112,7 +111,7 @@ class BlockStore:
                 os.truncate(handle, size)
             try:
                 with open(handle, "r+b") as file:
-                    fill(file)
+                    file.writelines(content)
                     file.flush()
                     os.fsync(handle)
                     found = np.asarray(np.memmap(file, np.uint8, "r", shape=(size,)))  # before another can remove it

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterator
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import IO, Any, BinaryIO
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -87,13 +87,14 @@ class FsspecPath(RemotePath):
     def open(self, mode: str = "rb") -> IO[bytes]:
         """A stream that is read block by block."""
         assert mode == "rb"
-        return io.BufferedReader(_Stream(self.file()), 1 << 17)
+        file = self.file()
+        return io.BufferedReader(_Stream(BlockArray(file, np.dtype(np.uint8), 0, file.size, fetching.BLOCK)), 1 << 17)
 
     def map_array(self, dtype: np.dtype, offset: int, count: int, download: bool) -> RemoteArray | NDArray:
         """A `BlockArray`, or with `download` a mapped local copy. Raises InputError: larger than the cache."""
         if download:
             return _downloaded_array(self.file(), dtype, offset, count)
-        return BlockArray(self, dtype, offset, count)
+        return BlockArray(self.file(), dtype, offset, count, self.block_size)
 
     def file(self) -> RemoteFile:
         """The current version of the file."""
@@ -108,18 +109,19 @@ class FsspecPath(RemotePath):
 
 
 class BlockArray(RemoteArray):
-    """`count` items of `dtype` from byte `offset` of a remote file on, fetched by blocks."""
+    """`count` items of `dtype` from byte `offset` of a remote file on, fetched by blocks of `block` bytes."""
 
-    def __init__(self, path: FsspecPath, dtype: np.dtype, offset: int, count: int) -> None:
-        self.file, self.dtype = path.file(), dtype
-        self._offset, self._count, self._block = offset, count, path.block_size
+    def __init__(self, file: RemoteFile, dtype: np.dtype, offset: int, count: int, block: int) -> None:
+        self.file, self.dtype = file, dtype
+        self._offset, self._count, self._block = offset, count, block
 
     def __len__(self) -> int:
         return self._count
 
     def fetch(self, start: int, stop: int) -> dict[Hashable, Future[bytes]]:
         """Start to fetch the blocks of items [start, stop) that are not in the cache."""
-        return _request(self._blocks(start, stop))
+        requests = {block: request_block(block) for block in self._blocks(start, stop)}
+        return {block: future for block, future in requests.items() if future is not None}
 
     def read(self, start: int, stop: int, fetched: Fetched) -> NDArray:
         """Items [start, stop) from `fetched`, the cache, or fetched now."""
@@ -140,19 +142,9 @@ class BlockArray(RemoteArray):
 
 def _downloaded_array(file: RemoteFile, dtype: np.dtype, offset: int, count: int) -> NDArray:
     """Of a file that is downloaded completely and mapped: an index, which is searched at random."""
-
-    def fill(target: BinaryIO) -> None:
-        for data in stream(file):
-            target.write(data)
-
     name = Block(file, 0, file.size).name
-    data = block_store(file.settings).mapped_file(name, file.size, fill, file.url)
+    data = block_store(file.settings).mapped_file(name, file.size, stream(file), file.url)
     return np.frombuffer(data, dtype, count, offset)
-
-
-def _request(blocks: Iterable[Block]) -> dict[Hashable, Future[bytes]]:
-    """Those of `blocks` that are not in the cache, on their way."""
-    return {block: future for block in dict.fromkeys(blocks) if (future := request_block(block)) is not None}
 
 
 def _result(future: Future[bytes] | None) -> bytes | None:
@@ -174,8 +166,8 @@ def _stat(url: str, info: dict[str, Any]) -> RemoteStat:
 class _Stream(io.RawIOBase):
     """The bytes of one version of a file."""
 
-    def __init__(self, file: RemoteFile) -> None:
-        self._file, self._position = file, 0
+    def __init__(self, content: BlockArray) -> None:
+        self._content, self._position = content, 0
 
     def readable(self) -> bool:
         return True
@@ -183,21 +175,13 @@ class _Stream(io.RawIOBase):
     def seekable(self) -> bool:
         return True
 
-    def tell(self) -> int:
-        return self._position
-
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._position = offset + (0, self._position, self._file.size)[whence]
+        self._position = offset + (0, self._position, len(self._content))[whence]
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        size = self._file.size
-        if self._position >= size:
-            return 0
-        start = self._position // fetching.BLOCK * fetching.BLOCK
-        stop = min(start + fetching.BLOCK, size)
-        first = self._position - start
-        data = read_block(Block(self._file, start, stop), first, min(first + len(buffer), stop - start))
+        next_block = (self._position // fetching.BLOCK + 1) * fetching.BLOCK  # which may not be needed
+        data = self._content[self._position : min(self._position + len(buffer), next_block)].tobytes()
         buffer[: len(data)] = data
         self._position += len(data)
         return len(data)
