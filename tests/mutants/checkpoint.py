@@ -31,7 +31,7 @@ MUTANTS = [
     Mutant(
         name="an-atomic-file-is-not-synced",
         file="storage/files.py",
-        find="            if durable:\n                os.fsync(file)\n",
+        find="            if durable:\n                os.fsync(file.fileno())\n",
         replace="",
         why="the rename is on the disk before the bytes: after a power cut the file is empty under its own name",
         tests=("storage/test_files.py",),

@@ -84,15 +84,11 @@ def replace_file(path: Path, data: bytes, durable: bool = True, temporary: Path 
     """
     temporary = temporary or temporary_beside(path)
     try:
-        file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
-        try:
-            left = memoryview(data)
-            while left:  # the system may write less at once
-                left = left[os.write(file, left) :]
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
             if durable:
-                os.fsync(file)
-        finally:
-            os.close(file)
+                os.fsync(file.fileno())
         os.rename(temporary, path)
         if durable:
             sync_folder(path.parent)
