@@ -13,7 +13,7 @@ from kenotron.data import NO_LOSS, open_run
 from kenotron.data.formats import TokenFile
 from kenotron.data.provenance import step_origins
 from kenotron.data.sources import packed_rows as packing
-from kenotron.data.sources.packed_rows import PackedRows, best_fit_decreasing, open_plan, pack, packed_rows
+from kenotron.data.sources.packed_rows import PackedRows, best_fit_decreasing, open_plan, pack
 from support.data_runs import quiet, run_config, write_texts
 from support.written_tokens import counting, write_ds
 
@@ -120,7 +120,7 @@ def test_ends_out_of_order_are_one_line() -> None:
 
 
 def test_rows_hold_their_pieces_and_padding_without_loss() -> None:
-    source = packed_rows("rows", [split(LENGTHS[:6], 100), split(LENGTHS[6:], 1000)], L, 7, quiet)
+    source = PackedRows("rows", [split(LENGTHS[:6], 100), split(LENGTHS[6:], 1000)], L, 7, quiet)
     indices = np.arange(len(source))[::-1]
     origin = source.locate(indices)
     row, file, start, length = origin.row, origin.file, origin.start, origin.length

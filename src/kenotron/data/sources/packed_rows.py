@@ -237,23 +237,24 @@ class PackedRows(TokenSource):
     """Rows of a plan as samples: fragments side by side, then `padding`, which carries no loss.
 
     The first token of a fragment carries none either: what precedes it is another document's. With `check`,
-    called as ``check(file number, first token in the file, ids)``, tokens are checked when they are read. `files` name
-    those of `parts` (None: the parts themselves).
+    called as ``check(file number, first token in the file, ids)``, tokens are checked when they are read.
+    For `keep_rest` see `cut_long`, for errors `open_plan`.
     """
 
     def __init__(
         self,
         name: str,
         parts: Sequence[TokenFile],
-        plan: PackingPlan,
         sequence_length: int,
         padding: int,
+        report: Report,
         check: Callable[[int, int, NDArray[np.integer]], None] | None = None,
-        files: Sequence[SourceFile] | None = None,
+        keep_rest: bool = True,
     ) -> None:
-        self.name, self.parts, self.plan, self.sequence_length = name, list(parts), plan, sequence_length
+        self.name, self.parts, self.sequence_length = name, list(parts), sequence_length
         self.padding, self._check = padding, check
-        self._files = files or [SourceFile(str(part.path), part.ends) for part in parts]
+        self.plan = open_plan(name, parts, sequence_length, report, keep_rest)
+        self._files = [SourceFile(str(part.path), part.ends) for part in parts]
         self.is_remote = any(isinstance(part.tokens, RemoteArray) for part in parts)
         self.bases = np.concatenate([[0], np.cumsum([len(part.tokens) for part in parts])]).astype(np.int64)
 
@@ -311,18 +312,3 @@ def _placed(origin: Origin) -> Iterator[tuple[int, int, int, int, int]]:
     before = np.cumsum(length) - length
     slot = before - before[np.searchsorted(origin.row, origin.row)]
     return zip(origin.row.tolist(), slot.tolist(), origin.file.tolist(), origin.start.tolist(), length.tolist())
-
-
-def packed_rows(
-    name: str,
-    parts: Sequence[TokenFile],
-    sequence_length: int,
-    padding: int,
-    report: Report,
-    check: Callable[[int, int, NDArray[np.integer]], None] | None = None,
-    keep_rest: bool = True,
-    files: Sequence[SourceFile] | None = None,
-) -> PackedRows:
-    """The packed rows of these files; see `open_plan` for errors."""
-    plan = open_plan(name, parts, sequence_length, report, keep_rest)
-    return PackedRows(name, parts, plan, sequence_length, padding, check, files)

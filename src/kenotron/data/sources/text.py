@@ -21,7 +21,7 @@ from kenotron.config.errors import InputError, counted
 from kenotron.config.remote import RemoteData, is_remote
 from kenotron.data.cache import TokenCache, chosen_hash, content_hash, open_tokens
 from kenotron.data.source import Opening, RunSettings, SampleRange, TextSpec, TokenSource
-from kenotron.data.sources.packed_rows import PackedRows, packed_rows
+from kenotron.data.sources.packed_rows import PackedRows
 from kenotron.data.sources.stream import all_documents, open_stream
 from kenotron.data.sources.token_folder import TokenFolder
 from kenotron.data.sources.windows import HeldOutWindows
@@ -198,7 +198,7 @@ class TextDataset(TextSpec):
         held_out: TokenSource = HeldOutWindows(texts.name, cache.validation, length)
         if section.packing == "best_fit":
             # The rest of an example that is cut has lost its prompt: it is left out.
-            pack = partial(packed_rows, texts.name, sequence_length=length, padding=run.padding, report=run.report)
+            pack = partial(PackedRows, texts.name, sequence_length=length, padding=run.padding, report=run.report)
             train = pack(parts=[cache.train], keep_rest=not self.has_answers)
             held_out = pack(parts=[cache.validation], keep_rest=False) if self.has_answers else held_out
         return CachedText(train, held_out, cache, rules.examples)

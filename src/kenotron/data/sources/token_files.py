@@ -25,7 +25,7 @@ from kenotron.data.manifest import manifests_beside
 from kenotron.data.order import permute
 from kenotron.data.source import Opening, RunSettings, SampleRange, SourceSpec, TokenSource
 from kenotron.data.sources.held_out import held_out_samples
-from kenotron.data.sources.packed_rows import PackedRows, packed_rows
+from kenotron.data.sources.packed_rows import PackedRows
 from kenotron.data.sources.token_folder import TokenFolder, count_windows, window_step
 from kenotron.kernels.hashing import derive_key
 from kenotron.storage.paths import AnyPath, as_path
@@ -180,7 +180,7 @@ class TokenFiles(SampleRange):
         whole: TokenFolder | PackedRows = folder
         if wanted.packing == "best_fit":
             parts = [_documents_before(file, end) for file, end in zip(files, self._ends)]
-            whole = packed_rows(folder.name, parts, length, run.padding, run.report, folder.check, files=folder.files)
+            whole = PackedRows(folder.name, parts, length, run.padding, run.report, folder.check)
             border = len(whole)
         if wanted.max_tokens is not None:
             formats = ["datatrove"] if isinstance(whole, PackedRows) else [file.format for file in files]
