@@ -166,11 +166,7 @@ class DocumentEncoder:
         starts[last - sizes + 1], ends[last] = True, True
         with self._lock:
             ids, lengths, *_ = encode_chunks(self._encode, pieces, starts.tolist(), ends.tolist(), self.rules)
-        if len(ids) and (largest := int(ids.max())) >= self.vocab_size:
-            raise InputError(
-                f"{self.name}: token {largest} is not below model.model_config.vocab_size = {self.vocab_size}; "
-                f"the tokenizer {self.tokenizer.name} needs {self.tokenizer.vocab_size}"
-            )
+        check_ids(self.name, int(ids.max(initial=0)), self.tokenizer, self.vocab_size)
         return ids, np.add.reduceat(lengths, last - sizes + 1)
 
     def _encode(self, texts: list[str], special: bool) -> list[list[int]]:
@@ -181,6 +177,15 @@ class DocumentEncoder:
                     f"expected at most {LONGEST_TEXT:,} while streaming: split it"
                 )
         return self.words.encode(texts) if self.words else library_ids(self.tokenizer.backend, texts, special)
+
+
+def check_ids(name: str, largest: int, tokenizer: TextTokenizer, vocab_size: int) -> None:
+    """Every id must be a row of the embedding. Raises InputError: the `largest` is not."""
+    if largest >= vocab_size:
+        raise InputError(
+            f"{name}: token {largest} is not below model.model_config.vocab_size = {vocab_size}; "
+            f"the tokenizer {tokenizer.name} needs {tokenizer.vocab_size}"
+        )
 
 
 def all_documents(texts: StreamableDocuments) -> Iterator[DocumentChunk]:

@@ -22,7 +22,7 @@ from kenotron.config.remote import RemoteData, is_remote
 from kenotron.data.cache import TokenCache, chosen_hash, content_hash, open_tokens
 from kenotron.data.source import Opening, RunSettings, SampleRange, TextSpec, TokenSource
 from kenotron.data.sources.packed_rows import PackedRows
-from kenotron.data.sources.stream import all_documents, open_stream
+from kenotron.data.sources.stream import all_documents, check_ids, open_stream
 from kenotron.data.sources.token_folder import TokenFolder
 from kenotron.data.sources.windows import HeldOutWindows
 from kenotron.storage.paths import as_path
@@ -192,7 +192,7 @@ class TextDataset(TextSpec):
             run.stop,
             chosen,
         )
-        _check_ids(texts.name, cache, run.vocab_size, run.tokenizer)
+        check_ids(texts.name, max(cache.train.max_id, cache.validation.max_id), run.tokenizer, run.vocab_size)
         length = opening.sequence_length
         train: TokenSource = TokenFolder(texts.name, [cache.train], length, run.vocab_size, watched=False)
         held_out: TokenSource = HeldOutWindows(texts.name, cache.validation, length)
@@ -210,16 +210,6 @@ def _paths(section: TextFiles | SFTFiles) -> list[str]:
 
 def _absolute(path: str) -> str:
     return os.path.abspath(os.path.expanduser(path))
-
-
-def _check_ids(name: str, cache: TokenCache, vocab_size: int, tokenizer: TextTokenizer) -> None:
-    """Every id must be a row of the embedding."""
-    largest = max(cache.train.max_id, cache.validation.max_id)
-    if largest >= vocab_size:
-        raise InputError(
-            f"{name}: token {largest} is not below model.model_config.vocab_size = {vocab_size}; "
-            f"the tokenizer {tokenizer.name} needs {tokenizer.vocab_size}"
-        )
 
 
 # ---- open --------------------------------------------------------------------------------------------------
