@@ -175,12 +175,8 @@ def user_object(path: str, kwargs: dict[str, object], sequence_length: int, seed
         if kwargs:
             raise InputError(f"dataset.kwargs: {path} is a {type(factory).__name__}, which cannot be called with them")
         return factory
-    try:
+    with _named("dataset.source", f"{path}(sequence_length, seed, **kwargs)"):
         return factory(sequence_length=sequence_length, seed=seed, **kwargs)
-    except TypeError as error:
-        raise InputError(f"dataset.source: {path}(sequence_length, seed, **kwargs): {error}") from error
-    except Exception as error:
-        raise _raised("dataset.source", f"{path}(sequence_length, seed, **kwargs)", error) from error
 
 
 @contextmanager
@@ -189,8 +185,4 @@ def _named(key: str, call: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise _raised(key, call, error) from error
-
-
-def _raised(key: str, call: str, error: Exception) -> InputError:
-    return InputError(f"{key}: {call} raised {type(error).__name__}: {error}")
+        raise InputError(f"{key}: {call} raised {type(error).__name__}: {error}") from error
