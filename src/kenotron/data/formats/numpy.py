@@ -65,23 +65,15 @@ def _is_llm_c(path: AnyPath, head: bytes) -> bool:
 
 def _llm_c(path: AnyPath, head: bytes, where: str, dtype: np.dtype | None) -> NDArray[np.integer]:
     """The ids behind llm.c's header: magic number, version, how many there are; 256 int32."""
-    with readable(path):
-        size = path.stat().st_size
     header = np.frombuffer(head, "<i4")
-    found, count = np.dtype(LLM_C[int(header[0])][1]), int(header[2])
+    found = np.dtype(LLM_C[int(header[0])][1])
     if dtype is not None and dtype != found:
         raise InputError(f"{where}: {dtype.name} asked for, but {path} has llm.c's header for {found.name}")
-    if size != (expected := LLM_C_BYTES + count * found.itemsize):
-        raise InputError(
-            f"{path}: llm.c's header says {count:,} ids of {found.name}, which end at byte {expected}, but the file "
-            f"ends at byte {size}"
-        )
-    return map_array(path, found, LLM_C_BYTES)
+    return _to_the_end(path, found, LLM_C_BYTES, int(header[2]), "llm.c's header says ")
 
 
 def _npy(path: AnyPath, where: str, dtype: np.dtype | None) -> NDArray[np.integer]:
     with readable(path), path.open("rb") as file:
-        size = path.stat().st_size
         try:
             version = npy.read_magic(file)
             if version not in ((1, 0), (2, 0), (3, 0)):
@@ -95,10 +87,17 @@ def _npy(path: AnyPath, where: str, dtype: np.dtype | None) -> NDArray[np.intege
         raise InputError(f"{path}: expected a one-dimensional array of integers, found {found} of shape {list(shape)}")
     if dtype is not None and dtype != found:
         raise InputError(f"{where}: {dtype.name} asked for, but {path} says {found.name}")
-    end = start + shape[0] * found.itemsize
+    return _to_the_end(path, found, start, shape[0])
+
+
+def _to_the_end(path: AnyPath, dtype: np.dtype, start: int, count: int, says: str = "") -> NDArray[np.integer]:
+    """The `count` ids that a header announces from byte `start` on. Raises InputError: the file does not end there."""
+    with readable(path):
+        size = path.stat().st_size
+    end = start + count * dtype.itemsize
     if end != size:
         raise InputError(
-            f"{path}: {shape[0]} ids of {found.name} from byte {start} on end at byte {end}, but the file ends at "
+            f"{path}: {says}{count} ids of {dtype.name} from byte {start} on end at byte {end}, but the file ends at "
             f"byte {size}"
         )
-    return map_array(path, found, start)
+    return map_array(path, dtype, start)
