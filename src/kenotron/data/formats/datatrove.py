@@ -196,17 +196,11 @@ class TokenWriter:
                 os.fsync(file.fileno())
                 file.close()
 
-    def discard(self) -> None:
-        """Give up; nothing is left behind."""
-        for file in self._files:
-            file.close()
-            Path(file.name).unlink(missing_ok=True)
-
     def _open(self, path: Path) -> BinaryIO:
         """A new file, one of this writer's."""
         with os_errors(f"cannot write {self.path}"):
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._files.append(open(path, "wb"))  # noqa: SIM115 (see close, discard)
+            self._files.append(open(path, "wb"))  # noqa: SIM115 (see close, __exit__)
         return self._files[-1]
 
     def __enter__(self) -> TokenWriter:
@@ -215,8 +209,10 @@ class TokenWriter:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if kind is None:
             self.close()
-        else:
-            self.discard()
+            return
+        for file in self._files:
+            file.close()
+            Path(file.name).unlink(missing_ok=True)
 
 
 def _check_range(path: Path, ids: NDArray[np.integer], dtype: np.dtype, start: int) -> None:
