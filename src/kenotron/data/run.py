@@ -130,8 +130,16 @@ class RunData:
         return [batch[first : first + micro] for first in range(0, len(positions), micro)]
 
     def stage_of(self, step: int) -> OpenStage:
-        """The stage that `step` belongs to, open."""
-        return self._stage(self.stage_at(step).number)
+        """The stage that `step` belongs to, open. The next one is opened from now on, and what is wrong with it is
+        raised at once.
+        """
+        number = self.stage_at(step).number
+        opened = self._open(number)
+        if number + 1 < len(self.stages) and self.stages[number + 1].steps:
+            upcoming = self._open(number + 1)
+            if upcoming.done() and (error := upcoming.exception()):
+                raise error
+        return opened.result()
 
     def stage_at(self, step: int) -> StagePlan:
         """The stage that `step` belongs to."""
@@ -162,7 +170,8 @@ class RunData:
         for stage in self.stages[: self.stage_at(step).number + 1]:
             mixing = self.sources.mixing(stage)
             if mixing.end is not None and mixing.end < stage.samples_before(step + 1):
-                return self._spent(stage, mixing.reached[-1][0])
+                source = stage.sources[mixing.reached[-1][0]]
+                return f"'{source.label}' is exhausted after {_epochs(source)}"
         return None
 
     def consumption(self, step: int) -> dict[str, tuple[int, float | None]]:
@@ -187,10 +196,6 @@ class RunData:
         read = {name: epochs or 0.0 for name, (_, epochs) in self.consumption(step).items()}
         epochs = ", ".join(f"{each:.3g} epochs of {name}" for name, each in read.items() if each > SOME_EPOCHS)
         return f"; after step {step}: {epochs}" if epochs else ""
-
-    def _spent(self, stage: StagePlan, number: int) -> str:
-        source = stage.sources[number]
-        return f"'{source.label}' is exhausted after {_epochs(source)}"
 
     # ---- validation ----
 
@@ -348,23 +353,11 @@ class RunData:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _stage(self, number: int) -> OpenStage:
-        """The open stage `number`. The next one is opened from now on, and what is wrong with it is raised at once."""
-        opened = self._open(number)
-        if number + 1 < len(self.stages) and self.stages[number + 1].steps:
-            upcoming = self._open(number + 1)
-            if upcoming.done() and (error := upcoming.exception()):
-                raise error
-        return opened.result()
-
     def _open(self, number: int) -> Future[OpenStage]:
         with self._lock:
             if number not in self._opened:
-                self._opened[number] = self._pool.submit(self._open_now, number)
+                self._opened[number] = self._pool.submit(open_stage, self.sources, self.stages[number])
             return self._opened[number]
-
-    def _open_now(self, number: int) -> OpenStage:
-        return open_stage(self.sources, self.stages[number])
 
 
 def _epochs(source: SourcePlan) -> str:
@@ -392,18 +385,19 @@ def open_run(
     eos = end_of_text(tokenizer, config.model.architecture)
     hashes = frozenset(int(each, 16) for each in held_out)
     data = RunData(config, replace(settings, tokenizer=tokenizer, eos=eos, held_out=hashes), stages)
-    number = data.stage_at(min(start_step, config.tokens.train_steps)).number
+    step = min(start_step, config.tokens.train_steps)
+    stage = data.stage_at(step)
     try:
         first: Future[OpenStage] = Future()
-        first.set_result(data._open_now(number))  # in this thread: it may show a progress bar, and be interrupted
-        data._opened[number] = first
+        first.set_result(open_stage(data.sources, stage))  # in this thread: it may show a bar, and be interrupted
+        data._opened[stage.number] = first
         # All that earlier stages have to be asked for, before the next one may take its time in the background.
-        why = data.exhausted(min(start_step, config.tokens.train_steps))
+        why = data.exhausted(step)
         if start_step == 1 and why is not None:
             raise InputError(f"no sample for a single step: {why}")
         if config.tokens.validates:
             data.held_out()  # now, not at the first validation
-        data._stage(number)
+        data.stage_of(step)
     except BaseException:
         data.close()
         raise
