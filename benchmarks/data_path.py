@@ -20,6 +20,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 
+from kenotron.config.data import Data
 from kenotron.data.cache import SplitTokens
 from kenotron.data.open_stage import OpenStage
 from kenotron.data.order import Mixing, Order
@@ -56,7 +57,7 @@ def open_sources(split: SplitTokens, sequence_length: int, sources: int) -> Open
         [derive_key("bench", number) for number in range(sources)],
         Mixing([1.0 + number for number in range(sources)]),
     )
-    stage = StagePlan(0, "bench", 1, 10**12, sequence_length, levels(None, 1), 42, 1, ())
+    stage = StagePlan(0, "bench", 1, 10**12, sequence_length, levels(None, 1), Data(dataset=None), ())
     return OpenStage(stage, opened, order)
 
 

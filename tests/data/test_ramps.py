@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kenotron.config.data import Data
 from kenotron.data import open_run
 from kenotron.data.provenance import step_origins
 from kenotron.data.ramps import levels
@@ -37,7 +38,7 @@ def stage(start: int, stop: int, ramp: tuple[int, int, int, int] | None, size: i
     given = None
     if ramp is not None:
         given, size = SimpleNamespace(start=ramp[0], increment=ramp[1], samples=ramp[2]), ramp[3]
-    return StagePlan(0, "one", start, stop, length, levels(given, size), 42, 0, ())
+    return StagePlan(0, "one", start, stop, length, levels(given, size), Data(dataset=None), ())
 
 
 @given(ramps(), st.integers(1, 50))

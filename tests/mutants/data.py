@@ -205,7 +205,7 @@ MUTANTS = [
     Mutant(
         name="a-later-stage-reads-the-same-samples-again",
         file="data/open_stage.py",
-        find="[: 0 if stage.restart else stage.number]",
+        find="[: 0 if stage.data.restart else stage.number]",
         replace="[:0]",
         why="a source that comes again in a later stage begins anew: its first samples are trained on twice",
         tests=("data/test_mixing_stages.py", RUN_DATA),

@@ -277,7 +277,7 @@ def test_the_embedded_corpus_has_one_name_and_a_share_in_mixtures(tmp_path: Path
     weight = every_key.mixture("corpus: python-stdlib, max_epochs: 2.5", "source: support.user_parts.counting", (3, 1))
     config = tiny_config(tmp_path, weight, "tokenizer={train: {vocab_size: 300}}", "model.model_config.vocab_size=300")
     (stage,) = plan_stages(config)
-    assert stage.weights == (3, 1)
+    assert stage.shares(lambda number, unit: 0.0) == [3, 1]
     assert [source.max_epochs for source in stage.sources] == [2.5, None]
     best_fit = f"{every_key.DATASET}={{corpus: python-stdlib, packing: best_fit}}"
     packed = tiny_config(tmp_path, best_fit, *every_key.TEXT[1:])

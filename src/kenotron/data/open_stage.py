@@ -113,7 +113,7 @@ class Sources:
                     run=self.run,
                     at=planned.at,
                     sequence_length=stage.sequence_length,
-                    seed=stage.seed,
+                    seed=stage.data.seed,
                     order_key=planned.key,
                     first_stage=stage.number == 0,
                     reserved=self.reserved,
@@ -174,7 +174,7 @@ class Sources:
                 stage.shares(partial(self._measure, stage)),
                 [self._offset(stage, i) for i in numbers],
                 [self._limit(stage, i) for i in numbers],
-                stage.when_exhausted,
+                stage.data.when_exhausted,
             )
             return self._mixings[stage.number]
 
@@ -185,7 +185,7 @@ class Sources:
     def _offset(self, stage: StagePlan, number: int) -> int:
         """How many samples the stages before have drawn of a source."""
         name = stage.sources[number].name
-        for earlier in reversed(self.stages[: 0 if stage.restart else stage.number]):
+        for earlier in reversed(self.stages[: 0 if stage.data.restart else stage.number]):
             names = [source.name for source in earlier.sources]
             if name in names:
                 return self.mixing(earlier).drawn(earlier.samples)[names.index(name)]

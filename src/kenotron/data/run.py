@@ -81,7 +81,7 @@ class RunData:
         the most `num_loading_workers` asks for; one at most where a stage is a stream.
         """
         stop = self.config.tokens.train_steps + 1 if stop_step is None else stop_step
-        workers = max(stage.workers for stage in self.stages) if start_step < stop else 0
+        workers = max(stage.data.num_loading_workers for stage in self.stages) if start_step < stop else 0
         if self.streams and start_step < stop:
             if workers > 1 and dp_rank == 0:
                 self._report(f"num_loading_workers: a stream is read in order, so 1 thread reads ahead, not {workers}")
@@ -245,7 +245,7 @@ class RunData:
                         run=self.validation_settings,
                         at=plan.at,
                         sequence_length=self.settings.first_sequence_length,
-                        seed=self.stages[0].seed,
+                        seed=self.stages[0].data.seed,
                         order_key=plan.key,
                         first_stage=True,
                     )
@@ -297,7 +297,8 @@ class RunData:
             if step < stage.stop:
                 planned = stage.sources[source]
                 ends = mixing.end is not None and source == mixing.reached[-1][0]
-                goes_on = "it is repeated" if stage.when_exhausted == "repeat" else "the others continue without it"
+                repeats = stage.data.when_exhausted == "repeat"
+                goes_on = "it is repeated" if repeats else "the others continue without it"
                 then = f"the run ends after step {opened.stop - 1}" if ends else goes_on
                 yield f"{planned.label} reaches its {_epochs(planned)} at step {step}: {then}"
 
@@ -305,7 +306,7 @@ class RunData:
         """Sources that are read again and cannot continue, as they are read with other options."""
         for stage in self.stages[1:]:
             before = [source for earlier in self.stages[: stage.number] for source in earlier.sources]
-            for source in stage.sources if not stage.restart else ():
+            for source in stage.sources if not stage.data.restart else ():
                 if source.name in [other.name for other in before]:
                     continue
                 if why := min(filter(None, (differences(source, other) for other in before)), key=len, default=None):

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 from kenotron.config import Config
 from kenotron.config.data import Data, MixtureDataset, PlainDataset
@@ -52,7 +51,7 @@ class SourcePlan:
 class StagePlan:
     """Steps [start, stop) of the run, counted from 1.
 
-    A sample is `sequence_length` tokens; `levels` are its ramp (ramps.py).
+    A sample is `sequence_length` tokens; `levels` are its ramp (ramps.py), `data` its section of the config.
     """
 
     number: int
@@ -61,14 +60,8 @@ class StagePlan:
     stop: int
     sequence_length: int
     levels: tuple[Level, ...]
-    seed: int
-    workers: int
+    data: Data
     sources: tuple[SourcePlan, ...]
-    weights: tuple[float | str | None, ...] = ()
-    """Of the datasets of its mixture; (None,) without one."""
-    temperature: float = 1.0
-    when_exhausted: Literal["stop", "renormalise", "repeat"] = "stop"
-    restart: bool = False
 
     @property
     def steps(self) -> int:
@@ -113,7 +106,8 @@ class StagePlan:
         Nested weights multiply.
         """
         found: list[float] = []
-        for group, weight in enumerate(self.weights):
+        for group, section in enumerate(self.data.datasets):
+            weight = section.weight if section else None
             numbers = [i for i, source in enumerate(self.sources) if source.group == group]
             parts = [self._part(i, measure) for i in numbers]
             if weight is not None:
@@ -121,9 +115,10 @@ class StagePlan:
                 total = sum(parts)
                 parts = [whole * part / total for part in parts]
             found += parts
-        if self.temperature == 1:
+        temperature = self.data.temperature
+        if temperature == 1:
             return found
-        return [max((weight / max(found)) ** (1 / self.temperature), 1e-300) for weight in found]
+        return [max((weight / max(found)) ** (1 / temperature), 1e-300) for weight in found]
 
     def _part(self, number: int, measure: Measure) -> float:
         share = self.sources[number].share
@@ -162,13 +157,8 @@ def plan_stages(config: Config) -> list[StagePlan]:
                 stop=max(start, min(end, tokens.train_steps + 1)),
                 sequence_length=length,
                 levels=levels(stage.batch_size_ramp, config.global_batch_size),
-                seed=data.seed,
-                workers=data.num_loading_workers,
+                data=data,
                 sources=sources,
-                weights=tuple(section.weight if section else None for _, section in datasets_of(data, number)),
-                temperature=data.temperature,
-                when_exhausted=data.when_exhausted,
-                restart=data.restart,
             )
         )
     return planned
