@@ -200,6 +200,11 @@ def as_path(path: str | AnyPath, settings: RemoteData | None = None) -> AnyPath:
     return storage_of(scheme)(url.rstrip("/"), settings or RemoteData())
 
 
+def one_spelling(path: str) -> str:
+    """The same for a path however it is written: absolute, a folder without a slash behind it."""
+    return path.rstrip("/") if is_remote(path) else os.path.abspath(os.path.expanduser(path))
+
+
 def walk(folder: AnyPath) -> Iterator[AnyPath]:
     """Every file below `folder`, links followed, a folder that is linked twice only once, hidden folders left out:
     they hold unfinished work. Raises InputError: a folder that cannot be read.

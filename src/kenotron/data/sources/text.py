@@ -8,7 +8,6 @@ Prompts and answers are text, too: only answers carry a loss, and documents are 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,14 +17,14 @@ import numpy as np
 
 from kenotron.config.data import EmbeddedCorpus, PretrainDataset, SFTDataset, SFTFiles, TextFiles
 from kenotron.config.errors import InputError, counted
-from kenotron.config.remote import RemoteData, is_remote
+from kenotron.config.remote import RemoteData
 from kenotron.data.cache import TokenCache, chosen_hash, content_hash, open_tokens
 from kenotron.data.source import Opening, RunSettings, SampleRange, TextSpec, TokenSource
 from kenotron.data.sources.packed_rows import PackedRows
 from kenotron.data.sources.stream import all_documents, check_ids, open_stream
 from kenotron.data.sources.token_folder import TokenFolder
 from kenotron.data.sources.windows import HeldOutWindows
-from kenotron.storage.paths import as_path
+from kenotron.storage.paths import as_path, one_spelling
 from kenotron.text.documents import DocumentSource, RowHook, StreamableDocuments
 from kenotron.text.encode import EncodeRules
 from kenotron.text.file_documents import FileDocuments, find_files, has_rows, python_stdlib, unread_files
@@ -88,7 +87,7 @@ class TextDataset(TextSpec):
         """All keys that change the samples; paths are the same however they are written."""
         found: dict[str, object] = {key: value for key, value in self.section if key not in NOT_DATA}
         if isinstance(self.section, TextFiles | SFTFiles):
-            places = [path.rstrip("/") if is_remote(path) else _absolute(path) for path in _paths(self.section)]
+            places = [one_spelling(path) for path in _paths(self.section)]
             found["text_files"] = places[0] if isinstance(self.section.text_files, str) else places
         return found
 
@@ -206,10 +205,6 @@ class TextDataset(TextSpec):
 
 def _paths(section: TextFiles | SFTFiles) -> list[str]:
     return [section.text_files] if isinstance(section.text_files, str) else list(section.text_files)
-
-
-def _absolute(path: str) -> str:
-    return os.path.abspath(os.path.expanduser(path))
 
 
 # ---- open --------------------------------------------------------------------------------------------------

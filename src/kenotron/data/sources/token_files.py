@@ -28,7 +28,7 @@ from kenotron.data.sources.held_out import held_out_samples
 from kenotron.data.sources.packed_rows import PackedRows
 from kenotron.data.sources.token_folder import TokenFolder, count_windows, window_step
 from kenotron.kernels.hashing import derive_key
-from kenotron.storage.paths import AnyPath, as_path
+from kenotron.storage.paths import AnyPath, as_path, one_spelling
 from kenotron.text.tokenizer import TextTokenizer
 
 # ---- from the config ---------------------------------------------------------------------------------------
@@ -58,10 +58,8 @@ class TokenPath(SourceSpec):
 
     def identity(self) -> dict[str, object]:
         """The path, however it is written, and how it is read."""
-        remote = is_remote(self.path)
-        path = self.path.rstrip("/") if remote else os.path.abspath(os.path.expanduser(self.path))
         return {
-            "path": path,
+            "path": one_spelling(self.path),
             "dtype": self.dtype,
             "max_tokens": self.max_tokens,
             "shuffle_files": self.shuffle_files,
@@ -151,15 +149,11 @@ def read_mix(file: AnyPath) -> dict[str, float]:
         raise InputError(f"dataset.tokens: {file} is not UTF-8 at byte {error.start}") from None
     mix: dict[str, float] = {}
     for path, weight in json.loads(text, object_pairs_hook=list):  # every pair, where a dict would keep the last
-        absolute = _from(file.parent, path)
+        absolute = path if is_remote(path) else str(file.parent / os.path.expanduser(path))
         if absolute in mix:
             raise InputError(f"dataset.tokens: {file}: {path!r} is there twice; expected each path once")
         mix[absolute] = weight
     return mix
-
-
-def _from(folder: AnyPath, path: str) -> str:
-    return path if is_remote(path) else str(folder / os.path.expanduser(path))
 
 
 # ---- open --------------------------------------------------------------------------------------------------
