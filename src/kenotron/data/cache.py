@@ -156,10 +156,11 @@ class _Side:
 class _SplitWriter:
     """Appends pieces of documents to one split's two files."""
 
-    def __init__(self, folder: Path, split: str, dtype: np.dtype, loss: bool) -> None:
-        self.token_file = open(folder / f"{split}.tokens", "wb")  # noqa: SIM115 (see close)
-        self.end_file = open(folder / f"{split}.ends", "wb")  # noqa: SIM115
-        self.loss_file = open(folder / f"{split}.loss", "wb") if loss else None  # noqa: SIM115
+    def __init__(self, stack: contextlib.ExitStack, folder: Path, split: str, dtype: np.dtype, loss: bool) -> None:
+        """The files are closed with `stack`."""
+        self.token_file = stack.enter_context(open(folder / f"{split}.tokens", "wb"))  # noqa: SIM115 (see above)
+        self.end_file = stack.enter_context(open(folder / f"{split}.ends", "wb"))  # noqa: SIM115
+        self.loss_file = stack.enter_context(open(folder / f"{split}.loss", "wb")) if loss else None  # noqa: SIM115
         self.dtype = dtype
         self.side = _Side()
 
@@ -180,13 +181,6 @@ class _SplitWriter:
         self.side.documents += int(ends.sum())
         self.side.bytes += int(answer.sizes[mine].sum())
         self.side.max_id = max(self.side.max_id, largest)
-
-    def close(self) -> None:
-        """Close the files."""
-        self.token_file.close()
-        self.end_file.close()
-        if self.loss_file is not None:
-            self.loss_file.close()
 
 
 def _tokenize(
@@ -214,10 +208,7 @@ def _tokenize(
     limit = _threshold(texts, val_fraction, watched())
     with contextlib.ExitStack() as stack:
         update = stack.enter_context(progress(f"tokenizing {texts.name}", texts.size, report))
-        writers = {
-            split: stack.enter_context(contextlib.closing(_SplitWriter(folder, split, dtype, rules.examples)))
-            for split in SPLITS
-        }
+        writers = {split: _SplitWriter(stack, folder, split, dtype, rules.examples) for split in SPLITS}
         chunks = assign_sides(watched(), limit, chosen, separate=rules.max_tokens is not None)
         for batch, answer in encode_documents(chunks, tokenizer.to_json(), rules, processes):
             writers["train"].write(batch, answer, held_out=False)
