@@ -163,7 +163,6 @@ class _Files:
         self.stem, self.max_tokens = stem, max_tokens
         self.written: list[Json] = []
         self._writer: TokenWriter | None = None
-        self._documents = self._tokens = 0
 
     def write(self, ids: NDArray[np.integer], lengths: NDArray[np.int64], loss: Loss = None) -> None:
         ends = np.cumsum(lengths)
@@ -175,22 +174,16 @@ class _Files:
                 self.close()
                 last = max(self._fitting(ends, before, first), first + 1)
             stop = int(ends[last - 1])
-            self._write(ids[before:stop], lengths[first:last], None if loss is None else loss[before:stop])
+            self._writer = self._writer or TokenWriter(self._path(), self.dtype, self.tokenizer)
+            self._writer.write(ids[before:stop], lengths[first:last], None if loss is None else loss[before:stop])
             first = last
 
     def _fitting(self, ends: NDArray[np.int64], before: int, first: int) -> int:
         """The end of the documents from `first` on that fit into the file that is open."""
         if self.max_tokens is None:
             return len(ends)
-        room = self.max_tokens - self._tokens
+        room = self.max_tokens - (self._writer.tokens if self._writer else 0)
         return max(int(np.searchsorted(ends, before + room, side="right")), first)
-
-    def _write(self, ids: NDArray[np.integer], lengths: NDArray[np.int64], loss: Loss) -> None:
-        if self._writer is None:
-            self._writer = TokenWriter(self._path(), self.dtype, self.tokenizer)
-        self._writer.write(ids, lengths, loss)
-        self._documents += len(lengths)
-        self._tokens += len(ids)
 
     def _path(self) -> Path:
         return self.folder / f"{self.stem or f'{len(self.written):05d}'}{SUFFIX}"
@@ -201,5 +194,5 @@ class _Files:
             return
         self._writer.close()
         sums = checksums(self.folder.glob(f"{self._path().stem}.*"))
-        self.written.append({"documents": self._documents, "tokens": self._tokens, "xxh3": sums})
-        self._writer, self._documents, self._tokens = None, 0, 0
+        self.written.append({"documents": self._writer.documents, "tokens": self._writer.tokens, "xxh3": sums})
+        self._writer = None

@@ -321,7 +321,7 @@ class _ShardWriter:
 
     def __init__(self, work: Tokenization, shard: InputShard, scratch: Path) -> None:
         self.work, self.shard, self.scratch = work, shard, scratch
-        self.documents = self.tokens = self.bytes = 0
+        self.bytes = 0
         self._open = 0  # tokens of a document that goes on
         self._sink: TokenWriter | DocumentShuffle | None = None
 
@@ -333,25 +333,24 @@ class _ShardWriter:
         if len(ids) or len(ends):
             self._sink = self._sink or self._open_sink()
             self._sink.append(ids, ends)
-        self.documents += len(ends)
-        self.tokens += len(ids)
         self.bytes += int(answer.sizes.sum())
 
     def finish(self, output: Path) -> Json:
         """The files come into `output`; what the manifest says of them."""
-        if isinstance(self._sink, DocumentShuffle):
-            with self._sink as shuffle:
-                self._sink = self._open_writer()
+        sink = self._sink
+        if sink is None:
+            return {"documents": 0, "tokens": 0, "bytes": self.bytes, "xxh3": {}}
+        if isinstance(sink, DocumentShuffle):
+            with sink as shuffle:
+                sink = self._open_writer()
                 for ids, lengths, _ in shuffle.documents():
-                    self._sink.write(ids, lengths)
-        sums: dict[str, str] = {}
-        if self._sink is not None:
-            self._sink.close()
-            sums = checksums(self.scratch.iterdir())
-            for name in sums:
-                os.replace(self.scratch / name, output / name)
-            sync_folder(output)
-        return {"documents": self.documents, "tokens": self.tokens, "bytes": self.bytes, "xxh3": sums}
+                    sink.write(ids, lengths)
+        sink.close()
+        sums = checksums(self.scratch.iterdir())
+        for name in sums:
+            os.replace(self.scratch / name, output / name)
+        sync_folder(output)
+        return {"documents": sink.documents, "tokens": sink.tokens, "bytes": self.bytes, "xxh3": sums}
 
     def _open_sink(self) -> TokenWriter | DocumentShuffle:
         options = self.work.options
