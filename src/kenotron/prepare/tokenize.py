@@ -223,9 +223,8 @@ def _encode_rules(tokenizer: TextTokenizer, options: TokenizeOptions) -> EncodeR
 
 
 def _refuse_changed(work: Tokenization) -> None:
-    for name, was in work.made_by["content"].items():
-        source = next(source for source in work.texts if source.name == name)
-        if describe_inputs([source])[name] != was:
+    for name, now in describe_inputs(work.texts).items():
+        if now != work.made_by["content"][name]:
             raise InputError(f"{name}: changed while it was read; remove the output folder and start again")
 
 
