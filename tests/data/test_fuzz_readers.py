@@ -254,7 +254,7 @@ def test_tokenizers_that_cannot_tokenize(tmp_path: Path) -> None:
 
 def test_a_worker_whose_tokenizer_fails_tells_why() -> None:
     spec = {"version": "1.0", "added_tokens": [], "model": {"type": "WordLevel", "unk_token": "?", "vocab": {"a": 0}}}
-    pieces = [AssignedChunk("b", 1, False, True, True)]
+    pieces = [AssignedChunk("b", 1, True, True, False)]
     for processes in (1, 2):
         with pytest.raises(InputError, match="tokenizer: cannot encode a text: WordLevel error"):
             list(encode_documents(pieces, json.dumps(spec), EncodeRules(0, None), processes))

@@ -141,8 +141,8 @@ MUTANTS = [
     Mutant(
         name="a-held-out-piece-does-not-end-its-document",
         file="text/hash_split.py",
-        find="ends=last or side != waiting.held_out",
-        replace="ends=last",
+        find="waiting.ends = last or side != waiting.held_out",
+        replace="waiting.ends = last",
         why="where a long text loses a piece to validation, its halves are joined as if they followed each other",
         tests=("text/test_hash_split.py",),
     ),

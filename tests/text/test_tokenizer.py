@@ -174,7 +174,7 @@ from kenotron.text.encode import EncodeRules, encode_documents
 from kenotron.text.hash_split import AssignedChunk
 from kenotron.text.byte_level_bpe import train_byte_level_bpe
 tokenizer = train_byte_level_bpe(["some words here"] * 9, 270)
-chunks = [AssignedChunk("some words", 1, False, True, True)] * 50
+chunks = [AssignedChunk("some words", 1, True, True, False)] * 50
 list(encode_documents(chunks, tokenizer.to_json(), EncodeRules(0, None), 1))
 child = os.fork()
 if child == 0:

@@ -19,7 +19,6 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -30,7 +29,7 @@ from kenotron.data.manifest import MANIFEST, Json, checksums, read_json, refuse_
 from kenotron.prepare.inputs import InputShard, describe_hook, describe_inputs, open_input, plan_shards, row_hook
 from kenotron.prepare.shuffle import DocumentShuffle
 from kenotron.storage.files import locked, sync_folder
-from kenotron.text.documents import LONGEST_CHUNK, MayBeBad, StreamableDocuments, split_long_chunk
+from kenotron.text.documents import LONGEST_CHUNK, MayBeBad, StreamableDocuments, TextChunk, split_long_chunk
 from kenotron.text.encode import Answer, EncodeRules, encode_batches, in_batches
 from kenotron.text.file_documents import FileDocuments, unread_files
 from kenotron.text.progress import Report, progress
@@ -257,14 +256,11 @@ def _note(notes: Path, shard: InputShard) -> Path:
 # ---- shards ------------------------------------------------------------------------------------------------
 
 
-class _ShardChunk(NamedTuple):
+@dataclass(slots=True)
+class _ShardChunk(TextChunk):
     """A chunk of a document of shard number `shard`; `done` bytes of input were read with it."""
 
-    text: str
-    starts: bool
-    ends: bool
     shard: int
-    done: int
 
 
 def make_shards(work: Tokenization, output: Path, todo: Sequence[InputShard], workers: int, report: Report) -> None:
@@ -310,7 +306,7 @@ def _shard_chunks(texts: Sequence[StreamableDocuments], shard: InputShard, done:
         starts = True
         for chunk in texts[number].read(byte_range):
             for each in split_long_chunk(chunk, LONGEST_CHUNK):  # a text file's are short already
-                yield _ShardChunk(each.text, starts, each.last, shard.number, done + each.done)
+                yield _ShardChunk(each.text, done + each.done, starts, each.last, shard.number)
                 starts = each.last
         done += byte_range.size
 

@@ -13,6 +13,7 @@ Sources: `file_documents.FileDocuments`, `hub_datasets.HubDocuments`, `sft.SftDo
 
 import re
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from kenotron.config.errors import InputError, nearest
@@ -42,6 +43,16 @@ class DocumentChunk(NamedTuple):
     text: str
     done: int
     last: bool = True
+
+
+@dataclass(slots=True)
+class TextChunk:
+    """A chunk of text as it is encoded: with the work `done` so far, and whether a document starts and ends with it."""
+
+    text: str
+    done: int
+    starts: bool
+    ends: bool
 
 
 class ByteRange(NamedTuple):

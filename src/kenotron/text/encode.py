@@ -20,12 +20,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kenotron.config.errors import InputError
+from kenotron.text.documents import TextChunk
 from kenotron.text.pretoken_cache import CachedBPE
 from kenotron.text.sft import encode_examples
 from kenotron.text.tokenizer import all_cores, library_ids
@@ -44,22 +45,6 @@ class Answer(NamedTuple):
     lengths: NDArray[np.int64]
     sizes: NDArray[np.int64]
     loss: NDArray[np.bool_] | None = None
-
-
-class TextChunk(Protocol):
-    """A chunk of text, and whether a document starts and ends with it."""
-
-    @property
-    def text(self) -> str:
-        """The text."""
-
-    @property
-    def starts(self) -> bool:
-        """Whether a document starts with it."""
-
-    @property
-    def ends(self) -> bool:
-        """Whether a document ends with it."""
 
 
 AnyChunk = TypeVar("AnyChunk", bound=TextChunk)

@@ -17,21 +17,18 @@ its next chunk goes to the other side it ends, since what would come next there 
 """
 
 from collections.abc import Collection, Iterable, Iterator
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import xxhash
 
-from kenotron.text.documents import DocumentChunk
+from kenotron.text.documents import DocumentChunk, TextChunk
 
 
-class AssignedChunk(NamedTuple):
-    """A chunk of text with the work `done` so far, its side, and whether a document starts and ends with it there."""
+@dataclass(slots=True)
+class AssignedChunk(TextChunk):
+    """A chunk of text with its side; documents start and end with it there."""
 
-    text: str
-    done: int
     held_out: bool
-    starts: bool
-    ends: bool
 
 
 def text_hash(text: str) -> int:
@@ -76,9 +73,9 @@ def assign_sides(
     for chunk in chunks:
         side = is_held_out(chunk.text, limit, chosen)
         if waiting is not None:
-            waiting = waiting._replace(ends=last or side != waiting.held_out)
+            waiting.ends = last or side != waiting.held_out
             yield waiting
-        waiting = AssignedChunk(chunk.text, chunk.done, side, starts=waiting is None or waiting.ends, ends=True)
+        waiting = AssignedChunk(chunk.text, chunk.done, waiting is None or waiting.ends, ends=True, held_out=side)
         last = chunk.last or separate
     if waiting is not None:
         yield waiting
