@@ -22,7 +22,7 @@ from kenotron.config.errors import InputError, no_such_path, os_errors
 from kenotron.config.remote import is_remote
 from kenotron.data.manifest import Json
 from kenotron.storage.paths import RemoteStat
-from kenotron.text.documents import LONGEST_CHUNK, ByteRange, NoText, RowHook, StreamableDocuments, missing_column
+from kenotron.text.documents import LONGEST_CHUNK, ByteRange, RowHook, StreamableDocuments, texts_of_row
 from kenotron.text.file_documents import FileDocuments, find_files, has_rows
 from kenotron.text.hub_datasets import HubDocuments
 
@@ -130,9 +130,7 @@ def _documents(answer: Any, row: Json, column: str, file: str, keep: str | None)
     if answer is None or answer is False:
         return []
     if answer is True:
-        if not isinstance(row.get(column), str):
-            raise NoText(missing_column(column, row))
-        return [row[column]]
+        return texts_of_row(row, column, None, file)
     texts = [answer] if isinstance(answer, str) else answer
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise InputError(f"--filter: {keep} must return a bool, text or a list of texts, found {answer!r:.60}")

@@ -192,6 +192,16 @@ def whole_characters(text: str) -> str:
     return text
 
 
+def texts_of_row(row: object, column: str, hook: RowHook | None, file: str) -> list[str]:
+    """The documents of a row: its `column`, or what `hook` makes of it. Raises NoText."""
+    if hook is not None and isinstance(row, dict):
+        return [whole_characters(text) for text in hook(row, file)]
+    text = row.get(column) if isinstance(row, dict) else None
+    if not isinstance(text, str):
+        raise NoText(missing_column(column, row))
+    return [whole_characters(text)]
+
+
 def missing_column(column: str, row: object) -> str:
     """What to say of a row whose text column is not a string."""
     if not isinstance(row, dict):

@@ -30,6 +30,7 @@ from kenotron.text.documents import (
     RowHook,
     missing_column,
     split_long_chunk,
+    texts_of_row,
     whole_characters,
 )
 
@@ -172,31 +173,21 @@ class HubDocuments(MayBeBad):
 
     def _texts_of(self, rows: Any) -> Iterator[tuple[int, str]]:
         """The documents of `rows`, each with the number of rows read."""
-        if self.hook is not None:
-            for number, row in enumerate(rows, start=1):
-                try:
-                    texts = self.hook(row, self.name)
-                except NoText as error:
-                    self._bad(number, str(error))
-                    continue
-                yield from ((number, whole_characters(text)) for text in texts)
-            return
-        if self.column not in rows.column_names:
-            row = dict.fromkeys(rows.column_names)
-            raise InputError(f"dataset.text_column_name: dataset {self.name}: {missing_column(self.column, row)}")
-        number = 0
-        each = rows.data.nbytes // max(len(rows), 1)
-        at_once = max(1, min(ROWS_AT_ONCE, BYTES_AT_ONCE // max(each, 1)))
-        for batch in rows.select_columns([self.column]).iter(at_once):
-            for text in batch[self.column]:
-                number += 1
-                if isinstance(text, str):
-                    yield number, text
-                    continue
-                self._bad(number, missing_column(self.column, {self.column: text}))
-
-    def _bad(self, number: int, problem: str) -> None:
-        self.bad(f"dataset.text_column_name: dataset {self.name}, row {number}: {problem}")
+        if self.hook is None:
+            if self.column not in rows.column_names:
+                row = dict.fromkeys(rows.column_names)
+                raise InputError(f"dataset.text_column_name: dataset {self.name}: {missing_column(self.column, row)}")
+            each = rows.data.nbytes // max(len(rows), 1)
+            at_once = max(1, min(ROWS_AT_ONCE, BYTES_AT_ONCE // max(each, 1)))
+            batches = rows.select_columns([self.column]).iter(at_once)
+            rows = ({self.column: text} for batch in batches for text in batch[self.column])
+        for number, row in enumerate(rows, start=1):
+            try:
+                texts = texts_of_row(row, self.column, self.hook, self.name)
+            except NoText as error:
+                self.bad(f"dataset.text_column_name: dataset {self.name}, row {number}: {error}")
+                continue
+            yield from ((number, text) for text in texts)
 
     @cached_property
     def _parts(self) -> list[Any]:

@@ -6,7 +6,7 @@ from typing import IO
 
 from kenotron.config.errors import InputError
 from kenotron.storage.paths import AnyPath
-from kenotron.text.documents import NoText, RowHook, missing_column, whole_characters
+from kenotron.text.documents import NoText, RowHook, texts_of_row
 
 LONGEST_LINE = 32 << 20
 """Bytes of a JSON line; it is parsed as a whole, in several times its memory."""
@@ -42,7 +42,12 @@ def json_documents(
             place += _to_line_end(stream)
             bad(f"{where}: a line of more than {LONGEST_LINE >> 20} MiB (it ends at byte {place:,})")
         elif not line.isspace():
-            yield from _json_row(line, where, column, file, hook, bad)
+            try:
+                texts = texts_of_row(_row(line), column, hook, str(file))
+            except NoText as error:
+                bad(f"{where}: {error}")
+                continue
+            yield from texts
 
 
 def _other_form(first: bytes) -> str:
@@ -64,25 +69,11 @@ def _to_line_end(stream: IO[bytes]) -> int:
     return read
 
 
-def _json_row(
-    line: bytes, where: str, column: str, file: AnyPath, hook: RowHook | None, bad: Callable[[str], None]
-) -> list[str]:
+def _row(line: bytes) -> object:
+    """What a line holds. Raises NoText: no JSON."""
     try:
-        row = json.loads(line.rstrip(b"\r\n"))
+        return json.loads(line.rstrip(b"\r\n"))
     except UnicodeDecodeError as error:
-        bad(f"{where}: not UTF-8 (byte {error.start} of the line: {error.reason})")
-        return []
+        raise NoText(f"not UTF-8 (byte {error.start} of the line: {error.reason})") from None
     except (ValueError, RecursionError) as error:
-        bad(f"{where}: expected one JSON object a line, found: {error}")
-        return []
-    if hook is not None and isinstance(row, dict):
-        try:
-            return [whole_characters(text) for text in hook(row, str(file))]
-        except NoText as error:
-            bad(f"{where}: {error}")
-            return []
-    text = row.get(column) if isinstance(row, dict) else None
-    if not isinstance(text, str):
-        bad(f"{where}: {missing_column(column, row)}")
-        return []
-    return [whole_characters(text)]
+        raise NoText(f"expected one JSON object a line, found: {error}") from None
