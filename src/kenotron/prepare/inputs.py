@@ -18,12 +18,11 @@ from typing import Any, NamedTuple
 import xxhash
 
 from kenotron.config.dotted import import_dotted
-from kenotron.config.errors import InputError, no_such_path, os_errors
+from kenotron.config.errors import InputError, no_such_path
 from kenotron.config.remote import is_remote
 from kenotron.data.manifest import Json
-from kenotron.storage.paths import RemoteStat
 from kenotron.text.documents import LONGEST_CHUNK, ByteRange, RowHook, StreamableDocuments, texts_of_row
-from kenotron.text.file_documents import FileDocuments, find_files, has_rows
+from kenotron.text.file_documents import FileDocuments, find_files, has_rows, state_of
 from kenotron.text.hub_datasets import HubDocuments
 
 
@@ -90,12 +89,7 @@ def _state(texts: StreamableDocuments) -> str:
         return texts.content_hash()
     digest = hashlib.blake2b(digest_size=16)
     for file in texts.files:
-        with os_errors(f"{file}: cannot read"):
-            stat = file.stat()
-        if isinstance(stat, RemoteStat):
-            digest.update(f"{file} {stat.st_size} {stat.version}\n".encode())
-            continue
-        digest.update(f"{file.absolute()} {stat.st_size} {stat.st_mtime_ns}\n".encode())
+        digest.update(f"{state_of(file)}\n".encode())
     return digest.hexdigest()
 
 

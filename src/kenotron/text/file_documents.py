@@ -92,12 +92,9 @@ class FileDocuments(MayBeBad):
         digest = hashlib.blake2b(self._rules(), digest_size=16)
         for file in self.files:
             stat = _stat(file)
-            if isinstance(stat, RemoteStat):
-                digest.update(f"\n{file} {stat.st_size} {stat.version}".encode())
-                continue
-            if stat.st_mtime > time.time() - YOUNG:
+            if not isinstance(stat, RemoteStat) and stat.st_mtime > time.time() - YOUNG:
                 return None
-            digest.update(f"\n{file.absolute()} {stat.st_size} {stat.st_mtime_ns}".encode())
+            digest.update(f"\n{file.absolute()} {stat.st_size} {_version(stat)}".encode())
         return digest.hexdigest()
 
     def content_hash(self) -> str:
@@ -190,8 +187,7 @@ class FileDocuments(MayBeBad):
         """By name and size of every file, with `times` also when each changed."""
         digest = hashlib.blake2b(self._rules(), digest_size=16)
         for file in self.files:
-            stat = _stat(file) if times else None
-            changed = stat.version if isinstance(stat, RemoteStat) else stat.st_mtime_ns if stat else 0
+            changed = _version(_stat(file)) if times else 0
             digest.update(f"\n{file.name} {self._sizes[file]} {changed}".encode())
         return digest.hexdigest()
 
@@ -349,6 +345,17 @@ def _refuse_other_form(raw: IO[bytes], file: AnyPath) -> None:
 def _stat(file: AnyPath) -> os.stat_result | RemoteStat:
     with _readable(file):
         return file.stat()
+
+
+def state_of(file: AnyPath) -> str:
+    """Place, size and version of a file."""
+    stat = _stat(file)
+    return f"{file.absolute()} {stat.st_size} {_version(stat)}"
+
+
+def _version(stat: os.stat_result | RemoteStat) -> str | int:
+    """What changes with the content: on this machine the time of the last change."""
+    return stat.version if isinstance(stat, RemoteStat) else stat.st_mtime_ns
 
 
 def _readable(path: AnyPath) -> AbstractContextManager[None]:
