@@ -50,8 +50,8 @@ MUTANTS = [
     Mutant(
         name="a-tokenizer-trained-on-the-first-input-most",
         file="prepare/inputs.py",
-        find="        left = characters // len(texts)\n",
-        replace="        left = characters\n",
+        find="source.documents()), characters // len(texts))",
+        replace="source.documents()), characters)",
         why="--max-characters is taken from each input: twice the memory, and a large file drowns the other languages",
         tests=("prepare/test_prepare_inputs.py::test_a_tokenizer_is_trained_on_the_same_share_of_every_input",),
     ),

@@ -7,7 +7,7 @@ from pathlib import Path
 from kenotron.data.cached_folder import cache_entry, cached_folder
 from kenotron.data.source import RunSettings, TextSpec
 from kenotron.data.stage_plan import SourcePlan, complete_keys
-from kenotron.text.byte_level_bpe import SPLIT_PATTERN, train_byte_level_bpe
+from kenotron.text.byte_level_bpe import SPLIT_PATTERN, first_characters, train_byte_level_bpe
 from kenotron.text.tokenizer import TextTokenizer, load_tokenizer
 
 TRAINING_CHARACTERS = 200_000_000
@@ -42,9 +42,4 @@ def trained_tokenizer(sources: Sequence[SourcePlan], vocab_size: int, run: RunSe
 
 def training_texts(specs: Sequence[TextSpec], run: RunSettings) -> Iterator[str]:
     """Documents that are not held out, up to `TRAINING_CHARACTERS`."""
-    left = TRAINING_CHARACTERS
-    for text in chain.from_iterable(spec.training_texts(run) for spec in specs):
-        if left <= 0:
-            return
-        left -= len(text)
-        yield text
+    return first_characters(chain.from_iterable(spec.training_texts(run) for spec in specs), TRAINING_CHARACTERS)

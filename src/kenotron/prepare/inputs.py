@@ -21,6 +21,7 @@ from kenotron.config.dotted import import_dotted
 from kenotron.config.errors import InputError, no_such_path
 from kenotron.config.remote import is_remote
 from kenotron.data.manifest import Json
+from kenotron.text.byte_level_bpe import first_characters
 from kenotron.text.documents import LONGEST_CHUNK, ByteRange, RowHook, StreamableDocuments, texts_of_row
 from kenotron.text.file_documents import FileDocuments, find_files, has_rows, state_of
 from kenotron.text.hub_datasets import HubDocuments
@@ -146,9 +147,4 @@ def describe_hook(path: str | None, key: str) -> str | None:
 def first_texts(texts: Sequence[StreamableDocuments], characters: int) -> Iterator[str]:
     """Documents from the beginning of each of `texts`, of each the same number of characters, `characters` in all."""
     for source in texts:
-        left = characters // len(texts)
-        for chunk in source.documents():
-            if left <= 0:
-                break
-            left -= len(chunk.text)
-            yield chunk.text
+        yield from first_characters((chunk.text for chunk in source.documents()), characters // len(texts))

@@ -1,6 +1,6 @@
 """Training a tokenizer: a byte-level BPE, as GPT-2's."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from kenotron.config.errors import InputError
 from kenotron.text.tokenizer import TextTokenizer, all_cores
@@ -13,6 +13,15 @@ SPLIT_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+
+
+def first_characters(texts: Iterable[str], characters: int) -> Iterator[str]:
+    """The first of `texts`, until they have so many characters."""
+    for text in texts:
+        if characters <= 0:
+            return
+        characters -= len(text)
+        yield text
 
 
 def train_byte_level_bpe(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
