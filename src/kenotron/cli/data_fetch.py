@@ -65,7 +65,6 @@ def _files_in(locate: Callable[[str], Path], path: str) -> list[Path]:
 
 def _line(found: ResolvedFile) -> str:
     required = found.required
-    if required.download is None:
-        status = f"{byte_size(found.size)}, read during training" if required.measure else "user code, not checked"
-        return f"{required.kind} {required.name}: {status}"
-    return f"{required.kind} {required.name}: {byte_size(found.size)}, {found.place}"
+    where = "read during training" if required.kind == "remote" else found.place
+    status = f"{byte_size(found.size)}, {where}" if required.files else "user code, not checked"
+    return f"{required.kind} {required.name}: {status}"

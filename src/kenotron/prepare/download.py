@@ -21,26 +21,25 @@ from kenotron.config.errors import InputError, no_such_path
 from kenotron.config.remote import is_remote
 from kenotron.data.sources import specs_of
 from kenotron.data.stage_plan import all_datasets_of, complete_keys
-from kenotron.storage.hub import cached_revision, offline_variable, unreachable
-from kenotron.storage.paths import RemotePath, as_path
+from kenotron.storage.hub import cached_revision
+from kenotron.storage.paths import AnyPath, as_path, walk
 from kenotron.text.progress import Report
 
 
 @dataclass(frozen=True)
 class RequiredFile:
-    """One input of a run. `download` fetches it if it is missing and returns its local files. An input that is read in
-    place has no `download`; `measure` returns its size in bytes."""
+    """One input of a run. `files` returns its files, and fetches those that are missing here, unless they are read in
+    place; None where it has none that are known."""
 
     kind: str
     name: str
     key: str
-    download: Callable[[], Iterable[Path]] | None = field(default=None, compare=False)
-    measure: Callable[[], int] | None = field(default=None, compare=False)
+    files: Callable[[], Iterable[AnyPath]] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
 class ResolvedFile:
-    """A resolved input: its file or folder, and its size in bytes."""
+    """A resolved input: its file or folder on this machine, and its size in bytes."""
 
     required: RequiredFile
     place: Path | None
@@ -54,18 +53,16 @@ def fetch(requirements: Iterable[RequiredFile], report: Report) -> list[Resolved
     """
     found, problems = [], []
     for required in dict.fromkeys(requirements):
-        if required.kind != "path" and (required.download or required.measure):
+        if required.kind != "path" and required.files:
             report(f"{required.kind} {required.name} …")
         try:
-            if required.download is None:
-                found.append(ResolvedFile(required, None, required.measure() if required.measure else 0))
-                continue
-            files = sorted({file.resolve(): file for file in required.download()}.values())
+            files = list(required.files()) if required.files else []
         except InputError as error:
             problems.append(str(error))
             continue
-        place = Path(os.path.commonpath(files)) if files else None
-        found.append(ResolvedFile(required, place, sum(file.stat().st_size for file in files)))
+        sizes = {os.path.realpath(file) if isinstance(file, Path) else file: file.stat().st_size for file in files}
+        here = [file for file in files if isinstance(file, Path)]
+        found.append(ResolvedFile(required, Path(os.path.commonpath(here)) if here else None, sum(sizes.values())))
     if problems:
         raise InputError("\n".join(problems))
     return found
@@ -109,9 +106,7 @@ def _rows_requirement(name: str, split: str, config_name: str | None, key: str) 
 
 def required_path(path: str, key: str) -> RequiredFile:
     """The requirement that a path of the config exists; `key` names its config key in errors."""
-    if is_remote(path):
-        return RequiredFile("remote", path, key, measure=partial(_remote_bytes, path, key))
-    return RequiredFile("path", path, key, partial(_existing, path, key))
+    return RequiredFile("remote" if is_remote(path) else "path", path, key, partial(_existing, path, key))
 
 
 # ---- downloading -------------------------------------------------------------------------------------------
@@ -129,34 +124,19 @@ def _tokenizer(name: str, revision: str | None) -> list[Path]:
 def _rows(key: str, name: str, config_name: str | None, split: str) -> list[Path]:
     from kenotron.text.hub_datasets import load_rows
 
-    if not offline_variable() and cached_revision(name, None, "dataset") is None and (reason := unreachable()):
-        # Checked first: the library would retry for a long time.
-        raise InputError(
-            f"{key}: cannot reach the Hugging Face hub for '{name}', and it is not cached here ({reason}); "
-            "there is no local folder of that name"
-        )
     with complete_keys(key.removesuffix(".hf_dataset_or_datasets")):
         rows = load_rows(name, config_name, split)
     return [Path(file["filename"]) for file in rows.cache_files]
 
 
-def _existing(path: str, key: str) -> list[Path]:
-    place = Path(path).expanduser()
-    if place.is_file():
-        return [place]
-    if not place.is_dir():
-        raise no_such_path(key, path)
-    found = [Path(folder, name) for folder, _, names in os.walk(place, followlinks=True) for name in names]
-    if not any(file.is_file() for file in found):
-        raise InputError(f"{key}: folder {path} is empty")
-    return [file for file in found if file.is_file()]
-
-
-def _remote_bytes(path: str, key: str) -> int:
+def _existing(path: str, key: str) -> list[AnyPath]:
     place = as_path(path)
-    if not isinstance(place, RemotePath) or not place.exists():
+    if not place.exists():
         raise no_such_path(key, path)
-    return sum(file.stat().st_size for file in ([place] if place.is_file() else place.walk()))
+    files = [file for file in (walk(place) if place.is_dir() else [place]) if file.is_file()]
+    if not files:
+        raise InputError(f"{key}: folder {path} is empty")
+    return files
 
 
 def _snapshot_files(name: str, revision: str | None) -> list[Path]:
