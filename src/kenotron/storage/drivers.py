@@ -11,6 +11,7 @@ A driver's listing and `info` hold the length of a file and its version: what ch
 
 from __future__ import annotations
 
+import os
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -72,6 +73,9 @@ def _filesystem(protocol: str, part_tries: int) -> Any:
 def reset() -> None:
     """Open every file system again: a forked process has none of its parent's connections."""
     _filesystem.cache_clear()
+
+
+os.register_at_fork(after_in_child=reset)
 
 
 def version_of(info: FileInfo) -> str:

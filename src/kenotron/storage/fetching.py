@@ -22,7 +22,6 @@ from typing import NamedTuple, TypeVar
 
 from kenotron.config.errors import InputError, counted
 from kenotron.config.remote import RemoteData
-from kenotron.storage import drivers
 from kenotron.storage.blocks import block_store
 from kenotron.storage.drivers import CREDENTIALS, FileInfo, filesystem, read_range
 from kenotron.storage.hub import first_line
@@ -182,13 +181,7 @@ def _in_flight() -> _InFlight:
     return _InFlight()
 
 
-def _reset() -> None:
-    """A forked process has none of its parent's threads and connections."""
-    _in_flight.cache_clear()
-    drivers.reset()
-
-
-os.register_at_fork(after_in_child=_reset)
+os.register_at_fork(after_in_child=_in_flight.cache_clear)  # a forked process has none of its parent's threads
 
 
 def request_block(block: Block, missing: bool = False) -> Future[bytes] | None:
