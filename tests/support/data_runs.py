@@ -106,7 +106,7 @@ def validation_texts(data: RunData) -> Iterator[str]:
     run, reserved = data.validation_settings, data.sources.reserved
     for source, _ in data.validated:
         if isinstance(source.spec, TextDataset):
-            texts = source.spec.documents(run.remote)
+            texts = source.spec.documents(run.config.remote_data)
             limit = hash_threshold(texts.documents(), run.val_fraction)
             yield from (piece.text for piece in texts.documents() if is_held_out(piece.text, limit, reserved))
 

@@ -51,14 +51,14 @@ class RunData:
     Batches may be asked for from several threads. A stage is opened in the background while the one before it runs.
     """
 
-    def __init__(self, config: Config, settings: RunSettings, stages: list[StagePlan]) -> None:
-        self.config, self.tokenizer, self.stages = config, settings.tokenizer, stages
+    def __init__(self, settings: RunSettings, stages: list[StagePlan]) -> None:
+        self.config, self.tokenizer, self.stages = settings.config, settings.tokenizer, stages
         self._report = settings.report
         self._pool = ThreadPoolExecutor(1, "kenotron-stage")
         self._stop, self._lock = threading.Event(), threading.Lock()
         self._opened: dict[int, Future[OpenStage]] = {}
         self.settings = replace(settings, stop=self._stop)
-        own = config.tokens.val_datasets is not None
+        own = self.config.tokens.val_datasets is not None
         self.validation_settings = replace(self.settings, val_fraction=1.0) if own else self.settings
         self.sources = Sources(self.settings, stages)
         self.streams = RunStreams(stages, self.sources)
@@ -382,10 +382,10 @@ def open_run(
     Raises InputError: invalid data, in one line; nothing held out for a run that validates.
     """
     stages, settings = plan_stages(config), run_settings(config, report)
-    tokenizer = tokenizer_of(config, settings, stages, tokenizer_folder)
+    tokenizer = tokenizer_of(settings, stages, tokenizer_folder)
     eos = end_of_text(tokenizer, config.model.architecture)
     hashes = frozenset(int(each, 16) for each in held_out)
-    data = RunData(config, replace(settings, tokenizer=tokenizer, eos=eos, held_out=hashes), stages)
+    data = RunData(replace(settings, tokenizer=tokenizer, eos=eos, held_out=hashes), stages)
     step = min(start_step, config.tokens.train_steps)
     stage = data.stage_at(step)
     try:
@@ -411,25 +411,19 @@ def run_settings(config: Config, report: Callable[[str], None]) -> RunSettings:
     assert hasattr(architecture, "vocab_size"), "refused before: an architecture of another library"
     limits = [tokens.limit_val_batches * config.global_batch_size, tokens.val_samples]
     return RunSettings(
+        config=config,
         vocab_size=architecture.vocab_size,
         eos=end_of_text(None, architecture),
-        seed=config.general.seed,
         val_fraction=tokens.val_fraction,
         validates=tokens.validates and tokens.val_datasets is None,
         validation_samples=min((limit for limit in limits if limit is not None and limit > 0), default=None),
         first_sequence_length=next(iter(config.sequence_lengths.values())),
-        document_masking=config.model.document_masking,
-        max_document_tokens=config.tokenizer.tokenizer_max_length,
-        tokenizer_name=config.tokenizer.tokenizer_name_or_path,
-        remote=config.remote_data,
         tokenizer=None,
         report=report,
     )
 
 
-def tokenizer_of(
-    config: Config, run: RunSettings, stages: Sequence[StagePlan], folder: Path | None = None
-) -> TextTokenizer | None:
+def tokenizer_of(run: RunSettings, stages: Sequence[StagePlan], folder: Path | None) -> TextTokenizer | None:
     """The run's tokenizer; None where none is named and all data are tokens already.
 
     A run that continues passes the `folder` its tokenizer was saved in: it is loaded from there, even if the data or
@@ -438,8 +432,8 @@ def tokenizer_of(
     Raises InputError: not found; hub unreachable. Where all data are tokens, a name of the hub that cannot be loaded
     is only warned of: nanotron's files name one in any case.
     """
-    section = config.tokenizer
-    has_text = any(isinstance(source.spec, TextSpec) for source in all_sources(config, stages))
+    section = run.config.tokenizer
+    has_text = any(isinstance(source.spec, TextSpec) for source in all_sources(run.config, stages))
     if section.tokenizer_max_length is not None and not has_text:
         run.report("warning: tokenizer.tokenizer_max_length cuts nothing: no stage reads text")
     if folder is not None and folder.is_dir():

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from kenotron.config import Config
 from kenotron.config.errors import InputError, counted
-from kenotron.config.remote import RemoteData
 from kenotron.data.batch import Int64
 from kenotron.text.tokenizer import TextTokenizer
 
@@ -198,22 +198,17 @@ class StreamSource(TokenSource):
 class RunSettings:
     """What opening a source takes from its run.
 
-    `seed` is general.seed, `eos` the id that ends documents, `first_sequence_length` the first stage's: validation
-    reads at most `validation_samples` (None: all) of it, if it `validates` on what stages hold out.
-    `max_document_tokens`: tokenizer.tokenizer_max_length.
+    `eos` is the id that ends documents, `first_sequence_length` the first stage's: validation reads at most
+    `validation_samples` (None: all) of it, if it `validates` on what stages hold out.
     """
 
+    config: Config
     vocab_size: int
     eos: int
-    seed: int
     val_fraction: float
     validates: bool
     validation_samples: int | None
     first_sequence_length: int
-    document_masking: bool
-    max_document_tokens: int | None
-    tokenizer_name: str | None
-    remote: RemoteData
     tokenizer: TextTokenizer | None
     report: Callable[[str], None]
     held_out: frozenset[int] = frozenset()

@@ -65,5 +65,5 @@ def epochs(config: Config) -> str:
     from kenotron.data.stage_plan import plan_stages
 
     settings = run_settings(config, report=lambda line: None)
-    with RunData(config, settings, plan_stages(config)) as data:
+    with RunData(settings, plan_stages(config)) as data:
         return data.describe_epochs(config.tokens.train_steps)

@@ -146,14 +146,14 @@ class TextDataset(TextSpec):
 
     def content_key(self, run: RunSettings) -> tuple[str, str]:
         """By content, or by names, sizes and times of a stream's files."""
-        texts = self.documents(run.remote)
-        return texts.name, cast(StreamableDocuments, texts).fingerprint(times=True) if self.is_stream else content_hash(
-            texts
-        )
+        texts = self.documents(run.config.remote_data)
+        if self.is_stream:
+            return texts.name, cast(StreamableDocuments, texts).fingerprint(times=True)
+        return texts.name, content_hash(texts)
 
     def training_texts(self, run: RunSettings) -> Iterator[str]:
         """The documents that are not held out."""
-        texts = self.documents(run.remote)
+        texts = self.documents(run.config.remote_data)
         if self.is_stream:  # as far as it is read, not all of it twice
             pieces, limit = all_documents(cast(StreamableDocuments, texts)), threshold_of_fraction(run.val_fraction)
         else:
@@ -162,19 +162,21 @@ class TextDataset(TextSpec):
 
     def reserved_hash(self, run: RunSettings) -> int | None:
         """Hash of the document with the smallest one, where no other is held out."""
-        return None if self.is_stream else chosen_hash(self.documents(run.remote, run.tokenizer), run.val_fraction)
+        if self.is_stream:
+            return None
+        return chosen_hash(self.documents(run.config.remote_data, run.tokenizer), run.val_fraction)
 
     # ---- opening ----
 
     def open(self, opening: Opening) -> TokenSource:
         """Tokenize the text, or map what an earlier run has tokenized; a stream is only begun."""
         run, section = opening.run, self.section
-        texts = self.documents(run.remote, run.tokenizer)
+        texts = self.documents(run.config.remote_data, run.tokenizer)
         if run.tokenizer is None:
             raise InputError(f"{texts.name} is text, but the run has no tokenizer")
-        for line in filter(None, (unread_files(as_path(path, run.remote)) for path in self.paths()[1])):
+        for line in filter(None, (unread_files(as_path(path, run.config.remote_data)) for path in self.paths()[1])):
             run.report(line)
-        rules = EncodeRules(run.eos, run.max_document_tokens, examples=self.has_answers)
+        rules = EncodeRules(run.eos, run.config.tokenizer.tokenizer_max_length, examples=self.has_answers)
         if not isinstance(section, SFTDataset | SFTFiles) and section.streaming is not None:
             streamed = cast(StreamableDocuments, texts)
             streamed.tell = None if isinstance(section, EmbeddedCorpus) else run.report

@@ -76,8 +76,8 @@ class TokenPath(SourceSpec):
 
     def open(self, opening: Opening) -> TokenSource:
         """Open the folder, check that it fits the run, and split it."""
-        run = opening.run
-        folder = open_folder(self, opening.sequence_length, run.vocab_size, run.seed, run.remote)
+        run, config = opening.run, opening.run.config
+        folder = open_folder(self, opening.sequence_length, run.vocab_size, config.general.seed, config.remote_data)
         check_fit(folder, self, run)
         return TokenFiles(folder, self, run)
 
@@ -309,7 +309,7 @@ def check_fit(folder: TokenFolder, wanted: TokenPath, run: RunSettings) -> None:
             f"warning: {copies} (dataset_read_path) has none of the files of {folder.name}: the originals are read"
         )
     unknown = [str(file.path) for file in files if file.ends is None]
-    if run.document_masking and wanted.return_positions and unknown:
+    if run.config.model.document_masking and wanted.return_positions and unknown:
         more = f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else ""
         run.report(
             f"warning: {unknown[0]}{more} does not have the ends of documents: under model.document_masking each of "
@@ -322,7 +322,7 @@ def check_fit(folder: TokenFolder, wanted: TokenPath, run: RunSettings) -> None:
                 f"{file.path}: tokens of {file.tokens.itemsize} bytes are not those of the run's tokenizer "
                 f"{tokenizer.name}, which has {tokenizer.vocab_size:,} entries"
             )
-    expected = run.tokenizer_name or wanted.tokenizer_name
+    expected = run.config.tokenizer.tokenizer_name_or_path or wanted.tokenizer_name
     made_with = [*(file.tokenizer for file in files if file.tokenizer), *filter(None, [wanted.tokenizer_name])]
     for name in dict.fromkeys(made_with) if expected is not None else ():
         if expected is not None and _short(name) != _short(expected):
