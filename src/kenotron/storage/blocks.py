@@ -141,13 +141,14 @@ class BlockStore:
     def _shrink(self, size: int) -> int:
         """Remove what was not used for longest until `size` fits and a tenth is free; the bytes that are left."""
         files: list[tuple[int, int, str]] = []
-        for entry in _files(self.folder):
+        paths = [os.path.join(folder, name) for folder, _, names in os.walk(self.folder) for name in names]
+        for path in paths:
             with contextlib.suppress(FileNotFoundError):
-                found = entry.stat()
-                if entry.name.endswith(".tmp") and time.time() - found.st_mtime > LEFT_OVER:
-                    os.unlink(entry)
-                elif entry.name not in ("size", "lock"):
-                    files.append((found.st_mtime_ns, found.st_size, entry.path))
+                found = os.stat(path)
+                if path.endswith(".tmp") and time.time() - found.st_mtime > LEFT_OVER:
+                    os.unlink(path)
+                elif os.path.basename(path) not in ("size", "lock"):
+                    files.append((found.st_mtime_ns, found.st_size, path))
         total = sum(size for _, size, _ in files)
         if total + size <= self.cap:
             return total
@@ -176,13 +177,3 @@ def _mapped(place: Path, size: int) -> NDArray[np.uint8] | None:
             return np.asarray(np.memmap(file, np.uint8, "r", shape=(size,)))
     except FileNotFoundError:
         return None
-
-
-def _files(folder: Path) -> Iterator[os.DirEntry[str]]:
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.is_dir(follow_symlinks=False):
-                with os.scandir(entry) as inner:
-                    yield from inner
-            else:
-                yield entry

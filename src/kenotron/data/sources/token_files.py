@@ -181,7 +181,7 @@ class TokenFiles(SampleRange):
             border = min(border, max(count_windows(wanted.max_tokens, each, length) for each in formats))
         super().__init__(whole, 0, border, held_out)
         self.is_remote = folder.is_remote
-        self.size_in_bytes = sum(len(file.tokens) * file.tokens.itemsize for file in files)
+        self.size_in_bytes = sum(file.tokens.nbytes for file in files)
 
     @property
     def fingerprint(self) -> str:
@@ -262,10 +262,9 @@ def _local_copy(file: TokenFile, folder: Any, copies: Path) -> TokenFile:
     if not copy.is_file():
         return file
     size = copy.stat().st_size
-    if size != len(file.tokens) * file.tokens.itemsize:
+    if size != file.tokens.nbytes:
         raise InputError(
-            f"dataset.dataset_read_path: {copy} has {size:,} bytes, but {file.path} has "
-            f"{len(file.tokens) * file.tokens.itemsize:,}"
+            f"dataset.dataset_read_path: {copy} has {size:,} bytes, but {file.path} has {file.tokens.nbytes:,}"
         )
     return replace(file, path=copy, tokens=np.asarray(np.memmap(copy, dtype=file.tokens.dtype, mode="r")))
 
@@ -315,7 +314,7 @@ def check_fit(folder: TokenFolder, wanted: TokenPath, run: RunSettings) -> None:
             f"warning: {unknown[0]}{more} does not have the ends of documents: under model.document_masking each of "
             "its sequences counts as one document"
         )
-    for file in files if tokenizer is not None else ():
+    for file in files:
         most = 1 << (8 * file.tokens.itemsize)
         if file.format == "datatrove" and tokenizer is not None and tokenizer.vocab_size > most:
             raise InputError(
@@ -323,8 +322,8 @@ def check_fit(folder: TokenFolder, wanted: TokenPath, run: RunSettings) -> None:
                 f"{tokenizer.name}, which has {tokenizer.vocab_size:,} entries"
             )
     expected = run.config.tokenizer.tokenizer_name_or_path or wanted.tokenizer_name
-    made_with = [*(file.tokenizer for file in files if file.tokenizer), *filter(None, [wanted.tokenizer_name])]
-    for name in dict.fromkeys(made_with) if expected is not None else ():
+    made_with = dict.fromkeys([*(file.tokenizer for file in files), wanted.tokenizer_name])
+    for name in filter(None, made_with):
         if expected is not None and _short(name) != _short(expected):
             run.report(
                 f"warning: {folder.name} was tokenized with '{name}', and the tokenizer of the run is '{expected}'"
