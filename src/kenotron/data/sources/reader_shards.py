@@ -115,16 +115,12 @@ class StreamReader:
 
     def next(self) -> tuple[NDArray[np.uint32], Int64]:
         """The next window ``[sequence_length + 1]``, and the number of the document of each of its tokens."""
-        start = self._ready()
+        start = self.advance()
         size = self.rules.sequence_length + 1
         numbers = document_numbers(self._ends.astype(np.uint64), np.array([start]), size, self.rules.texts.name)[0]
         return self._ids[start : start + size], numbers
 
-    def skip(self) -> None:
-        """Leave the next window out."""
-        self._ready()
-
-    def _ready(self) -> int:
+    def advance(self) -> int:
         """Where the next window begins in the tokens at hand; it counts as emitted."""
         if self._again:  # the block behind the state that this reader began with
             self._extend()

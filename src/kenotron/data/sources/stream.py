@@ -105,7 +105,7 @@ class Stream(StreamSource):
             if (missing := emitted - position.emitted) > REPORTED_WINDOWS:
                 self._report(f"{self.name}: rereads {counted(missing, 'sample')} to get to where the run is")
         while self._reader.position.emitted < emitted:
-            self._reader.skip()
+            self._reader.advance()
         return self._reader
 
     # ---- how far it is ----
