@@ -140,9 +140,8 @@ def _documents(files: Sequence[TokenFile], with_loss: bool) -> Iterator[Document
     for file in files:
         for start, lengths in document_blocks(file, DOCUMENTS_AT_ONCE):
             part = slice(start, start + int(lengths.sum()))
-            losses = None if file.loss is None else file.loss[part]
-            for ids, some, loss in some_documents(file.tokens[part], lengths, losses):
-                checked_loss(file, start, start + len(ids))
+            for ids, some, _ in some_documents(file.tokens[part], lengths, None):
+                loss = checked_loss(file, start, start + len(ids))
                 yield ids, some, np.ones(len(ids), bool) if with_loss and loss is None else loss
                 start += len(ids)
                 release(file.tokens)
