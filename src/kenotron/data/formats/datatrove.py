@@ -169,8 +169,7 @@ class TokenWriter:
         self, ids: NDArray[np.integer], ends: NDArray[np.integer], loss: NDArray[np.bool_] | None = None
     ) -> None:
         """Append a chunk that may begin and end within a document; `ends` counts from the chunk's first token."""
-        if len(ids):
-            _check_range(self.path, ids, self.dtype, self.tokens)
+        _check_range(self.path, ids, self.dtype, self.tokens)
         with os_errors(f"cannot write {self.path}"):
             if loss is not None and self._loss is None:
                 self._loss = self._open(_beside(self.path, "loss"))
@@ -216,11 +215,11 @@ class TokenWriter:
 
 
 def _check_range(path: Path, ids: NDArray[np.integer], dtype: np.dtype, start: int) -> None:
-    """Raises InputError: an id of `ids` ``[tokens]``, not empty, from token `start` on, does not fit `dtype`."""
-    if ids.min() < 0:
+    """Raises InputError: an id of `ids` ``[tokens]``, from token `start` on, does not fit `dtype`."""
+    if ids.min(initial=0) < 0:
         at = int(ids.argmin())
         raise InputError(f"{path}: token {start + at} is negative ({ids[at]})")
-    if ids.max() > np.iinfo(dtype).max:
+    if ids.max(initial=0) > np.iinfo(dtype).max:
         at = int(ids.argmax())
         raise InputError(
             f"{path}: token {start + at} is {ids[at]}, beyond {dtype.name} (largest {np.iinfo(dtype).max})"
