@@ -116,12 +116,12 @@ class TextTokenizer:
         """Write the files from which `transformers.AutoTokenizer` and `load_tokenizer` load it again."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        for name in TOKENIZER_FILES if self.folder else ():
-            file = self.folder / name if self.folder else Path(name)
-            if file.is_file() and not (folder / name).exists():
-                shutil.copyfile(file, folder / name)
-        if self.folder and (self.folder / TEMPLATES).is_dir():
-            shutil.copytree(self.folder / TEMPLATES, folder / TEMPLATES, dirs_exist_ok=True)
+        if self.folder is not None:
+            for name in TOKENIZER_FILES:
+                if (self.folder / name).is_file() and not (folder / name).exists():
+                    shutil.copyfile(self.folder / name, folder / name)
+            if (self.folder / TEMPLATES).is_dir():
+                shutil.copytree(self.folder / TEMPLATES, folder / TEMPLATES, dirs_exist_ok=True)
         if not (folder / "tokenizer.json").exists():
             (folder / "tokenizer.json").write_text(self._json, encoding="utf-8")
         if not (folder / "tokenizer_config.json").exists():
