@@ -39,6 +39,14 @@ MUTANTS = [
         tests=(f"{SCORING}::test_greedy_is_what_the_model_would_write",),
     ),
     Mutant(
+        name="training-compared-in-fp32",
+        file="evaluation/mismatch.py",
+        find="dtype_of(config.model.dtype)",
+        replace="torch.float32",
+        why="training looks nearer to fp32 than the run is, and a fault of its bf16 path is not seen",
+        tests=("evaluation/test_mismatch.py::test_distances_are_those_of_the_definition",),
+    ),
+    Mutant(
         name="bits-per-character",
         file="evaluation/harness.py",
         find="/ len(answers[right].encode()) / math.log(2)",

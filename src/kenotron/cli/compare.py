@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from kenotron.cli.tables import print_table, to_stderr
 from kenotron.config.errors import InputError, counted, no_such_path
 
 if TYPE_CHECKING:
@@ -18,22 +19,33 @@ if TYPE_CHECKING:
 
 
 def compare(
-    file: Annotated[Path, typer.Argument(help="The YAML file of the run.")],
+    file: Annotated[Path, typer.Argument(help="The YAML file of the run; with --hf a checkpoint.")],
     overrides: Annotated[
-        list[str], typer.Argument(help="The other layout, such as parallelism.tp=2, or a YAML file with it.")
-    ],
+        list[str] | None, typer.Argument(help="The other layout, such as parallelism.tp=2, or a YAML file with it.")
+    ] = None,
     steps: Annotated[int, typer.Option(help="Steps to train on each layout.", min=1)] = 10,
     dtype: Annotated[
         Literal["float32", "bfloat16"] | None,
         typer.Option(help="Run both layouts in this dtype; float32 sees much smaller faults."),
     ] = None,
+    hf: Annotated[
+        bool, typer.Option("--hf", help="Compare a checkpoint in training, in decoding and in transformers.")
+    ] = False,
 ) -> None:
     """Train a few steps on two layouts, and check that they agree up to rounding.
 
-    Of two folders of runs (logs/a logs/b) print the keys and losses in which they differ instead.
+    Of two folders of runs (logs/a logs/b) print the keys and losses in which they differ instead, and of a checkpoint
+    with --hf log-probabilities of tokens.
     """
     from kenotron.config import load
 
+    if hf:
+        if overrides:
+            raise InputError(f"--hf: expected a checkpoint alone, found {counted(len(overrides) + 1, 'argument')}")
+        _compare_with_hf(file)
+        return
+    if not overrides:
+        raise InputError("expected another layout, such as parallelism.tp=2, a second YAML or run, or --hf")
     second = Path(overrides[0]) if "=" not in overrides[0] else None
     if second is not None and (file.is_dir() or second.is_dir()):
         from kenotron.cli.compare_runs import compare_runs
@@ -99,3 +111,22 @@ def _verdict(comparison: Comparison) -> str:
         if origin is None and number.step == 1:
             parts[-1] += ", though the gradients of step 1 agree"
     return f"The layouts DIFFER: {'; '.join(parts)}."
+
+
+def _compare_with_hf(checkpoint: Path) -> None:
+    from kenotron.evaluation.mismatch import find_mismatch
+
+    found = find_mismatch(checkpoint, say=to_stderr)
+    count = sum(map(len, found.texts))
+    print(f"Log-probabilities of {count} tokens, drawn by decoding, beside those of transformers in float32:")
+    rows = []
+    for each in found.distances:
+        token = found.texts[each.text][each.token]
+        place = f"token {each.token + 1} of text {each.text + 1}, id {token}"
+        rows.append((each.side, f"{each.mean:.2e}", f"{each.worst:.2e}", place))
+    print_table(("", "mean", "worst", "where"), rows)
+    if found.apart:
+        sides = " and ".join(each.side for each in found.apart)
+        print(f"They DIFFER: {sides} by more than {found.allowed:.1e} on average, which rounding explains.")
+        raise typer.Exit(1)
+    print(f"They agree: rounding explains {found.allowed:.1e} on average.")

@@ -39,7 +39,7 @@ def _box(tensors: Callable[[], Mapping[str, Tensor]], name: str, box: Box) -> Te
 def _tensors(folder: Path) -> dict[str, Tensor]:
     from transformers import AutoModelForCausalLM
 
-    with one_line(str(folder)), _quietly():
+    with one_line(str(folder)), quietly():
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype="auto", local_files_only=True, output_loading_info=True, ignore_mismatched_sizes=True
         )
@@ -78,7 +78,7 @@ def write_whole(
             state[name].copy_(weights[name])
         for parameter in module.parameters():  # buffers keep their dtype
             parameter.data = parameter.to(getattr(torch, dtype))
-    with _quietly():
+    with quietly():
         module.save_pretrained(folder, max_shard_size=size_limit)
 
 
@@ -93,7 +93,7 @@ def _empty(architecture: HuggingFaceArchitecture) -> Any:
 
 
 @contextmanager
-def _quietly() -> Iterator[None]:
+def quietly() -> Iterator[None]:
     """Without transformers' progress bars."""
     from transformers.utils import logging
 
