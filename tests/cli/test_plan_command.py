@@ -264,6 +264,7 @@ def test_layouts_that_do_not_fit_are_ranked_by_memory(tmp_path: Path, capsys: py
         (("--rank", "1"), r"error: --rank: expected ranks from 0 to 0, found 1"),
         (("parallelism.tp=3",), r"error: .*tp.*3.*"),
         (("parallelism.tb=2",), r"error: .*unknown key 'parallelism.tb'.*"),
+        (("model.loss={name: distillation, teacher: x}",), r"error: model.loss: the memory and time of a teacher .*"),
     ],
 )
 def test_bad_input_is_one_line(

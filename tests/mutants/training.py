@@ -7,6 +7,22 @@ RESUME = "training/test_exact_resume.py"
 
 MUTANTS = [
     Mutant(
+        name="distillation-the-other-way-round",
+        file="training/distillation.py",
+        find="F.kl_div(ours, theirs,",
+        replace="F.kl_div(theirs, ours,",
+        why="the reverse divergence: the student keeps one of the teacher's modes and drops the others",
+        tests=("layouts/test_distillation.py::test_the_loss_is_that_of_the_definition",),
+    ),
+    Mutant(
+        name="distillation-in-bf16",
+        file="training/distillation.py",
+        find="        logits = logits.float()\n",
+        replace="",
+        why="the gradient, a difference of two near distributions, is lost in rounding",
+        tests=("layouts/test_distillation.py::test_softmax_is_in_fp32",),
+    ),
+    Mutant(
         name="gradients-keep-the-loss-scale",
         file="training/step.py",
         find="        scale_gradients(parameters, 1 / run.loss_scale)\n",

@@ -15,7 +15,7 @@ from kenotron.config.errors import nearest
 from kenotron.config.evaluation import Evaluation
 from kenotron.config.general import General
 from kenotron.config.logging import Logging, MetricsLogging
-from kenotron.config.model import Headless, Model
+from kenotron.config.model import Distillation, Headless, Model
 from kenotron.config.optimizer import Optimizer
 from kenotron.config.parallelism import CONTIGUOUS_METHODS, STRATEGIES, V_ENGINES, ZERO_BUBBLE_ENGINES, Parallelism
 from kenotron.config.profiler import Profiler
@@ -187,6 +187,8 @@ def _check_headless(config: Config) -> Iterator[Problem]:
 def _check_loss(config: Config) -> Iterator[Problem]:
     if config.model.loss is not None and getattr(config.model.architecture, "z_loss_enabled", False):
         yield "model.model_config.z_loss_enabled", "is part of cross entropy; expected false with model.loss"
+    if isinstance(config.model.loss, Distillation) and config.parallelism.context_parallel_size > 1:
+        yield "parallelism.context_parallel_size", "expected 1: the teacher of model.loss needs whole sequences"
 
 
 def _check_float16(config: Config) -> Iterator[Problem]:

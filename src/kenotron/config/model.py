@@ -81,15 +81,33 @@ class Headless(Section):
         return sizes.get(self.negatives)
 
 
+class Distillation(Section):
+    """The next token as a teacher sees it (Hinton et al., 2015), beside what it was; both in fp32."""
+
+    name: Literal["distillation"] = our_key("Selects distillation.")
+    teacher: str = our_key("Checkpoint, or Hugging Face folder or hub name, of a model of the same vocabulary.")
+    weight: float = our_key(
+        "Part of the distance from the teacher in the loss; the rest is cross entropy.", 0.5, gt=0, le=1
+    )
+    temperature: float = our_key("Logits of both are divided by it in the distance.", 1.0, gt=0)
+
+
 def _choose_loss(value: Any) -> str | None:
-    if isinstance(value, dict | Headless):
-        return "(headless)"
+    name = value.get("name") if isinstance(value, dict) else getattr(value, "name", None)
+    if isinstance(value, dict | Headless | Distillation):
+        return "(distillation)" if name == "distillation" else "(headless)"
     return "(dotted)" if isinstance(value, str) and "." in value else None
 
 
 Loss = Annotated[
-    Annotated[str, Field(pattern=r"\."), Tag("(dotted)")] | Annotated[Headless, Tag("(headless)")],
-    by_rule(_choose_loss, "{name: headless}, or a dotted path such as my_module.name", ("headless",)),
+    Annotated[str, Field(pattern=r"\."), Tag("(dotted)")]
+    | Annotated[Headless, Tag("(headless)")]
+    | Annotated[Distillation, Tag("(distillation)")],
+    by_rule(
+        _choose_loss,
+        "{name: headless}, {name: distillation, teacher: …}, or a dotted path such as my_module.name",
+        ("headless", "distillation"),
+    ),
 ]
 
 
@@ -117,8 +135,9 @@ class Model(Section):
         "Pad the vocabulary in memory to a multiple of this times tp. Padding is never saved or predicted.", 1, ge=1
     )
     loss: Loss | None = our_key(
-        "The training loss: {name: headless}, or the dotted path of f(logits, labels) → a loss for every token. null: "
-        "cross entropy, without holding all logits in memory. Validation always uses cross entropy.",
+        "The training loss: {name: headless}, {name: distillation}, or the dotted path of f(logits, labels) → a loss "
+        "for every token. null: cross entropy, without holding all logits in memory. Validation always uses cross "
+        "entropy.",
         None,
     )
     ddp_bucket_cap_mb: int = key("Gradient bucket size of the all-reduce at zero_stage 0, in MiB.", 25, ge=1)

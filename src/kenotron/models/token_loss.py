@@ -23,7 +23,7 @@ from kenotron.kernels.linear_cross_entropy import IGNORED
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kenotron.config.model import Headless
+    from kenotron.config.model import Distillation, Headless
     from kenotron.models.context import Context
 
 TokenLoss = Callable[["Tensor", "Tensor"], "Tensor"]
@@ -67,9 +67,12 @@ class OwnLoss:
         return sum_of_losses(losses.float(), labels, ctx)
 
 
-def load_loss(setting: str | Headless | None) -> TrainingLoss | None:
-    """What `model.loss` names; None for cross entropy. Raises `InputError` where there is no function at a path."""
-    if setting is None:
+def load_loss(setting: str | Headless | Distillation | None) -> TrainingLoss | None:
+    """What `model.loss` names; None for cross entropy, and for distillation, whose loss each micro-batch has.
+
+    Raises `InputError` where there is no function at a path.
+    """
+    if setting is None or getattr(setting, "teacher", None) is not None:
         return None
     if not isinstance(setting, str):
         loss: TrainingLoss = import_dotted(HEADLESS, "model.loss")(setting)

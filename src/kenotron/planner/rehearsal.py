@@ -24,6 +24,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import kenotron.kernels.experts as experts_kernels
 import kenotron.parallel.experts as experts_over_ranks
 from kenotron.checkpoint.checkpoints import Checkpoints
+from kenotron.config.errors import InputError
+from kenotron.config.model import Distillation
 from kenotron.data.batch import TokenBatch
 from kenotron.models import build
 from kenotron.parallel.mesh import Mesh, axes, build_mesh
@@ -80,6 +82,8 @@ def build_on(
     hooks: Sequence[Hook] = (),
 ) -> Run:
     """`training.build.build_run` without data, logs, checkpoints and initial values."""
+    if isinstance(config.model.loss, Distillation):
+        raise InputError("model.loss: the memory and time of a teacher are not planned; expected another loss")
     with torch.device("meta"):
         skeleton = build(config.model)
     parts, pipeline = build_parts(config, mesh, device)

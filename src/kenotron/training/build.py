@@ -11,7 +11,7 @@ from kenotron.checkpoint.checkpoints import Checkpoints
 from kenotron.checkpoint.start import Start
 from kenotron.config.dotted import import_dotted
 from kenotron.config.errors import InputError
-from kenotron.config.model import SpectralInit
+from kenotron.config.model import Distillation, SpectralInit
 from kenotron.data.stage_plan import check_paths
 from kenotron.kernels.attentions.choice import attention_of_run
 from kenotron.models import build, named_parameters
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 FROM_SCRATCH = Start()
 LOSS_SCALE = "kenotron.training.loss_scale.LossScale"  # imported for float16
+TEACHING = "kenotron.training.distillation.teaching"
 
 
 def build_run(
@@ -81,6 +82,11 @@ def build_run(
     if "model" not in start.loads:
         log.first_weights()
 
+    teach = (
+        import_dotted(TEACHING, "model.loss")(config, parts, device)
+        if isinstance(config.model.loss, Distillation)
+        else None
+    )
     data = open_data(config, start)
     checkpoints.open()
     run = Run(
@@ -95,6 +101,7 @@ def build_run(
         pipeline=pipeline,
         start=start,
         attention=attention,
+        teach=teach,
         checkpoints=checkpoints,
     )
     try:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from kenotron.checkpoint.checkpoints import Checkpoints
     from kenotron.config import Config
     from kenotron.data import RunData, TextTokenizer, TokenBatch
+    from kenotron.models import MicroBatch
     from kenotron.models.decoder import Decoder
     from kenotron.parallel.mesh import Mesh
     from kenotron.parallel.pipeline import Pipeline
@@ -61,6 +62,7 @@ class Run:
     pipeline: Pipeline | None = None  # with pp: runs the parts of all ranks as one model
     start: Start = Start()  # noqa: RUF009
     attention: Callable[..., torch.Tensor] = attention  # `_attn_implementation`
+    teach: Callable[[MicroBatch], MicroBatch] | None = None  # with distillation, where the head is
     checkpoints: Checkpoints = field(kw_only=True)
 
     # Where the run is: these change from step to step, those above do not.

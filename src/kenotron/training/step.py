@@ -124,10 +124,11 @@ def forward_backward(
         loss = replace(loss, counts=_counts_of_labels(run, batches))  # type: ignore[type-var]  # a dataclass
     sequences = sum(len(batch.tokens) for batch in batches) * run.mesh.degree("batch")
     micro_batches = (to_device(batch, run, loss_scale * of_a_token, loss_scale / sequences, loss) for batch in batches)
+    ready = micro_batches if run.teach is None else map(run.teach, micro_batches)
     if run.pipeline is not None:
-        total = run.pipeline.step(list(micro_batches))
+        total = run.pipeline.step(list(ready))
     else:
-        total = _accumulate(run.model, micro_batches, len(batches), run.device)
+        total = _accumulate(run.model, ready, len(batches), run.device)
     for root in run.roots:
         data_parallel.finish_gradients(root)
     if run.pipeline is not None:

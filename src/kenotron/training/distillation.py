@@ -1,0 +1,94 @@
+"""Distillation: the next token as a teacher sees it, beside what it was.
+
+    loss_i = (1 - w) (-log p(y_i))  +  w t² sum over v of  q_t(v) log(q_t(v) / p_t(v))
+
+p is the model, q the teacher, p_t and q_t their probabilities with logits divided by the temperature t; w the weight.
+All of it is computed in fp32: in bf16 the gradient, p - q, is lost where the two are near.
+
+The teacher is whole on every rank that has the head, and computes when the loss does, so that no logits wait.
+
+Source: Hinton et al., "Distilling the knowledge in a neural network" (arXiv 1503.02531).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kenotron.config.errors import InputError
+from kenotron.generation.load import load_for_generation
+from kenotron.kernels.attentions.choice import attention_of_run
+from kenotron.kernels.linear_cross_entropy import IGNORED
+from kenotron.models.context import Context
+from kenotron.models.token_loss import sum_of_losses
+from kenotron.parallel.ranks import raise_on_any_rank
+
+if TYPE_CHECKING:
+    from kenotron.config import Config
+    from kenotron.config.model import Distillation
+    from kenotron.models import MicroBatch
+    from kenotron.models.decoder import Decoder
+
+
+@dataclass(frozen=True, eq=False)
+class DistillationLoss:
+    """`teacher` gives logits ``[tokens, vocab]`` of `tokens` in a context without labels."""
+
+    settings: Distillation
+    teacher: Callable[[Tensor, Context], Tensor]
+    tokens: Tensor
+
+    needs_logits = True
+
+    def of_hidden(self, hidden: Tensor, weight: Tensor, labels: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
+        """There is none."""
+        raise NotImplementedError
+
+    def of_logits(self, logits: Tensor, labels: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
+        """(the weighted sum of losses, 0), of logits ``[tokens, vocab]``."""
+        weight, temperature = self.settings.weight, self.settings.temperature
+        with torch.no_grad():
+            theirs = self.teacher(self.tokens, ctx)[:, : logits.shape[1]].float().div_(temperature).log_softmax(-1)
+        logits = logits.float()
+        ours = (logits / temperature).log_softmax(-1)
+        distance = F.kl_div(ours, theirs, reduction="none", log_target=True).sum(-1)
+        likelihood = F.cross_entropy(logits, labels, reduction="none", ignore_index=IGNORED)
+        return sum_of_losses((1 - weight) * likelihood + weight * temperature**2 * distance, labels, ctx)
+
+
+def teaching(
+    config: Config, parts: Sequence[Decoder], device: torch.device
+) -> Callable[[MicroBatch], MicroBatch] | None:
+    """What gives a micro-batch the teacher of `model.loss`; None on ranks that have no head. All ranks call it.
+
+    Raises InputError: no model at `teacher`, or one of fewer tokens.
+    """
+    settings: Any = config.model.loss
+    with_head = any(getattr(part, "lm_head", part) is not None for part in parts)  # foreign ones are whole
+    teacher = raise_on_any_rank(lambda: _load(settings, config, device) if with_head else None)
+    if teacher is None:
+        return None
+
+    def taught(micro_batch: MicroBatch) -> MicroBatch:
+        loss = DistillationLoss(settings, teacher, micro_batch.tokens)
+        return replace(micro_batch, ctx=replace(micro_batch.ctx, loss=loss))
+
+    return taught
+
+
+def _load(settings: Distillation, config: Config, device: torch.device) -> Callable[[Tensor, Context], Tensor]:
+    loaded = load_for_generation(settings.teacher, config.model.dtype, device)
+    model: Any = loaded.model
+    vocab_size = config.model.decoder.vocab_size
+    if model.config.vocab_size < vocab_size:
+        raise InputError(
+            f"model.loss.teacher: expected a vocabulary of {vocab_size} or more, as this model's, found "
+            f"{model.config.vocab_size} in {settings.teacher}"
+        )
+    attention, _ = attention_of_run(config.model_copy(update={"model": loaded.config}), device)
+    return lambda tokens, ctx: model(tokens, replace(ctx, attention=attention, loss=None))

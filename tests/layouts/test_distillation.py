@@ -1,0 +1,158 @@
+"""Distillation: the loss is that of its definition, on every layout, from a teacher of another shape."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_matrix import expect_the_same
+
+from kenotron.config.errors import InputError
+from kenotron.config.model import Distillation
+from kenotron.generation.load import load_for_generation
+from kenotron.interop import to_hf
+from kenotron.kernels.attention import attention
+from kenotron.models import Context
+from kenotron.training.distillation import DistillationLoss
+from support.layout_runs import Problem, train_alone, train_on_layout
+from support.ranks import run_ranks
+from support.tiny_run import tiny_config, train_quietly
+
+VOCAB = 64
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A narrower model of fewer heads, in Hugging Face's format."""
+    folder = tmp_path_factory.mktemp("teacher")
+    narrow = {"hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 1}
+    shape = [f"model.model_config.{key}={value}" for key, value in narrow.items()]
+    train_quietly(tiny_config(folder, *shape, "model.init_method={std: 0.5}", "tokens.train_steps=1"))
+    to_hf(folder / "checkpoints", folder / "hf")
+    return folder / "hf"
+
+
+def definition(logits: Any, theirs: Any, labels: Any, weight: float, temperature: float) -> Any:
+    """In float64, token by token, by sums over the vocabulary."""
+    losses = torch.zeros(len(labels), dtype=torch.float64)
+    for i, label in enumerate(labels):
+        if label < 0:
+            continue
+        p, q = logits[i].exp() / logits[i].exp().sum(), (theirs[i] / temperature).exp()
+        soft, q = (logits[i] / temperature).exp(), q / q.sum()
+        distance = (q * (q / (soft / soft.sum())).log()).sum()
+        losses[i] = -(1 - weight) * p[label].log() + weight * temperature**2 * distance
+    return losses
+
+
+@pytest.mark.parametrize(("weight", "temperature"), [(0.5, 1.0), (0.25, 2.0), (1.0, 0.7)])
+@pytest.mark.parametrize("more", [0, 8])
+def test_the_loss_is_that_of_the_definition(weight: float, temperature: float, more: int) -> None:
+    """Of a teacher with `more` tokens, those that the model lacks are left out."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(6, 5, generator=generator, dtype=torch.float64, requires_grad=True)
+    theirs = torch.randn(6, 5 + more, generator=generator, dtype=torch.float64)
+    labels, rows = torch.tensor([0, 4, -100, 2, 1, -100]), torch.tensor([0.5, 2.0])
+    settings = Distillation(name="distillation", teacher="…", weight=weight, temperature=temperature)
+    loss = DistillationLoss(settings, lambda tokens, ctx: theirs.clone(), torch.arange(6))
+    ctx = Context((2, 3), torch.arange(6), attention, loss_scale=0.25)
+    losses = definition(logits, theirs[:, :5], labels, weight, temperature)
+    for each, expected in (
+        (ctx, losses.sum() / 4),
+        (replace(ctx, sequence_weights=rows), (losses * rows.double().repeat_interleave(3)).sum() / 4),
+    ):
+        found, z_loss = loss.of_logits(logits, labels, each)
+        assert found.item() == pytest.approx(expected.item(), rel=1e-5)
+        assert z_loss == 0
+        (ours,) = torch.autograd.grad(found, logits)
+        (exact,) = torch.autograd.grad(expected, logits, retain_graph=True)
+        assert torch.allclose(ours, exact, rtol=1e-4, atol=1e-7)
+
+
+def test_softmax_is_in_fp32() -> None:
+    """Of a model near its teacher, with logits in bf16, gradients are those of these logits in fp32."""
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(4, 50, generator=generator).bfloat16()
+    theirs = logits + 0.02 * torch.randn(4, 50, generator=generator)
+    settings = Distillation(name="distillation", teacher="…", weight=1.0)
+    gradients = []
+    for each in (logits, logits.float()):
+        each.requires_grad_()
+        loss = DistillationLoss(settings, lambda tokens, ctx: theirs.clone(), torch.arange(4))
+        ctx = Context((1, 4), torch.arange(4), attention)
+        gradients += torch.autograd.grad(loss.of_logits(each, torch.zeros(4, dtype=torch.int64), ctx)[0], each)
+    rounded, exact = (each.float() for each in gradients)
+    assert (rounded - exact).norm() < 0.005 * exact.norm()  # of its own rounding to bf16 alone
+
+
+def problem(teacher: Path, **changes: Any) -> Problem:
+    loss = f"model.loss={{name: distillation, teacher: {teacher}, weight: 0.75, temperature: 2.0}}"
+    return Problem("distilled", (loss,), steps=2, model={"z_loss_enabled": False, "vocab_size": VOCAB}, **changes)
+
+
+@pytest.fixture(scope="module")
+def alone(teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train_alone(problem(teacher), tmp_path_factory.mktemp("alone"))
+
+
+@pytest.mark.cases(3)
+@pytest.mark.parametrize(
+    "layout", ["tp=2", "tp=2 mode=REDUCE_SCATTER", "pp=2 engine=1f1b accum=4", "dp=2 zero=3", "dp=2 accum=1"]
+)
+def test_it_is_the_same_on_every_layout(layout: str, teacher: Path, alone: Path, tmp_path: Path) -> None:
+    expect_the_same(run_ranks(2, train_on_layout, problem(teacher), layout, tmp_path, alone), alone)
+
+
+def distilled(folder: Path, teacher: Path, *overrides: str) -> Any:
+    loss = f"model.loss={{name: distillation, teacher: {teacher}, weight: 1.0}}"
+    return train_quietly(tiny_config(folder, loss, *overrides))
+
+
+def test_a_model_becomes_its_teacher(tmp_path: Path) -> None:
+    """With the teacher's own weights the loss is 0; with others it falls."""
+    first = train_quietly(tiny_config(tmp_path / "first", "model.init_method={std: 0.5}", "tokens.train_steps=1"))
+    checkpoint = tmp_path / "first" / "checkpoints" / "1"
+    assert first.last_metrics["lm_loss"] > 1
+    same = distilled(tmp_path / "same", checkpoint, f"model.init_method={{path: {checkpoint}}}", "tokens.train_steps=1")
+    assert abs(same.last_metrics["lm_loss"]) < 1e-6
+    rate = "optimizer.learning_rate_scheduler.learning_rate=0.02"
+    one, many = (distilled(tmp_path / str(n), checkpoint, rate, f"tokens.train_steps={n}") for n in (1, 60))
+    assert many.last_metrics["lm_loss"] < 0.95 * one.last_metrics["lm_loss"]
+
+
+def test_documents_are_apart_for_the_teacher_too(teacher: Path) -> None:
+    model: Any = load_for_generation(teacher, "float32").model
+    tokens = torch.arange(12) % VOCAB
+    packed = Context((1, 12), torch.cat([torch.arange(5), torch.arange(7)]), attention, cu_seqlens=(0, 5, 12))
+    alone = Context((1, 7), torch.arange(7), attention)
+    settings = Distillation(name="distillation", teacher="…", weight=1.0)
+    logits, labels = torch.zeros(12, VOCAB), torch.ones(12, dtype=torch.int64)
+    labels[:5] = -100
+    whole = DistillationLoss(settings, model, tokens).of_logits(logits, labels, packed)[0]
+    second = DistillationLoss(settings, model, tokens[5:]).of_logits(logits[5:], labels[5:], alone)[0]
+    assert whole.item() == pytest.approx(second.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        (
+            lambda teacher: ("model.model_config.vocab_size=65",),
+            r"model.loss.teacher: expected a vocabulary of 65 or more",
+        ),
+        (lambda teacher: ("parallelism.context_parallel_size=2",), r"context_parallel_size: expected 1: the teacher"),
+        (
+            lambda teacher: ("model.model_config.z_loss_enabled=true",),
+            r"z_loss_enabled.*expected false with model.loss",
+        ),
+        (lambda teacher: (f"model.loss.teacher={teacher}/none",), r"none"),
+        (lambda teacher: ("model.loss.weight=0",), r"model.loss.weight: expected"),
+    ],
+)
+def test_what_cannot_be_taught_is_refused(
+    change: Callable[[Path], tuple[str, ...]], line: str, teacher: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(InputError, match=line):
+        distilled(tmp_path, teacher, *change(teacher))
