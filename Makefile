@@ -4,8 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 THREADS ?= 2
-# One of them has the layouts, with ranks of its own.
-WORKERS ?= 3
+# Two of them have the layouts, whose ranks wait for one another.
+WORKERS ?= 4
 # Byte code is kept: many tests start processes, and each would compile the package again.
 export PYTHONDONTWRITEBYTECODE =
 

@@ -59,7 +59,7 @@ def test_the_picture_of_a_schedule_waits_as_long_as_the_docs_say(engine: str, mo
     assert waiting == pytest.approx(bubble(engine, diagrams.RANKS, diagrams.MICRO_BATCHES, parts))
 
 
-@pytest.mark.budget(10, reason="plans two layouts")
+@pytest.mark.slow
 def test_the_picture_of_zero_has_the_shares_of_its_stages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """4 bytes a parameter of weights and 8 of moments with AdamW; the ranks of a group have equal shares."""
     monkeypatch.syspath_prepend(str(FOLDER))

@@ -93,7 +93,7 @@ REFUSED = [
         "general.hooks=[os.sep]",
         "general.hooks: expected a kenotron.Hook class, or a function that returns one, at 'os.sep'",
     ),
-    ("model.loss=focal", "expected {name: headless}, or a dotted path such as my_module.name, found 'focal'"),
+    ("model.loss=focal", ", or a dotted path such as my_module.name, found 'focal'"),
     ("model.loss=./focal.py", "model.loss: expected a dotted path such as my_module.name, found './focal.py'"),
     ("model.loss=nowhere.loss", "model.loss: cannot import 'nowhere' of 'nowhere.loss': No module named 'nowhere'"),
     (f"{LR}.lr_decay_style=math.sine", "lr_decay_style: module 'math' has no 'sine'; did you mean 'sin'?"),

@@ -125,7 +125,7 @@ def names(layouts: list[tuple[int, str, str]]) -> list[str]:
     return [f"{layout} ({problem})" for _, problem, layout in layouts]
 
 
-@pytest.mark.cases(9)
+@pytest.mark.cases(7)
 @pytest.mark.budget(10, reason="eight ranks on two cores train a model of four layers")
 @pytest.mark.parametrize(("world_size", "problem", "layout"), QUICK_LAYOUTS, ids=names(QUICK_LAYOUTS))
 def test_a_layout_means_what_one_process_means(

@@ -85,7 +85,7 @@ def test_experts_that_tp_splits_are_planned_too() -> None:
     assert all(group.on_machine == group.size for group in groups)
 
 
-@pytest.mark.budget(30, reason="three plans")
+@pytest.mark.slow
 def test_every_method_of_context_parallelism_computes_the_same_attention() -> None:
     """Half of the square of the sequence over the ranks, whichever keys a rank has: forward, and 2.5 times backward."""
     for method in ("ring", "allgather", "ulysses"):

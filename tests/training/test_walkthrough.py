@@ -132,6 +132,7 @@ def test_consumed_tokens_count_two_sequences_of_256_a_step(
     assert {fields["global_batch_size"] for fields in iterations} == {"2"}
 
 
+@pytest.mark.slow
 def test_fifteen_iterations_are_printed_with_the_seeds_fields_in_the_seeds_order(
     iterations: list[dict[str, str]],
 ) -> None:
