@@ -82,7 +82,10 @@ def teaching(
 
 
 def _load(settings: Distillation, config: Config, device: torch.device) -> Callable[[Tensor, Context], Tensor]:
-    loaded = load_for_generation(settings.teacher, config.model.dtype, device)
+    try:
+        loaded = load_for_generation(settings.teacher, config.model.dtype, device)
+    except InputError as error:
+        raise InputError(f"model.loss.teacher: {error}") from None
     model: Any = loaded.model
     vocab_size = config.model.decoder.vocab_size
     if model.config.vocab_size < vocab_size:
