@@ -32,7 +32,11 @@ from support.damage import CANARIES, FUZZ, damages, harmless
 from support.tiny_llamas import hf_llama, our_model, save_ours
 from support.tiny_run import REPOSITORY
 
-EXAMPLES = sorted(str(path.relative_to(REPOSITORY)) for path in REPOSITORY.glob("examples/**/*.yaml"))
+EXAMPLES = sorted(
+    str(path.relative_to(REPOSITORY))
+    for path in REPOSITORY.glob("examples/**/*.yaml")
+    if "\nmodel:" in path.read_text()  # others are a recipe's sections, or files of Kubernetes or lm_eval
+)
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),

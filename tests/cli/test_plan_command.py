@@ -181,9 +181,12 @@ def test_a_served_page_gets_the_plans_of_what_is_typed(
             assert expected in case["error"]
             assert "\n" not in case["error"]
             assert str(tempfile.gettempdir()) not in case["error"]
+        assert ask(server, text, "parallelism.tp=2", Host="localhost:1234") == drawn  # through a tunnel
         for headers in ({"Host": "example.com"}, {"Content-Type": "text/plain"}):  # of another site's page
             with pytest.raises(HTTPError, match="403"):
                 ask(server, text, **headers)
+        with pytest.raises(HTTPError, match="404"):
+            urlopen(Request(f"http://127.0.0.1:{server.server_port}/", headers={"Host": "example.com"}))
         assert plan(file, "--serve", "--port", server.server_port) == 2
         assert "Address already in use; expected one that is free" in capsys.readouterr().err
 

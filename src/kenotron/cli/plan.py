@@ -46,7 +46,7 @@ def plan(
         Path | None, typer.Option(help="Write a page with memory and time as pictures to this file.")
     ] = None,
     serve: Annotated[
-        bool, typer.Option("--serve", help="Open a page on which the YAML and its layout can be changed.")
+        bool, typer.Option("--serve", help="Serve a page on which the YAML and its layout can be changed.")
     ] = False,
     port: Annotated[int, typer.Option(help="Where --serve serves its page; 0: any that is free.")] = 8420,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object; bytes and seconds.")] = False,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import threading
-import webbrowser
 from collections.abc import Callable, Sequence
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -43,7 +42,6 @@ class Server(ThreadingHTTPServer):
             super().__init__((HOST, port), Handler)
         except OSError as error:
             raise InputError(f"--port {port}: {error.strerror}; expected one that is free, or 0 for any") from None
-        self.addresses = {f"{host}:{self.server_port}" for host in (HOST, "localhost")}
 
     def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
         """The data of a plan, or an "error" in words for people."""
@@ -64,18 +62,22 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Send the page, which asks for its first plan itself."""
-        if self.path == "/":
-            self._send(200, "text/html; charset=utf-8", page_of({"served": self.server.first}))
-        else:
+        if self.path != "/" or not self._from_here():
             self._send(404, "text/plain", "")
+            return
+        self._send(200, "text/html; charset=utf-8", page_of({"served": self.server.first}))
 
     def do_POST(self) -> None:
-        """Send the data of a plan. Another site's page could send neither this type nor this host."""
-        if self.headers["Content-Type"] != "application/json" or self.headers["Host"] not in self.server.addresses:
+        """Send the data of a plan. Another site's page could not send this type without asking first."""
+        if self.headers["Content-Type"] != "application/json" or not self._from_here():
             self._send(403, "text/plain", "")
             return
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self._send(200, "application/json", json.dumps(self.server.answer(asked), allow_nan=False))
+
+    def _from_here(self) -> bool:
+        """Whether the address is this machine's, by any port: another site's name may lead here, too."""
+        return (self.headers["Host"] or "").partition(":")[0] in (HOST, "localhost")
 
     def _send(self, status: int, kind: str, text: str) -> None:
         body = text.encode()
@@ -98,10 +100,8 @@ def _choices(key: str) -> list[Any]:
 
 
 def serve(server: Server) -> None:
-    """Answer until Ctrl-C, and open the page where there is a browser."""
-    address = f"http://{HOST}:{server.server_port}"
-    print(f"{address}, until Ctrl-C")
-    webbrowser.open(address)
+    """Answer until Ctrl-C."""
+    print(f"Open http://{HOST}:{server.server_port} in a browser; Ctrl-C ends it.", flush=True)
     try:
         server.serve_forever()
     except KeyboardInterrupt:
