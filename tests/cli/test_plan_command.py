@@ -80,7 +80,7 @@ def test_the_nearest_change_that_fits_is_named_for_people_and_programs(
     assert json.loads(capsys.readouterr().out)["peak"] < found["peak"] // 2
 
 
-@pytest.mark.budget(25, reason="plans several layouts")
+@pytest.mark.slow
 def test_what_fits_nowhere_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with patch.object(memory, "free_memory", lambda *_: 1000):
         assert plan(tiny_yaml(tmp_path), "parallelism.recompute_layer=true", "tokens.micro_batch_size=1") == 1
@@ -246,7 +246,7 @@ def test_layouts_are_ranked_by_speed(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert json.loads(capsys.readouterr().out)["step"]["seconds"] == seconds[0]
 
 
-@pytest.mark.budget(20, reason="plans every layout of two GPUs")
+@pytest.mark.slow
 def test_layouts_that_do_not_fit_are_ranked_by_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small = GPUS["h100"]._replace(memory_gib=1e-5)
     with patch.dict(GPUS, h100=small):

@@ -13,14 +13,13 @@ from support.ranks import run_ranks
 from support.tiny_run import tiny_config
 
 # Of every family, axis, engine, stage, optimizer and kind of recomputation; quick tests take some of them.
+QUICK = ("llama|dp=2 zero=3", "llama|pp=2 engine=interleaved_1f1b accum=8")
 CASES = (
-    "llama|dp=2 zero=3",
     "llama|dp=1 accum=1",
     "llama|dp=1 recompute=true",
     "llama|dp=1 recompute=selective",
     "llama|dp=1 recompute=elementwise",
     "llama|dp=1|model.dtype=bfloat16",
-    "llama|pp=2 engine=interleaved_1f1b accum=8",
     "llama|dp=1|optimizer.optimizer_factory={name: sgd}",
     "llama|dp=1|optimizer.optimizer_factory={name: lion}",
     "llama|dp=1|optimizer.optimizer_factory={name: muon}",
@@ -81,8 +80,8 @@ CASES = (
 
 
 @pytest.mark.budget(10, reason="trains on ranks, and plans each")
-@pytest.mark.cases(2)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.cases(slow=4)
+@pytest.mark.parametrize("case", [*QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in CASES)])
 def test_the_peak_of_a_step_is_that_of_real_ranks(case: str) -> None:
     """Every storage of torch's counted, on every rank; worst allowed: 0.5%."""
     ranks = config_of(case).parallelism.world_size

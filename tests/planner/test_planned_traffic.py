@@ -75,7 +75,7 @@ def test_hybrid_sharding_gathers_within_a_machine() -> None:
     assert not {group for group in groups if group[0] in ("gather", "scatter")} - {("gather", 2, 2), ("scatter", 2, 2)}
 
 
-@pytest.mark.budget(20, reason="a plan")
+@pytest.mark.slow
 def test_experts_that_tp_splits_are_planned_too() -> None:
     """Their norm is summed over a group of several axes, which the mesh has no name for."""
     groups = {

@@ -123,17 +123,22 @@ def followed_whole(config: Config, gpu: Gpu, rank: int) -> RankPlan:
         return follow_rank(config, gpu, rank)
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(slow=2)
 @pytest.mark.budget(45, reason="two plans of up to two ranks each")
 @pytest.mark.parametrize(
     "case",
     [
-        "llama|pp=2 engine=zbv_zero_bubble accum=16",
-        "llama|dp=2 zero=1 accum=8",
         "llama|pp=2 engine=1f1b accum=8",
-        "llama|dp=2 zero=3 accum=8",
-        "mixtral|dp=2 ep=2 accum=8|model.dtype=bfloat16",
-        "llama|pp=2 engine=interleaved_1f1b accum=16",
+        *(
+            pytest.param(case, marks=pytest.mark.slow)
+            for case in (
+                "llama|pp=2 engine=zbv_zero_bubble accum=16",
+                "llama|dp=2 zero=1 accum=8",
+                "llama|dp=2 zero=3 accum=8",
+                "mixtral|dp=2 ep=2 accum=8|model.dtype=bfloat16",
+                "llama|pp=2 engine=interleaved_1f1b accum=16",
+            )
+        ),
     ],
 )
 def test_a_step_takes_as_long_as_if_all_its_micro_batches_were_followed(case: str) -> None:
