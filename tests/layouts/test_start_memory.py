@@ -146,7 +146,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_resuming_needs_the_memory_of_the_shard_and_its_moments(name: str, saved: Path) -> None:
     results = run_ranks(world(name), resume, name, saved)
