@@ -14,8 +14,9 @@ from kenotron.config.model import Distillation
 from kenotron.generation.load import load_for_generation
 from kenotron.interop import to_hf
 from kenotron.kernels.attention import attention
-from kenotron.models import Context
-from kenotron.training.distillation import DistillationLoss
+from kenotron.models import Context, MicroBatch
+from kenotron.models.token_loss import OwnLoss
+from kenotron.training.distillation import teaching, token_losses
 from support.layout_runs import Problem, train_alone, train_on_layout
 from support.ranks import run_ranks
 from support.tiny_run import tiny_config, train_quietly
@@ -56,7 +57,7 @@ def test_the_loss_is_that_of_the_definition(weight: float, temperature: float, m
     theirs = torch.randn(6, 5 + more, generator=generator, dtype=torch.float64)
     labels, rows = torch.tensor([0, 4, -100, 2, 1, -100]), torch.tensor([0.5, 2.0])
     settings = Distillation(name="distillation", teacher="…", weight=weight, temperature=temperature)
-    loss = DistillationLoss(settings, lambda tokens, ctx: theirs.clone(), torch.arange(6))
+    loss = OwnLoss(lambda logits, labels: token_losses(settings, logits, theirs, labels))
     ctx = Context((2, 3), torch.arange(6), attention, loss_scale=0.25)
     losses = definition(logits, theirs[:, :5], labels, weight, temperature)
     for each, expected in (
@@ -80,7 +81,7 @@ def test_softmax_is_in_fp32() -> None:
     gradients = []
     for each in (logits, logits.float()):
         each.requires_grad_()
-        loss = DistillationLoss(settings, lambda tokens, ctx: theirs.clone(), torch.arange(4))
+        loss = OwnLoss(lambda logits, labels: token_losses(settings, logits, theirs, labels))
         ctx = Context((1, 4), torch.arange(4), attention)
         gradients += torch.autograd.grad(loss.of_logits(each, torch.zeros(4, dtype=torch.int64), ctx)[0], each)
     rounded, exact = (each.float() for each in gradients)
@@ -122,17 +123,22 @@ def test_a_model_becomes_its_teacher(tmp_path: Path) -> None:
     assert many.last_metrics["lm_loss"] < 0.95 * one.last_metrics["lm_loss"]
 
 
-def test_documents_are_apart_for_the_teacher_too(teacher: Path) -> None:
+def test_documents_are_apart_for_the_teacher_too(teacher: Path, tmp_path: Path) -> None:
     model: Any = load_for_generation(teacher, "float32").model
+    loss = f"model.loss={{name: distillation, teacher: {teacher}, weight: 1.0}}"
+    teach = teaching(tiny_config(tmp_path, loss), [model], torch.device("cpu"))
+    assert teach is not None
     tokens = torch.arange(12) % VOCAB
-    packed = Context((1, 12), torch.cat([torch.arange(5), torch.arange(7)]), attention, cu_seqlens=(0, 5, 12))
-    alone = Context((1, 7), torch.arange(7), attention)
-    settings = Distillation(name="distillation", teacher="…", weight=1.0)
     logits, labels = torch.zeros(12, VOCAB), torch.ones(12, dtype=torch.int64)
     labels[:5] = -100
-    whole = DistillationLoss(settings, model, tokens).of_logits(logits, labels, packed)[0]
-    second = DistillationLoss(settings, model, tokens[5:]).of_logits(logits[5:], labels[5:], alone)[0]
-    assert whole.item() == pytest.approx(second.item(), rel=1e-5)
+    packed = Context((1, 12), torch.cat([torch.arange(5), torch.arange(7)]), attention, cu_seqlens=(0, 5, 12))
+    alone = Context((1, 7), torch.arange(7), attention)
+    found = []
+    for rows, ctx in ((slice(0, 12), packed), (slice(5, 12), alone)):
+        taught = teach(MicroBatch(tokens[rows], labels[rows], ctx)).ctx
+        assert taught.loss is not None
+        found.append(taught.loss.of_logits(logits[rows], labels[rows], taught)[0].item())
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
 
 
 @pytest.mark.parametrize(

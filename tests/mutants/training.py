@@ -16,9 +16,9 @@ MUTANTS = [
     ),
     Mutant(
         name="distillation-in-bf16",
-        file="training/distillation.py",
-        find="        logits = logits.float()\n",
-        replace="",
+        file="models/token_loss.py",
+        find="self.function(logits.float(), labels)",
+        replace="self.function(logits, labels)",
         why="the gradient, a difference of two near distributions, is lost in rounding",
         tests=("layouts/test_distillation.py::test_softmax_is_in_fp32",),
     ),

@@ -18,12 +18,13 @@ import torch
 
 from kenotron.config.dotted import import_dotted
 from kenotron.config.errors import InputError
+from kenotron.config.model import Distillation
 from kenotron.kernels.linear_cross_entropy import IGNORED
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kenotron.config.model import Distillation, Headless
+    from kenotron.config.model import Headless
     from kenotron.models.context import Context
 
 TokenLoss = Callable[["Tensor", "Tensor"], "Tensor"]
@@ -72,7 +73,7 @@ def load_loss(setting: str | Headless | Distillation | None) -> TrainingLoss | N
 
     Raises `InputError` where there is no function at a path.
     """
-    if setting is None or getattr(setting, "teacher", None) is not None:
+    if setting is None or isinstance(setting, Distillation):
         return None
     if not isinstance(setting, str):
         loss: TrainingLoss = import_dotted(HEADLESS, "model.loss")(setting)

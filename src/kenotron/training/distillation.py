@@ -13,7 +13,7 @@ Source: Hinton et al., "Distilling the knowledge in a neural network" (arXiv 150
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +25,7 @@ from kenotron.generation.load import load_for_generation
 from kenotron.kernels.attentions.choice import attention_of_run
 from kenotron.kernels.linear_cross_entropy import IGNORED
 from kenotron.models.context import Context
-from kenotron.models.token_loss import sum_of_losses
+from kenotron.models.token_loss import OwnLoss
 from kenotron.parallel.ranks import raise_on_any_rank
 
 if TYPE_CHECKING:
@@ -35,30 +35,14 @@ if TYPE_CHECKING:
     from kenotron.models.decoder import Decoder
 
 
-@dataclass(frozen=True, eq=False)
-class DistillationLoss:
-    """`teacher` gives logits ``[tokens, vocab]`` of `tokens` in a context without labels."""
-
-    settings: Distillation
-    teacher: Callable[[Tensor, Context], Tensor]
-    tokens: Tensor
-
-    needs_logits = True
-
-    def of_hidden(self, hidden: Tensor, weight: Tensor, labels: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
-        """There is none."""
-        raise NotImplementedError
-
-    def of_logits(self, logits: Tensor, labels: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
-        """(the weighted sum of losses, 0), of logits ``[tokens, vocab]``."""
-        weight, temperature = self.settings.weight, self.settings.temperature
-        with torch.no_grad():
-            theirs = self.teacher(self.tokens, ctx)[:, : logits.shape[1]].float().div_(temperature).log_softmax(-1)
-        logits = logits.float()
-        ours = (logits / temperature).log_softmax(-1)
-        distance = F.kl_div(ours, theirs, reduction="none", log_target=True).sum(-1)
-        likelihood = F.cross_entropy(logits, labels, reduction="none", ignore_index=IGNORED)
-        return sum_of_losses((1 - weight) * likelihood + weight * temperature**2 * distance, labels, ctx)
+def token_losses(settings: Distillation, logits: Tensor, theirs: Tensor, labels: Tensor) -> Tensor:
+    """The loss of every token, of logits ``[tokens, vocab]`` in fp32 and the teacher's, of as many tokens or more."""
+    weight, temperature = settings.weight, settings.temperature
+    ours = (logits / temperature).log_softmax(-1)
+    theirs = (theirs[:, : logits.shape[1]].float() / temperature).log_softmax(-1)
+    distance = F.kl_div(ours, theirs, reduction="none", log_target=True).sum(-1)
+    likelihood = F.cross_entropy(logits, labels, reduction="none", ignore_index=IGNORED)
+    return (1 - weight) * likelihood + weight * temperature**2 * distance
 
 
 def teaching(
@@ -75,8 +59,12 @@ def teaching(
         return None
 
     def taught(micro_batch: MicroBatch) -> MicroBatch:
-        loss = DistillationLoss(settings, teacher, micro_batch.tokens)
-        return replace(micro_batch, ctx=replace(micro_batch.ctx, loss=loss))
+        ctx = micro_batch.ctx
+
+        def losses(logits: Tensor, labels: Tensor) -> Tensor:
+            return token_losses(settings, logits, teacher(micro_batch.tokens, ctx), labels)
+
+        return replace(micro_batch, ctx=replace(ctx, loss=OwnLoss(losses)))
 
     return taught
 
@@ -94,4 +82,9 @@ def _load(settings: Distillation, config: Config, device: torch.device) -> Calla
             f"{model.config.vocab_size} in {settings.teacher}"
         )
     attention, _ = attention_of_run(config.model_copy(update={"model": loaded.config}), device)
-    return lambda tokens, ctx: model(tokens, replace(ctx, attention=attention, loss=None))
+
+    @torch.no_grad()
+    def teacher(tokens: Tensor, ctx: Context) -> Tensor:
+        return model(tokens, replace(ctx, attention=attention))
+
+    return teacher
