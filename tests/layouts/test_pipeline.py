@@ -1,6 +1,7 @@
 """A pipeline means what one process means: every schedule, tied or not, whatever is combined with it."""
 
 import logging
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import combinations, pairwise
 from pathlib import Path
@@ -26,6 +27,7 @@ from kenotron.parallel import data, pipeline
 from kenotron.parallel.mesh import axes, build_mesh
 from kenotron.parallel.pipeline_layout import bubble, parts, split_layers, stage_numbers
 from kenotron.parallel.shards import shard_of
+from kenotron.planner.ledger import Ledger
 from kenotron.training.initial_weights import fill_weights
 from kenotron.training.model_parts import build_parts
 from support.ranks import ROUNDING, relative_error, run_ranks
@@ -413,6 +415,28 @@ def test_no_rank_holds_more_than_its_stages() -> None:
     assert bytes0 + bytes1 == sum(gradient.numel() * 4 for gradient in gradients.values()) + copy
 
 
+def peaks(rank: int, config: Config, counts: Sequence[int]) -> list[int]:
+    """The bytes of steps of so many micro-batches, all of one size, at their peaks."""
+    found = []
+    for count in counts:
+        here = Rank(config)
+        with Ledger() as ledger:
+            here.pipeline.step([micro_batches(8)[0]] * count)
+        found.append(ledger.peak().bytes)
+    return found
+
+
+@pytest.mark.cases(2)
+@pytest.mark.parametrize("engine", [engine for engine in PP_ENGINES if engine != "afab"])
+def test_more_micro_batches_take_no_more_memory(engine: str) -> None:
+    """Torch's stages have buffers for what is received in all of them."""
+    layout = "parallelism.pp=2", f"parallelism.pp_engine={engine}", "tokens.batch_accumulation_per_replica=8"
+    config = config_of(*layout)
+    hidden = SEQUENCES // 8 * LENGTH * 32 * 4
+    for few, many in run_ranks(2, peaks, config, (8, 16)):
+        assert many - few < 3 * hidden  # of 8 more: they have labels and losses
+
+
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=8), st.integers(1, 8), st.integers(0, 40))
 def test_no_other_split_has_a_cheaper_dearest_stage(costs: list[int], stages: int, last: int) -> None:
     stages = min(stages, len(costs))
@@ -517,6 +541,23 @@ def test_the_predicted_bubble_is_that_of_the_schedule_played_through(engine: str
             for v in (2, 3, 4) if engine.startswith("interleaved") else (per_rank,):
                 found = play(order_of(engine, pp, count, v), pp * v, split)
                 assert bubble(engine, pp, count, v, split) == pytest.approx(found), (pp, count, v)
+
+
+@pytest.mark.parametrize("engine", PP_ENGINES[2:])
+def test_a_stage_has_less_than_twice_the_stages_of_micro_batches_under_way(engine: str) -> None:
+    """So what a later stage has sent back so long ago has arrived, and waiting for it cannot hang."""
+    for pp in (2, 3, 4, 8):
+        for count in (4, 8, 12, 16, 32, 64):
+            if limits(engine, pp, count):
+                continue
+            for v in (2, 3, 4) if engine.startswith("interleaved") else (2,):
+                backward: Counter[int] = Counter()  # done by each stage, in order
+                for work in order_of(engine, pp, count, v).values():
+                    for kind, stage, m in work:
+                        if kind in "BI":
+                            assert m == backward[stage]
+                            backward[stage] += 1
+                        assert kind != "F" or m - backward[stage] < 2 * pp * v
 
 
 def limits(engine: str, pp: int, count: int) -> str | None:

@@ -203,6 +203,14 @@ MUTANTS = [
         tests=(f"{PIPELINE}::test_every_schedule_has_one_process_gradients",),
     ),
     Mutant(
+        name="pp-buffers-of-all-micro-batches",
+        file="parallel/pipeline.py",
+        find="        _free((*self.args_recv_info[bwd_chunk_id], *self.grad_recv_info[bwd_chunk_id]))\n",
+        replace="        pass\n",
+        why="what a stage receives stays in memory for every micro-batch of a step, gigabytes with many of them",
+        tests=(f"{PIPELINE}::test_more_micro_batches_take_no_more_memory",),
+    ),
+    Mutant(
         name="tied-gradient-counted-twice",
         file="parallel/pipeline.py",
         find="                to += arrived.to(to.device)\n",
