@@ -10,7 +10,7 @@ WORKERS ?= 4
 export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test slow nightly test-gpu fuzz test-slurm test-network test-ranks mutants compare-power chaos soak lint bench bench-gpu leaderboard reference pictures docs clean
+.PHONY: help setup train test slow nightly test-gpu fuzz test-slurm test-network test-ranks mutants compare-power chaos soak lint bench bench-gpu plan-proof leaderboard reference pictures docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -70,6 +70,9 @@ bench: setup  ## measure against the peers, on this machine, in one run
 
 bench-gpu: $(VENV)/.installed-plots  ## measure on one GPU: an hour; OPTIONS="--minutes 15 --only REGEX"
 	$(BIN)/python benchmarks/gpu/speed.py $(OPTIONS)
+
+plan-proof: $(VENV)/.installed-test $(VENV)/.installed-plots  ## compare planned memory with that of ranks, and draw it: half an hour on two cores
+	$(BIN)/python benchmarks/plan_proof.py $(OPTIONS)
 
 leaderboard: setup  ## train the entries of the leaderboard one after another and write their table: about 5 minutes each
 	$(BIN)/python benchmarks/leaderboard.py

@@ -43,6 +43,14 @@ MUTANTS = [
         tests=("planner/test_ledger.py::test_storages_that_are_resized_count_as_large_as_they_are",),
     ),
     Mutant(
+        name="operators-of-ours-need-nothing-inside",
+        file="planner/ledger.py",
+        find="WHOLE = attention.OPERATORS | selective_scan.OPERATORS\n",
+        replace="WHOLE = attention.OPERATORS\n",
+        why="a plan for Mamba lacks the states of all tokens, which its backward pass makes again",
+        tests=("planner/test_planned_memory.py::test_torchs_allocator_says_the_same[mamba|dp=1]",),
+    ),
+    Mutant(
         name="a-send-holds-nothing",
         file="planner/trace.py",
         find="        self.tensors, self._wait = tensors, wait\n",

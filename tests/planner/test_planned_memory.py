@@ -8,7 +8,7 @@ import pytest
 
 from kenotron.planner.hardware import GPUS
 from kenotron.planner.memory import first_ranks, plan_memory
-from support.plans import config_of, measure, predict
+from support.plans import allocated, config_of, measure, predict
 from support.ranks import run_ranks
 from support.tiny_run import tiny_config
 
@@ -99,6 +99,24 @@ def test_over_ranks_of_experts_the_mean_is_that_of_real_ranks(family: str) -> No
     case = f"{family}|dp=2 ep=2"
     measured = [peak for peak, _ in run_ranks(2, measure, case)]
     assert sum(peak for peak, _ in predict(case)) == pytest.approx(sum(measured), rel=0.03)
+
+
+ON_RANKS = (
+    "llama|dp=2 zero=3",
+    "llama|tp=2",
+    "llama|pp=2 engine=1f1b accum=8",
+    "llama|cp=2",
+    "mixtral|pp=2 engine=1f1b",
+)
+
+
+@pytest.mark.budget(12, reason="torch reports each token of a scan")
+@pytest.mark.parametrize("case", ["mamba|dp=1", *(pytest.param(case, marks=pytest.mark.slow) for case in ON_RANKS)])
+def test_torchs_allocator_says_the_same(case: str) -> None:
+    """It sees what operators allocate inside them, too; `benchmarks/plan_proof.py` compares all cases."""
+    ranks = config_of(case).parallelism.world_size
+    measured = run_ranks(ranks, allocated, case, 1 if ranks == 1 else 8)
+    assert [peak for peak, _ in predict(case)] == pytest.approx(measured, rel=0.005)
 
 
 # ---- by hand -----------------------------------------------------------------------------------------------------

@@ -1,14 +1,18 @@
-"""What the planner predicts and what real ranks then hold, counted by the same ledger.
+"""What the planner predicts and what real ranks then hold, counted by the same ledger and by torch's allocator.
 
 predict("llama|dp=2 zero=1|model.dtype=bfloat16")                # [(peak of a step, between steps), …] by rank
 run_ranks(2, measure, "llama|dp=2 zero=1|model.dtype=bfloat16")  # the same
+run_ranks(2, allocated, "llama|dp=2 zero=1|model.dtype=bfloat16")  # [peak of a step, …]
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 
 import torch
+from torch.autograd.profiler import profile
 
 from kenotron.config import Config
 from kenotron.kernels.attentions.choice import attention_of_run
@@ -16,8 +20,9 @@ from kenotron.kernels.random import normal_at
 from kenotron.parallel.mesh import axes, build_mesh
 from kenotron.planner.ledger import Ledger
 from kenotron.planner.memory import Naming, follow_steps, plan_memory
-from kenotron.planner.rehearsal import build_on
+from kenotron.planner.rehearsal import batch_of, build_on
 from kenotron.training.initial_weights import fill_weights
+from kenotron.training.step import train_step
 from support.layout_runs import problem_of_family
 
 SHAPES = {"hidden_size": 64, "intermediate_size": 160, "vocab_size": 509}  # large beside numbers that a step counts
@@ -42,6 +47,33 @@ def measure(rank: int, case: str) -> tuple[int, int]:
         fill_weights(run.parts, config.model.init_method, config.general.seed)
         # The least of some steps: gloo's threads hold what they sent a moment longer at times.
         return min(follow_steps(run, ledger, naming).bytes for _ in range(3)), ledger.bytes
+
+
+def allocated(rank: int, case: str, repeats: int = 1) -> int:
+    """The peak of a step on this rank by the reports of torch's allocator, the least of `repeats`.
+
+    Torch reports no release of what was allocated before, nor one by gloo's threads, which free what they have sent: a
+    step before each is reported, too, and what gloo frees late makes single repeats too large.
+    """
+    config, device = config_of(case), torch.device("cpu")
+    mesh = build_mesh(axes(config), config.parallelism.world_size, "cpu")
+    normal_at(0, torch.zeros(1, dtype=torch.int64))
+    with Ledger() as ledger:
+        attention, _ = attention_of_run(config, device)
+        run = build_on(config, mesh, device, attention, [naming := Naming(ledger)])
+        fill_weights(run.parts, config.model.init_method, config.general.seed)
+        follow_steps(run, ledger, naming)
+    peaks = []
+    for _ in range(repeats):
+        with profile(use_cpu=True, profile_memory=True) as reports:
+            for _ in range(2):
+                begun = time.time_ns()
+                train_step(run, [batch_of(config)] * config.tokens.batch_accumulation_per_replica)
+                run.step += 1
+        of_last = [each for each in reports.kineto_results.events() if each.start_ns() >= begun]
+        changes = sorted((each.start_ns(), each.nbytes()) for each in of_last if each.name() == "[memory]")
+        peaks.append(ledger.bytes + max(accumulate(size for _, size in changes)))
+    return min(peaks)
 
 
 def predict(case: str, ranks: Sequence[int] | None = None) -> list[tuple[int, int]]:

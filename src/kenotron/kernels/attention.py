@@ -221,5 +221,6 @@ _library.define(
     "causal_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor lse, float scale)"
     " -> (Tensor, Tensor, Tensor)"
 )
+OPERATORS = {"causal_attention_backward": _causal_attention_backward}
 _library.impl("causal_attention_backward", _causal_attention_backward, "CPU")
 torch.library.register_fake("kenotron::causal_attention_backward", _fake_backward, lib=_library)

@@ -226,7 +226,8 @@ _library.define(
     "selective_scan_backward(Tensor dy, Tensor dlast, Tensor u, Tensor dt, Tensor a, Tensor b, Tensor c,"
     " Tensor begins, Tensor? starts) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
-_library.impl("selective_scan", _forward, "CompositeExplicitAutograd")
-_library.impl("selective_scan_backward", _backward, "CompositeExplicitAutograd")
+OPERATORS = {"selective_scan": _forward, "selective_scan_backward": _backward}
+for name, body in OPERATORS.items():
+    _library.impl(name, body, "CompositeExplicitAutograd")
 torch.library.register_fake("kenotron::selective_scan", _fake_forward, lib=_library)
 torch.library.register_fake("kenotron::selective_scan_backward", _fake_backward, lib=_library)

@@ -262,7 +262,8 @@ class Pipeline:
             )
             for number, stage in zip(self.numbers, self.stages)
         ]
-        self._schedule = kind(self._scheduled[0] if alone else self._scheduled, count, loss_fn=self._add_loss, scale_grads=False)
+        stages = self._scheduled[0] if alone else self._scheduled
+        self._schedule = kind(stages, count, loss_fn=self._add_loss, scale_grads=False)
         self._shape = count, tokens
 
     def _add_loss(self, output: tuple[Tensor, Tensor], _: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import sys
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -27,9 +27,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from kenotron.kernels import attention, selective_scan
+
 PLAIN = {Tensor, torch.nn.Parameter, FakeTensor}
 LOGITS = "kernels.linear_cross_entropy"
 MOMENTS = 240
+WHOLE = attention.OPERATORS | selective_scan.OPERATORS
 
 
 @dataclass(slots=True)
@@ -81,6 +84,7 @@ class Ledger(TorchDispatchMode):
         self.storages: list[Storage] = []
         self.live: dict[int, Storage] = {}  # by the address of torch's storage
         self.clock = 0
+        self.held: dict[Any, tuple[int, list[Storage]]] = {}  # see `_whole`
         self.reads = patch.object(FakeTensor, "tolist", _ones)
         self.resizes = patch.object(torch.UntypedStorage, "resize_", self._resize(torch.UntypedStorage.resize_))
 
@@ -103,11 +107,9 @@ class Ledger(TorchDispatchMode):
             return 1.0 if args[0].is_floating_point() else 1
         if function is aten.is_nonzero.default and isinstance(args[0], FakeTensor):
             return True
-        out = function(*args, **(kwargs or {}))
-        for each in tree_leaves(out):
-            if isinstance(each, Tensor) and each.device.type != "meta":
-                self._see(each.untyped_storage())
-        return out
+        if function.namespace == "kenotron" and (body := WHOLE.get(function.overloadpacket.__name__)):
+            return self._whole(function, body, args)
+        return self._seen(function(*args, **(kwargs or {})))
 
     def name(self, kind: str, tensors: Iterable[Tensor | None]) -> None:
         """Tell what the storages of `tensors` are; the first name stays."""
@@ -145,10 +147,14 @@ class Ledger(TorchDispatchMode):
         of = {kind: size for kind, size in of.items() if size}
         return Peak(most, of, [(*key, size) for key, size in sites.most_common()], over_time)
 
-    def _see(self, storage: torch.UntypedStorage) -> None:
-        if storage._cdata not in self.live:
-            self._born(storage._cdata, storage.nbytes())
-            weakref.finalize(storage, self._died, storage._cdata)
+    def _seen(self, out: Any) -> Any:
+        for each in tree_leaves(out):
+            if isinstance(each, Tensor) and each.device.type != "meta":
+                storage = each.untyped_storage()
+                if storage._cdata not in self.live:
+                    self._born(storage._cdata, storage.nbytes())
+                    weakref.finalize(storage, self._died, storage._cdata)
+        return out
 
     def _born(self, address: int, size: int) -> None:
         if (found := site_of_caller()) is None:
@@ -163,6 +169,26 @@ class Ledger(TorchDispatchMode):
         if address in self.live:
             self.clock += 1
             self.live.pop(address).died = self.clock
+
+    def _whole(self, function: Any, body: Any, args: Any) -> Any:
+        """An operator that torch calls whole: its `body` is followed once for arguments of the same shapes.
+
+        It may loop over tokens. Later calls hold what the first one held besides its results, and beside their own.
+        """
+        key = function, *((each.shape, each.dtype) if isinstance(each, Tensor) else each for each in args)
+        if key not in self.held:
+            begun, before = self.clock, len(self.storages)
+            super().__enter__()
+            out = body(*args)
+            super().__exit__(None, None, None)
+            self.held[key] = begun, [each for each in self.storages[before:] if each.died <= self.clock]
+            return out
+        begun, storages = self.held[key]
+        out = self._seen(function(*args))
+        later = self.clock - begun
+        self.storages += [replace(each, born=each.born + later, died=each.died + later) for each in storages]
+        self.clock = max([self.clock, *(int(each.died) + later for each in storages)])
+        return out
 
     def _resize(self, resize: Any) -> Any:
         """FSDP2 frees and allocates the memory of weights that it gathers by the size of their storage."""
