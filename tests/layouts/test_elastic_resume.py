@@ -28,7 +28,6 @@ from kenotron.checkpoint import folders, manifest
 from kenotron.checkpoint.checkpoints import Checkpoints
 from kenotron.config import Config, refuse_unsupported
 from kenotron.config.errors import InputError
-from kenotron.interop import initial_tensors
 from kenotron.parallel.mesh import axes, build_mesh
 from kenotron.training.build import build_run
 from kenotron.training.checkpoint_hook import save
@@ -156,7 +155,7 @@ def go_on(rank: int, problem: str, layout: str, checkpoints: Path, again: Path) 
     start = Checkpoints(config).start()
     assert (start.continues, start.step) == (True, SAVED)
     checkpoints = Checkpoints(_into(config, again))
-    run = build_run(config, mesh, torch.device("cpu"), start, initial_tensors, checkpoints=checkpoints)
+    run = build_run(config, mesh, torch.device("cpu"), start, checkpoints=checkpoints)
     try:
         with fp32_products():
             assert run.step == SAVED

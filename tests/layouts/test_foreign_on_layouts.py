@@ -11,7 +11,7 @@ import yaml
 
 from kenotron.config import dump
 from kenotron.config.errors import InputError, PeerFailed
-from kenotron.interop import initial_tensors, open_source
+from kenotron.interop import open_source
 from kenotron.launch import training as launch_training
 from kenotron.parallel.mesh import axes, build_mesh
 from kenotron.training import train
@@ -109,7 +109,7 @@ def train_on(rank: int, problem: ForeignProblem, layout: str, folder: Path, step
     config = config.model_copy(update={"checkpoints": checkpoints, "logging": logging, "tokens": tokens})
     mesh = build_mesh(axes(config), config.parallelism.world_size, "cpu")
     with contextlib.redirect_stdout(io.StringIO()):
-        train(config, mesh, torch.device("cpu"), open_weights=initial_tensors)
+        train(config, mesh, torch.device("cpu"))
 
 
 @pytest.mark.budget(20, reason="two runs on two ranks and one alone")

@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_leaves
 
 from kenotron.checkpoint.start import Start
 from kenotron.config import Config
-from kenotron.interop import initial_tensors
 from kenotron.models import named_parameters
 from kenotron.optim.state import init_state
 from kenotron.parallel.mesh import Mesh, axes, build_mesh
@@ -105,7 +104,7 @@ def resume(rank: int, name: str, folder: Path) -> tuple[int, int]:
     config, mesh = layout(name, folder)
     start = Start.at(folder / "checkpoints" / "0", continues=True)
     with Peak() as peak:
-        run = build_run(config, mesh, torch.device("cpu"), start, initial_tensors)
+        run = build_run(config, mesh, torch.device("cpu"), start)
         try:
             return peak.most, left_behind(run)
         finally:

@@ -21,7 +21,6 @@ import yaml
 
 import kenotron as kn
 from kenotron.config import Config, refuse_unsupported
-from kenotron.interop import initial_tensors
 from kenotron.models import named_parameters
 from kenotron.parallel.mesh import Mesh, axes, build_mesh
 from kenotron.parallel.shards import shard_of
@@ -175,7 +174,7 @@ def prepared(config: Config, mesh: Mesh) -> Iterator[Run]:
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        run = build_run(config, mesh, torch.device("cpu"), open_weights=initial_tensors)
+        run = build_run(config, mesh, torch.device("cpu"))
         try:
             yield run
         finally:

@@ -1,4 +1,4 @@
-"""Training as ranks run it: with readers of Hugging Face models and observers, which it does not import itself."""
+"""Training as ranks run it: with resolved architectures and observers, which it does not import itself."""
 
 from __future__ import annotations
 
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
     from kenotron.checkpoint.local import LocalTier
     from kenotron.config import Config
-    from kenotron.config.decoder import DecoderArchitecture
-    from kenotron.interop.hf_weights import Weights
     from kenotron.training.run import Run
 
 
@@ -57,9 +55,7 @@ def train(config: Config, mesh: Mesh, device: torch.device, *, fresh: bool = Fal
         logger.warning("%s", line)
     with machine_limits(config, device, warn=True):  # with the architecture, from which memory is estimated
         watching = observers(config, mesh)
-        run = training.train(
-            config, mesh, device, checkpoints, reopen=reopen, open_weights=open_weights, observers=watching
-        )
+        run = training.train(config, mesh, device, checkpoints, reopen=reopen, observers=watching)
     if run is None or (run.finished and run.last_result is None):
         _finish_last(config, mesh, checkpoints)
     return run
@@ -90,13 +86,6 @@ def _finish_last(config: Config, mesh: Mesh, checkpoints: Checkpoints) -> None:
         rest = uploader(config, config.upload_url)
         rest[0].start()
         finish(*rest)
-
-
-def open_weights(path: str, architecture: DecoderArchitecture, *, verify: bool = True) -> Weights:
-    """`interop.initial_tensors`, which warns the first time: rank 0 verifies the weights before all ranks read them."""
-    if verify:
-        return interop.initial_tensors(path, architecture, report=logger.warning)
-    return interop.initial_tensors(path, architecture, verify=False)
 
 
 def local_tier(config: Config, ranks: Ranks) -> LocalTier | None:
@@ -176,5 +165,4 @@ def fetch_checkpoints(config: Config, fresh: bool) -> None:
 
 def record(config: Config, mesh: Mesh, device: torch.device, *, steps: int, seed: int, folder: str) -> None:
     """`kenotron.training.compare.record`, the architecture resolved first."""
-    config = _resolved(config)
-    compare.record(config, mesh, device, steps=steps, seed=seed, folder=folder, open_weights=open_weights)
+    compare.record(_resolved(config), mesh, device, steps=steps, seed=seed, folder=folder)

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kenotron.config.errors import InputError
-from kenotron.interop.sources import initial_tensors, open_source
+from kenotron.interop.sources import open_source
 from kenotron.models.token_loss import OwnLoss
 from kenotron.observers.validation import evaluate, evaluating
 from kenotron.parallel.collectives import all_reduce
@@ -83,7 +83,7 @@ class ProxyOfReference(Hook):
         logger.info("DoReMi: %d domains, reference %s", len(self.names), self.path)
         run_on_rank0(lambda: self._check_tokenizer(run))
         parts, pipeline = build_parts(run.config, run.mesh, run.device)
-        load_initial_weights(parts, self.path, initial_tensors, REFERENCE)
+        load_initial_weights(parts, self.path, REFERENCE)
         if pipeline is not None:
             pipeline.share_tied_weights()
         self.reference = replace(run, parts=parts, pipeline=pipeline)

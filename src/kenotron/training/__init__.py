@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from kenotron.checkpoint.checkpoints import Checkpoints
     from kenotron.config import Config
     from kenotron.parallel.mesh import Mesh
-    from kenotron.training.initial_weights import OpenWeights
     from kenotron.training.run import Run
 
 __all__ = ["Hook", "train"]
@@ -50,16 +49,14 @@ def train(
     checkpoints: Checkpoints | None = None,
     *,
     reopen: bool = False,
-    open_weights: OpenWeights | None = None,
     observers: Sequence[Hook] = (),
 ) -> Run | None:
     """Train as `config` says, from the newest of its `checkpoints` if there is one. All ranks of `mesh` call it.
 
     `checkpoints` are by default those in `checkpoints_path` alone. The architecture is resolved
-    (`interop.resolve_architecture`). `open_weights` opens what `model.init_method.path` names, `observers` are more
-    hooks (`kenotron.observers`). Returns the run; if its checkpoint has all steps already, nothing is loaded and None
-    returned, or with `reopen` the run as it ended. Raises InputError if the input is wrong, RunFailed if the run cannot
-    continue.
+    (`interop.resolve_architecture`). `observers` are more hooks (`kenotron.observers`). Returns the run; if its
+    checkpoint has all steps already, nothing is loaded and None returned, or with `reopen` the run as it ended. Raises
+    InputError if the input is wrong, RunFailed if the run cannot continue.
     """
     from kenotron.checkpoint.checkpoints import Checkpoints
     from kenotron.checkpoint.start import with_run_name
@@ -89,7 +86,7 @@ def train(
             console.logger.info(report.already_finished(start))
         if done and not reopen:
             return None
-        run = build_run(config, mesh, device, start, open_weights, build_hooks(config, mesh, observers), checkpoints)
+        run = build_run(config, mesh, device, start, build_hooks(config, mesh, observers), checkpoints)
         try:
             if done:
                 run.last_metrics = logged_step(log_folder(config), run.step) if first else {}

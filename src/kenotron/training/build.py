@@ -22,7 +22,7 @@ from kenotron.training.checkpoint_hook import CheckpointHook
 from kenotron.training.console import logger
 from kenotron.training.guards import NonFiniteGuard
 from kenotron.training.hooks import Hook, load_hook
-from kenotron.training.initial_weights import OpenWeights, fill_weights
+from kenotron.training.initial_weights import fill_weights
 from kenotron.training.metrics import Metrics
 from kenotron.training.model_parts import build_parts
 from kenotron.training.report import run_log
@@ -47,13 +47,12 @@ def build_run(
     mesh: Mesh,
     device: torch.device,
     start: Start = FROM_SCRATCH,
-    open_weights: OpenWeights | None = None,
     hooks: Sequence[Hook] = (),
     checkpoints: Checkpoints | None = None,
 ) -> Run:
     """A run at the step of `start`: model → optimizer → data → checkpoint. All ranks call it.
 
-    `open_weights` opens what `model.init_method.path` names, and `hooks` are those of `build_hooks`.
+    `hooks` are those of `build_hooks`.
 
     Data come late because tokenizing may take an hour; missing paths are found before weights take minutes.
     """
@@ -74,7 +73,7 @@ def build_run(
     factors = factors_of(skeleton, config)
     if "model" not in start.loads:
         init, seed = config.model.init_method, config.general.seed
-        fill_weights(parts, init, seed, open_weights, lambda name: factors[name].std if factors else 1.0)
+        fill_weights(parts, init, seed, lambda name: factors[name].std if factors else 1.0)
         if pipeline is not None:
             pipeline.share_tied_weights()
     optimizer = optimizer_of(config, skeleton, parts, factors)

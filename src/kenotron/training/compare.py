@@ -58,7 +58,6 @@ from kenotron.parallel.ranks import gather
 from kenotron.parallel.shards import shard_of
 from kenotron.training.build import build_run
 from kenotron.training.deterministic import deterministic
-from kenotron.training.initial_weights import OpenWeights
 from kenotron.training.run import Run, close
 from kenotron.training.saved_state import model_tensors, optimizer_tensors
 from kenotron.training.step import count_real_tokens, forward_backward, train_step
@@ -82,16 +81,7 @@ TRIMMED = 0.25
 # ---- one run -----------------------------------------------------------------------------------------------
 
 
-def record(
-    config: Config,
-    mesh: Mesh,
-    device: torch.device,
-    *,
-    steps: int,
-    seed: int,
-    folder: str,
-    open_weights: OpenWeights | None = None,
-) -> None:
+def record(config: Config, mesh: Mesh, device: torch.device, *, steps: int, seed: int, folder: str) -> None:
     """Train `steps` steps of `config` on this layout and write what is compared to `folder`. Every rank calls it.
 
     `seed` 0 is the config as it is; others change the initial weights as the R's have them.
@@ -101,7 +91,7 @@ def record(
     console.start_logging(config, mesh)
     console.logger.setLevel("WARNING")
     with deterministic(config.general.deterministic), use_kernels(config.model.kernels), ExitStack() as at_end:
-        run = build_run(config, mesh, device, open_weights=open_weights)
+        run = build_run(config, mesh, device)
         at_end.callback(close, run)
         root, numbers = Path(folder), []
         if seed:
