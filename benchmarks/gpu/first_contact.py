@@ -180,8 +180,11 @@ def upload(device: torch.device) -> Iterator[str]:
 def initial_bits(device: torch.device) -> Iterator[str]:
     """Initial weights are the CPU's."""
     from kenotron.kernels.random import fill_normal_
+    from kenotron.kernels.tensor_shard import TensorShard
 
-    here, there = (fill_normal_(torch.empty(1_000_003, device=each), 42) for each in (torch.device("cpu"), device))
+    here, there = (torch.empty(1_000_003, device=each) for each in (torch.device("cpu"), device))
+    for tensor in (here, there):
+        fill_normal_(TensorShard.full(tensor), 42)
     equal = torch.equal(here, there.cpu())
     yield judged(equal, f"equal to the CPU's: {equal}")
 

@@ -167,8 +167,8 @@ FAULTS = [
     _new(
         "initial-weights-of-a-shard",
         "models/initialization.py",
-        "shard.offset, distribution.std",
-        '(0, 0) if "up_proj" in name else shard.offset, distribution.std',
+        "fill_normal_(shard, key",
+        'fill_normal_(TensorShard.full(shard.tensor) if "up_proj" in name else shard, key',
         "every rank fills its shard of a matrix with the numbers of the first",
         "tp=2",
         r"up_proj",

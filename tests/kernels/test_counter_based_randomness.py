@@ -1,5 +1,6 @@
 """Random numbers are functions of (key, counter): the same bits in Python, numpy, torch; well distributed."""
 
+import math
 import subprocess
 import sys
 
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from kenotron.kernels import quantiles, random
 from kenotron.kernels.hashing import derive_key, hash64, hash64_array, uniform_array
+from kenotron.kernels.tensor_shard import TensorShard
 
 words = st.integers(0, 2**64 - 1)
 
@@ -89,7 +91,9 @@ def test_uniforms_fill_the_unit_interval_evenly():
 
 
 def normal(key: int, start: int, count: int) -> torch.Tensor:
-    return random.fill_normal_(torch.empty(count), key, start)
+    shard = TensorShard(torch.empty(count), (start + count,), (start,))
+    random.fill_normal_(shard, key)
+    return shard.tensor
 
 
 def test_own_logarithm_and_quantiles_equal_scipy_in_float64():
@@ -164,8 +168,8 @@ def test_an_element_does_not_depend_on_where_a_fill_began_or_on_threads():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_a_fill_scales_in_float64_and_rounds_to_the_tensor(dtype):
     parameter = torch.nn.Parameter(torch.empty(33, 100, dtype=dtype))
-    random.fill_normal_(parameter, 9, 5, std=0.02)
-    exact = random.normal_at(9, torch.arange(5, 3305)).view(33, 100)
+    random.fill_normal_(TensorShard(parameter, (34, 100), (1, 0)), 9, std=0.02)
+    exact = random.normal_at(9, torch.arange(100, 3400)).view(33, 100)
     torch.testing.assert_close(parameter.detach(), (exact * 0.02).float().to(dtype), rtol=0, atol=0)
 
 
@@ -178,17 +182,24 @@ def test_a_fill_scales_in_float64_and_rounds_to_the_tensor(dtype):
     ],
 )
 def test_a_shard_holds_the_bits_of_the_whole(shape, offset, size):
-    whole = random.fill_normal_(torch.empty(shape), 11, std=0.5)
-    shard = random.fill_normal_shard_(torch.empty(size), 11, shape, offset, std=0.5)
-    expected = whole[tuple(slice(o, o + s) for o, s in zip(offset, size))]
-    torch.testing.assert_close(shard, expected, rtol=0, atol=0)
+    numbers = torch.arange(math.prod(shape)).reshape(shape)
+    shard = TensorShard(torch.empty(size), tuple(shape), tuple(offset))
+    random.fill_normal_(shard, 11, std=0.5)
+    expected = random.normal_at(11, numbers[tuple(slice(o, o + s) for o, s in zip(offset, size))].contiguous())
+    torch.testing.assert_close(shard.tensor, (expected * 0.5).float(), rtol=0, atol=0)
 
 
-def test_a_shard_outside_its_tensor_is_refused():
-    with pytest.raises(ValueError, match="leaves the tensor"):
-        random.fill_normal_shard_(torch.empty(2, 2), 1, [4, 4], [3, 0])
-    with pytest.raises(ValueError, match="ranks differ"):
-        random.fill_normal_shard_(torch.empty(2, 2), 1, [4], [0])
+@pytest.mark.parametrize("at_once", [1, 3, 7, 20, 59, 60, 1000])
+def test_parts_of_a_shard_are_small_and_cover_it_once(at_once):
+    whole = torch.arange(9 * 8 * 7).view(9, 8, 7)
+    shard = TensorShard(whole[2:5, :, 1:], (9, 8, 7), (2, 0, 1))
+    seen = torch.zeros_like(shard.tensor)
+    for part in shard.parts(at_once):
+        numbers = shard.numbers(part, "cpu")
+        assert numbers.numel() <= at_once
+        torch.testing.assert_close(numbers, shard.tensor[part], rtol=0, atol=0)
+        seen[part] += 1
+    assert bool((seen == 1).all())
 
 
 def test_torchs_own_generator_is_left_alone():

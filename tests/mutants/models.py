@@ -368,8 +368,8 @@ MUTANTS = [
     Mutant(
         name="a-shard-has-its-own-random-numbers",
         file="models/initialization.py",
-        find="key, shard.shape, shard.offset, distribution.std",
-        replace="key, shard.tensor.shape, [0] * shard.tensor.dim(), distribution.std",
+        find="fill_normal_(shard, key",
+        replace="fill_normal_(TensorShard.full(shard.tensor), key",
         why="every rank fills its shard from the start of the stream: tp copies of one block of weights",
         tests=("models/test_initial_weights.py",),
     ),

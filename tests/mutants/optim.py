@@ -176,8 +176,8 @@ MUTANTS = [
     Mutant(
         name="random-bits-of-the-shard",
         file="optim/stochastic_rounding.py",
-        find="        offset = (shard.offset[0] + start, *shard.offset[1:])\n",
-        replace="        offset = (start, *(0,) * (part.dim() - 1))\n",
+        find="shard.numbers(block",
+        replace="shard_of(shard.tensor).numbers(block",
         why="stochastic rounding draws by the place in a rank's shard: another layout trains another model",
         tests=("optim/test_stochastic_rounding.py::test_shards_have_the_bits_of_the_whole",),
     ),

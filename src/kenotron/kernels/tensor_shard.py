@@ -5,8 +5,10 @@ rank 1 of two that share an [8, 4] matrix by rows     TensorShard(tensor [4, 4],
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import product
+from math import prod
 
 import torch
 from torch import Tensor
@@ -27,6 +29,23 @@ class TensorShard:
     def elements(self) -> Tensor:
         """The block's elements."""
         return self.tensor if self.read is None else self.read()
+
+    def parts(self, at_once: int) -> Iterator[tuple[slice, ...]]:
+        """Indices of `tensor` that cover it in order, each of at most `at_once` elements."""
+        sizes = self.tensor.shape
+        steps = [max(1, min(size, at_once // max(1, prod(sizes[dim + 1 :])))) for dim, size in enumerate(sizes)]
+        for starts in product(*(range(0, size, step) for size, step in zip(sizes, steps))):
+            yield tuple(slice(start, min(start + step, n)) for start, step, n in zip(starts, steps, sizes))
+
+    def numbers(self, part: tuple[slice, ...], device: torch.device | str) -> Tensor:
+        """The number in the logical tensor, row by row, of every element of a part: int64 on `device`.
+
+        Of a tensor [4, 6], a shard [4, 3] at offset (0, 3) has the elements 3, 4, 5, 9, 10, 11, 15, …
+        """
+        found = torch.zeros((), dtype=torch.int64, device=device)
+        for along, offset, whole in zip(part, self.offset, self.shape):
+            found = found[..., None] * whole + torch.arange(offset + along.start, offset + along.stop, device=device)
+        return found
 
     @staticmethod
     def full(tensor: Tensor) -> TensorShard:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from kenotron.kernels.hashing import derive_key
-from kenotron.kernels.random import fill_normal_shard_
+from kenotron.kernels.random import fill_normal_
 from kenotron.kernels.tensor_shard import TensorShard
 from kenotron.models.init_rules import Constant, FilledBy, InitRule, Normal, rule_for, times
 
@@ -43,7 +43,7 @@ def fill(name: str, shard: TensorShard, distribution: Normal | Constant | Filled
     if isinstance(distribution, FilledBy):
         distribution.fill(shard, key)
     else:
-        fill_normal_shard_(shard.tensor, key, shard.shape, shard.offset, distribution.std)
+        fill_normal_(shard, key, distribution.std)
 
 
 def zero_padding_rows(

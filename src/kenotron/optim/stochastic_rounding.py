@@ -11,8 +11,7 @@ never of the rank, so any layout rounds alike, and so does a run that goes on fr
 Source: Gupta et al., "Deep learning with limited numerical precision" (arXiv 1502.02551).
 """
 
-import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from torch import Tensor, nn
 
 from kenotron.kernels.hashing import derive_key
 from kenotron.kernels.random import hash_counters
-from kenotron.kernels.tensor_shard import TensorShard
 from kenotron.optim.own import OwnOptimizer
 from kenotron.parallel.shards import local_tensor, shard_of
 
@@ -62,7 +60,7 @@ class StochasticAdamW(OwnOptimizer):
         shard = shard_of(parameter.detach())
         key = derive_key("stochastic rounding", step, self.names[parameter])
         tensors = (parameter.grad, state["exp_avg"], state["exp_avg_sq"])
-        for block, counters in _blocks(shard):
+        for block in shard.parts(AT_ONCE):
             kept = [shard.tensor[block], *(local_tensor(each)[block] for each in tensors[1:])]
             weight, mean, square = (each.float() for each in kept)
             gradient = local_tensor(tensors[0])[block].float()
@@ -70,7 +68,7 @@ class StochasticAdamW(OwnOptimizer):
             square.lerp_(gradient.square(), 1 - beta2)
             size = (square / (1 - beta2**step)).sqrt_().add_(group["eps"])
             weight.mul_(1 - rate * group["weight_decay"]).addcdiv_(mean, size, value=-rate / (1 - beta1**step))
-            bits = hash_counters(key, counters)
+            bits = hash_counters(key, shard.numbers(block, shard.tensor.device))
             for number, (into, value) in enumerate(zip(kept, (weight, mean, square), strict=True)):
                 into.copy_(rounded(value, (bits >> 16 * number).bitwise_and_(0xFFFF), into.dtype))
 
@@ -84,19 +82,3 @@ def rounded(value: Tensor, bits: Tensor, dtype: torch.dtype) -> Tensor:
         return value
     cut = value.view(torch.int32).add(bits.to(torch.int32)).bitwise_and_(-65536).view(torch.float32)
     return torch.where(value.isfinite(), cut, value)
-
-
-def _blocks(shard: TensorShard) -> Iterator[tuple[slice, Tensor]]:
-    """Parts of a shard, by rows, and the number in the whole tensor of each of their elements."""
-    if not shard.shape:
-        yield ..., torch.zeros((), dtype=torch.int64, device=shard.tensor.device)  # type: ignore[misc]
-        return
-    rows = max(1, AT_ONCE // max(1, shard.tensor[:1].numel()))
-    for start in range(0, shard.tensor.shape[0], rows):
-        part = shard.tensor[start : start + rows]
-        counters = torch.zeros((), dtype=torch.int64, device=part.device)
-        offset = (shard.offset[0] + start, *shard.offset[1:])
-        for dim, (size, first) in enumerate(zip(part.shape, offset, strict=True)):
-            along = torch.arange(first, first + size, device=part.device) * math.prod(shard.shape[dim + 1 :])
-            counters = counters + along.view(-1, *(1,) * (part.dim() - dim - 1))
-        yield slice(start, start + rows), counters

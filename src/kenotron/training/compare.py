@@ -39,7 +39,7 @@ import re
 import statistics
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,7 +51,7 @@ from kenotron.checkpoint import reading, saving
 from kenotron.config import Config, dump
 from kenotron.kernels.fused import use_kernels
 from kenotron.kernels.hashing import derive_key
-from kenotron.kernels.random import fill_normal_shard_
+from kenotron.kernels.random import fill_normal_
 from kenotron.models import Context, build, named_parameters
 from kenotron.optim.clip import clip_gradients
 from kenotron.parallel.ranks import gather
@@ -114,7 +114,7 @@ def _perturb(run: Run, size: float, seed: int) -> None:
     for name, parameter in named_parameters(*run.parts):
         shard = shard_of(parameter)
         noise = torch.empty(shard.tensor.shape, dtype=shard.tensor.dtype, device=shard.tensor.device)
-        fill_normal_shard_(noise, derive_key("compare", seed, name), shard.shape, shard.offset, size)
+        fill_normal_(replace(shard, tensor=noise), derive_key("compare", seed, name), size)
         shard.tensor.addcmul_(shard.tensor, noise)
     if run.pipeline is not None:
         run.pipeline.share_tied_weights()

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from kenotron.config.dotted import import_dotted
 from kenotron.config.errors import InputError
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from kenotron.interop.hf_weights import Weights
 
 OPEN = "kenotron.interop.sources.initial_tensors"  # imported where there is something to open
-COPY_BYTES = 1 << 20  # read at a time
+COPIED = 1 << 18  # elements at a time: a copy of so many needs no memory to speak of
 
 
 def fill_weights(
@@ -69,14 +68,7 @@ def _copy_from(source: Weights, targets: dict[str, TensorShard], path: str) -> N
             raise InputError(
                 f"{path}: {name} is {list(source.shape(name))} there, but the config says {list(shard.shape)}"
             )
-        if not shard.shape:
-            shard.tensor.copy_(source.block(name, (), ()))
-        for row, rows in _in_rows(shard.tensor) if shard.shape else ():
-            rows.copy_(source.block(name, (shard.offset[0] + row, *shard.offset[1:]), tuple(rows.shape)))
-
-
-def _in_rows(tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """(first row, some rows) in order, few enough at a time that a copy of them needs no memory to speak of."""
-    at_once = max(1, COPY_BYTES // max(1, tensor[:1].nbytes))
-    for first in range(0, tensor.shape[0], at_once):
-        yield first, tensor[first : first + at_once]
+        for part in shard.parts(COPIED):
+            into = shard.tensor[part]
+            offset = tuple(first + along.start for first, along in zip(shard.offset, part))
+            into.copy_(source.block(name, offset, tuple(into.shape)))

@@ -9,7 +9,7 @@ are taken on the CPU in float64, whatever the device.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -48,17 +48,5 @@ def log_of_index() -> FilledBy:
 
 
 def _fill(of_uniform: Callable[[Tensor], Tensor], shard: TensorShard, key: int) -> None:
-    for rows, counters in _counters(shard):
-        rows.copy_(of_uniform(uniform_at(key, counters)))
-
-
-def _counters(shard: TensorShard) -> Iterator[tuple[Tensor, Tensor]]:
-    """Some rows of the shard at a time, and the number of each of their elements in the whole tensor."""
-    tensor = shard.tensor
-    at_once = max(1, ELEMENTS // max(1, math.prod(tensor.shape[1:])))
-    for first in range(0, tensor.shape[0], at_once):
-        rows = tensor[first : first + at_once]
-        counters = torch.zeros((), dtype=torch.int64)
-        for size, offset, whole in zip(rows.shape, (shard.offset[0] + first, *shard.offset[1:]), shard.shape):
-            counters = counters[..., None] * whole + torch.arange(offset, offset + size)
-        yield rows, counters
+    for part in shard.parts(ELEMENTS):
+        shard.tensor[part] = of_uniform(uniform_at(key, shard.numbers(part, "cpu"))).to(shard.tensor.device)
