@@ -219,8 +219,8 @@ class AttentionArchitecture(DecoderArchitecture):
 
     @property
     def attention_window(self) -> int | None:
-        """Tokens that a token attends to, itself included; None: all before it."""
-        return None
+        """Tokens that a token attends to, itself included: the key `sliding_window`; None: all before it."""
+        return getattr(self, "sliding_window", None)
 
     @property
     def longest_text(self) -> int:

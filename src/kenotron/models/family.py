@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
-from kenotron.config.decoder import DecoderArchitecture
+from kenotron.config.decoder import DecoderArchitecture, RopeArchitecture
 from kenotron.config.errors import InputError
 from kenotron.config.families import KEY, built_in_families, find_family
 from kenotron.models.init_rules import Constant, FilledBy, InitRule, Normal
@@ -74,8 +74,15 @@ class Family(ABC, Generic[C]):
         """The module between the last block and the head."""
 
     def positions(self) -> nn.Module | None:
-        """A module that makes of positions ``[sequences, length]`` what every block gets as its second argument."""
-        return None
+        """A module that makes of positions ``[sequences, length]`` what every block gets as its second argument.
+
+        RoPE's angles where the section has its keys; None: blocks get None.
+        """
+        if not isinstance(self.config, RopeArchitecture):
+            return None
+        from kenotron.models.blocks.rope import Rope
+
+        return Rope.of(self.config)
 
     def own_model(self, vocab_multiple: int, part: ModelPart | None) -> Decoder | None:
         """The model, of a family that is not blocks in a `Decoder`'s frame (`models.foreign`)."""

@@ -68,6 +68,7 @@ class DeepseekV3Architecture(BiasedMixtureArchitecture, SparseArchitecture):
     """The DeepSeek-V3 family, under Hugging Face's names."""
 
     not_served: ClassVar[tuple[str, ...]] = ("rope_interleaved", "free_head_dim")
+    experts_key = "n_routed_experts"
     # And what weights of the same shapes mean another model without: they are not reordered for it.
     shape_keys: ClassVar[tuple[str, ...]] = (*SparseArchitecture.shape_keys, "rope_interleave")
 
@@ -89,16 +90,6 @@ class DeepseekV3Architecture(BiasedMixtureArchitecture, SparseArchitecture):
     topk_group: int = key("Groups that a token's experts are chosen from.", 4, ge=1)
     routed_scaling_factor: float = key("Factor on the weights of a token's experts.", 2.5, gt=0)
     router_aux_loss_coef: float = key("Weight of the load-balancing loss.", 0.0001, ge=0)
-
-    @property
-    def experts(self) -> int:
-        """Experts per layer."""
-        return self.n_routed_experts
-
-    @property
-    def expert_width(self) -> int:
-        """Width inside an expert."""
-        return self.moe_intermediate_size
 
     @property
     def sparse_layers(self) -> tuple[int, ...]:

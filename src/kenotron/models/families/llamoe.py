@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 class LlamoeArchitecture(SparseArchitecture):
     """The keys of nanotron's LlaMoEConfig."""
 
+    experts_key = "moe_num_experts"
+
     family: Literal["llamoe"] = our_key("The family's name.", "llamoe")
     is_llamoe_config: bool = key("Marks the family; its value changes nothing.", True)
     hidden_act: str = key("Accepted for old files: the experts compute with GELU.", "silu", mark=NO_EFFECT)
@@ -29,11 +31,6 @@ class LlamoeArchitecture(SparseArchitecture):
     )
     pretraining_tp: int = key("Accepted for old files.", 1, mark=NO_EFFECT)
     router_aux_loss_coef: float = our_key("Weight of the load-balancing loss.", 0.0, ge=0)
-
-    @property
-    def experts(self) -> int:
-        """Experts per layer."""
-        return self.moe_num_experts
 
 
 class Llamoe(SparseStyle[LlamoeArchitecture]):

@@ -18,11 +18,6 @@ class MistralArchitecture(LlamaStyleArchitecture):
         "Tokens that a token attends to, itself included; null: all before it.", 4096, ge=1
     )
 
-    @property
-    def attention_window(self) -> int | None:
-        """The sliding window."""
-        return self.sliding_window
-
 
 class Mistral(LlamaStyle[MistralArchitecture]):
     """No biases; the window is attention's (`kernels.attention`)."""

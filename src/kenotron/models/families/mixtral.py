@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
 
 from kenotron.config.decoder import DecoderArchitecture, Problem
 from kenotron.config.section import key, our_key
@@ -68,12 +68,19 @@ class MixtureArchitecture(DecoderArchitecture):
 
 
 class SparseArchitecture(MixtureArchitecture, LlamaStyleArchitecture):
-    """A Llama-style decoder with a mixture of experts in some layers."""
+    """A Llama-style decoder with a mixture of experts in some layers; `experts_key`: its name of their number."""
+
+    experts_key: ClassVar[str] = "num_experts"
+
+    @property
+    def experts(self) -> int:
+        """Experts per layer."""
+        return getattr(self, self.experts_key)
 
     @property
     def expert_width(self) -> int:
         """Width inside an expert."""
-        return self.intermediate_size
+        return getattr(self, "moe_intermediate_size", self.intermediate_size)
 
     @property
     def sparse_layers(self) -> tuple[int, ...]:
@@ -138,22 +145,14 @@ class SparseStyle(LlamaStyle[S]):
 class MixtralArchitecture(SparseArchitecture):
     """The Mixtral family, under Hugging Face's names."""
 
+    experts_key = "num_local_experts"
+
     family: Literal["mixtral"] = our_key("The family's name.", "mixtral")
     is_mixtral_config: bool = our_key("Marks the family; its value changes nothing.", True)
     num_local_experts: int = key("Experts per layer.", 8, ge=1)
     sliding_window: int | None = our_key(
         "Tokens that a token attends to, itself included; null: all before it.", None, ge=1
     )
-
-    @property
-    def experts(self) -> int:
-        """Experts per layer."""
-        return self.num_local_experts
-
-    @property
-    def attention_window(self) -> int | None:
-        """The sliding window."""
-        return self.sliding_window
 
 
 class Mixtral(SparseStyle[MixtralArchitecture]):

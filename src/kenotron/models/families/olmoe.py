@@ -24,11 +24,6 @@ class OlmoeArchitecture(SparseArchitecture):
     norm_topk_prob: bool = key("Divide the weights of a token's experts by their sum.", False)
     router_aux_loss_coef: float = key("Weight of the load-balancing loss.", 0.01, ge=0)
 
-    @property
-    def experts(self) -> int:
-        """Experts per layer."""
-        return self.num_experts
-
 
 class Olmoe(SparseStyle[OlmoeArchitecture]):
     """The weights of a token's experts are those of the softmax over all experts."""

@@ -22,16 +22,6 @@ class QwenSparseArchitecture(SparseArchitecture):
     mlp_only_layers: list[int] = key("Layers that have a plain MLP all the same.", [])
 
     @property
-    def experts(self) -> int:
-        """Experts per layer."""
-        return self.num_experts
-
-    @property
-    def expert_width(self) -> int:
-        """Width inside an expert."""
-        return self.moe_intermediate_size
-
-    @property
     def sparse_layers(self) -> tuple[int, ...]:
         """Every `decoder_sparse_step`-th, without `mlp_only_layers`."""
         step = self.decoder_sparse_step

@@ -92,11 +92,6 @@ class Starcoder2Architecture(RopeArchitecture):
         """One unless more are asked for."""
         return self.num_key_value_heads or 1
 
-    @property
-    def attention_window(self) -> int | None:
-        """The sliding window."""
-        return self.sliding_window
-
     def shape_problems(self) -> Iterator[Problem]:
         """nanotron's two flags have to agree with the number of key and value heads."""
         yield from super().shape_problems()
@@ -143,9 +138,3 @@ class Starcoder2(Family[Starcoder2Architecture]):
         from kenotron.models.blocks.norm import LayerNorm
 
         return LayerNorm(self.config.hidden_size, self.config.norm_epsilon)
-
-    def positions(self) -> nn.Module:
-        """RoPE."""
-        from kenotron.models.blocks.rope import Rope
-
-        return Rope.of(self.config)
