@@ -33,6 +33,7 @@ from torch.func import functional_call
 from kenotron.kernels.experts import counts_on_host, slots_by_expert
 from kenotron.kernels.products import linear
 from kenotron.kernels.token_slots import Collect, Spread
+from kenotron.models.blocks.linear import Linear
 from kenotron.models.plan import Plan, modules
 from kenotron.parallel.collectives import copy_to, exchange_rows, gather_tokens, reduce_from, scatter_tokens
 from kenotron.parallel.tensor_labels import Replicated, TensorParallelSettings, local_part
@@ -74,25 +75,16 @@ def split_experts(moe: Any, settings: TensorParallelSettings, name: str) -> None
     moe.enter, moe.leave = enter, leave
 
 
-class LocalLinear(nn.Module):
+class LocalLinear(Linear):
     """A linear without bias that computes with this rank's rows (`dim` 0) or columns (1), and sends nothing."""
 
     def __init__(self, linear: Any, settings: TensorParallelSettings, name: str, dim: int) -> None:
-        super().__init__()
-        self.weight = settings.parameter(linear.weight, Shard(dim), name=name)
+        nn.Module.__init__(self)
+        self.weight, self.bias = settings.parameter(linear.weight, Shard(dim), name=name), None
 
     def forward(self, x: Tensor) -> Tensor:
         """x ``[tokens, in]`` or its columns here → ``[tokens, out]``, features here or a summand of all."""
         return linear(x, local_part(self.weight).to(x.dtype))
-
-    @staticmethod
-    def grouped(x: Tensor, *linears: LocalLinear) -> tuple[Tensor, ...]:
-        """See `models.blocks.linear.Linear.grouped`."""
-        return tuple(each(x) for each in linears)
-
-    def flops_per_token(self, sequence_length: int, causal: bool) -> float:
-        """FLOPs of the full matrix: its DTensor has the full shape."""
-        return 2.0 * self.weight.numel()
 
 
 class ExpertShards(nn.Module):

@@ -46,7 +46,7 @@ from kenotron.kernels.linear_cross_entropy import VocabularyRanks, linear_cross_
 from kenotron.kernels.products import linear, rows_by_matrix, rows_by_rows
 from kenotron.models import Context, Plan
 from kenotron.models.blocks.head import LMHead, bounded
-from kenotron.models.blocks.linear import Embedding
+from kenotron.models.blocks.linear import Embedding, Linear
 from kenotron.models.blocks.norm import GroupRMSNorm, RMSNorm
 from kenotron.models.decoder import Decoder
 from kenotron.models.plan import modules
@@ -100,9 +100,12 @@ def apply(
     if mesh.degree("tp") == 1:
         return
     plan.check(model.complete() if isinstance(model, Decoder) else model)
-    settings = TensorParallelSettings.over(
-        mesh, mode=mode, asynchronous=asynchronous, recompute_allgather=recompute_allgather
-    )
+    if mode not in ("ALL_REDUCE", "REDUCE_SCATTER"):
+        raise InputError(f"parallelism.tp_mode: expected ALL_REDUCE or REDUCE_SCATTER, found {mode!r}")
+    group, ranks = mesh.group("tp"), mesh.submesh("tp")
+    assert group is not None
+    assert ranks is not None
+    settings = TensorParallelSettings(ranks, group, mode == "REDUCE_SCATTER", asynchronous, recompute_allgather)
     kv = {name for name, _ in modules(model, *plan.kv)}
     on_shards = {name for name, _ in modules(model, *plan.sequence)}
     per_head = {name for name, _ in modules(model, *plan.per_head)}
@@ -179,7 +182,7 @@ def _check_is_a_leaf(name: str, module: nn.Module) -> None:
 # Columns and rows ---------------------------------------------------------------------------------
 
 
-class ColumnParallelLinear(nn.Module):
+class ColumnParallelLinear(Linear):
     """Holds ``out_features / tp`` rows of W: x → ``[tokens, out / tp]``.
 
     x is ``[tokens, in]``, whole on every rank, or with REDUCE_SCATTER in training this rank's ``[tokens / tp, in]``.
@@ -189,7 +192,7 @@ class ColumnParallelLinear(nn.Module):
     """
 
     def __init__(self, linear: Any, settings: TensorParallelSettings, name: str, head_dim: int, kv: bool) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         self.settings, self.rows = settings, rows_of_the_head(linear, settings, head_dim) if kv else None
         placement = Shard(0) if self.rows is None else Replicate()
         self.weight = settings.parameter(linear.weight, placement, head_dim, name)
@@ -200,7 +203,7 @@ class ColumnParallelLinear(nn.Module):
         return self.grouped(x, self)[0]
 
     @staticmethod
-    def grouped(x: Tensor, *linears: ColumnParallelLinear) -> tuple[Tensor, ...]:
+    def grouped(x: Tensor, *linears: ColumnParallelLinear) -> tuple[Tensor, ...]:  # type: ignore[override]
         """What several column-parallel linears make of the same x, with one collective forward and one backward."""
         settings, sequence = linears[0].settings, linears[0].settings.sequence and linears[0].training
         x = _under_autocast(x)
@@ -209,10 +212,6 @@ class ColumnParallelLinear(nn.Module):
         keep_whole = not (sequence and settings.recompute_allgather)
         how = (sequence, settings.asynchronous, keep_whole)
         return _ColumnProducts.apply(x, settings.group, *how, *weights, *biases)
-
-    def flops_per_token(self, sequence_length: int, causal: bool) -> float:
-        """FLOPs of the full matrix: its DTensor has the full shape."""
-        return 2.0 * self.weight.numel()
 
 
 class ColumnParallelRMSNorm(nn.Module):
@@ -323,14 +322,14 @@ def _sum_of_products(grads: tuple[Tensor, ...], weights: list[Tensor]) -> Tensor
     return total.view(*grads[0].shape[:-1], -1)
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(Linear):
     """Holds ``in_features / tp`` columns of W: x ``[tokens, in / tp]`` → the sum over ranks.
 
     The sum is ``[tokens, out]`` on every rank, or with REDUCE_SCATTER in training this rank's ``[tokens / tp, out]``.
     """
 
     def __init__(self, linear: Any, settings: TensorParallelSettings, name: str, head_dim: int) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         self.settings = settings
         self.weight = settings.parameter(linear.weight, Shard(1), head_dim, name)
         self.bias = None if linear.bias is None else settings.parameter(linear.bias, Replicate())
@@ -343,10 +342,6 @@ class RowParallelLinear(nn.Module):
         if self.bias is None:
             return y
         return y + local_part(self.bias, partial=sequence).to(x.dtype)  # once, after the sum
-
-    def flops_per_token(self, sequence_length: int, causal: bool) -> float:
-        """FLOPs of the full matrix: its DTensor has the full shape."""
-        return 2.0 * self.weight.numel()
 
 
 class InnerRowParallelLinear(RowParallelLinear):

@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.func import functional_call
 
 from kenotron.config.errors import InputError
-from kenotron.parallel.mesh import Mesh
 
 
 @dataclass(frozen=True)
@@ -30,19 +29,6 @@ class TensorParallelSettings:
     sequence: bool
     asynchronous: bool
     recompute_allgather: bool
-
-    @staticmethod
-    def over(
-        mesh: Mesh, *, mode: str = "ALL_REDUCE", asynchronous: bool = False, recompute_allgather: bool = True
-    ) -> TensorParallelSettings:
-        """Over the tp axis of `mesh`, which must be larger than 1; the settings are those of `apply`."""
-        if mode not in ("ALL_REDUCE", "REDUCE_SCATTER"):
-            raise InputError(f"parallelism.tp_mode: expected ALL_REDUCE or REDUCE_SCATTER, found {mode!r}")
-        group = mesh.group("tp")
-        assert mesh.device_mesh is not None, "a mesh whose tp axis is larger than 1"
-        assert group is not None
-        sequence = mode == "REDUCE_SCATTER"
-        return TensorParallelSettings(mesh.device_mesh["tp"], group, sequence, asynchronous, recompute_allgather)
 
     @property
     def degree(self) -> int:
