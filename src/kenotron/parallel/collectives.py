@@ -37,6 +37,7 @@ from kenotron.config.errors import InputError
 
 Group = dist.ProcessGroup | None
 Started = Callable[[], Tensor]  # what was started: for `finish`
+OverRanks = Callable[[Tensor, dist.ProcessGroup], Tensor]
 
 _ops = torch.ops._c10d_functional
 
@@ -99,59 +100,45 @@ def finish(started: Started) -> Tensor:
     return started()
 
 
-class _CopyTo(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
+class _Collective(torch.autograd.Function):
+    """`there` of x over the ranks of `group`; on the way back, `back` of the gradient."""
 
     @staticmethod
-    def backward(ctx: Any, *grad: Tensor) -> Any:
-        return finish(start_sum(grad[0].clone(), ctx.group)), None
-
-
-class _ReduceFrom(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return finish(start_sum(x.clone(), group))
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, there: OverRanks, back: OverRanks) -> Tensor:
+        ctx.group, ctx.back = group, back
+        return there(x, group)
 
     @staticmethod
     def backward(ctx: Any, *grad: Tensor) -> Any:
-        return grad[0], None
+        return ctx.back(grad[0], ctx.group), None, None, None
 
 
-class _GatherTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return finish(start_gather(x, group))
-
-    @staticmethod
-    def backward(ctx: Any, *grad: Tensor) -> Any:
-        return finish(start_reduce_scatter(grad[0], ctx.group)), None
+def _same(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return x.view_as(x)
 
 
-class _ScatterTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return finish(start_reduce_scatter(x, group))
-
-    @staticmethod
-    def backward(ctx: Any, *grad: Tensor) -> Any:
-        return finish(start_gather(grad[0], ctx.group)), None
+def _sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return finish(start_sum(x.clone(), group))
 
 
-class _Unshard(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        rows = finish(start_gather(x, group))
-        return rows if dim == 0 else torch.cat(rows.chunk(group.size()), dim)
+def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return finish(start_gather(x, group))
 
-    @staticmethod
-    def backward(ctx: Any, *grad: Tensor) -> Any:
-        return grad[0].chunk(ctx.group.size(), ctx.dim)[ctx.group.rank()], None, None
+
+def _reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return finish(start_reduce_scatter(x, group))
+
+
+def _own_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return x.chunk(group.size())[group.rank()]
+
+
+def _gather_columns(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return torch.cat(_gather(x, group).chunk(group.size()), 1)
+
+
+def _own_columns(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return x.chunk(group.size(), 1)[group.rank()]
 
 
 class _ExchangeRows(torch.autograd.Function):
@@ -169,32 +156,32 @@ class _ExchangeRows(torch.autograd.Function):
 
 def copy_to(x: Tensor, group: Group) -> Tensor:
     """Identity; the gradients of all ranks of `group` are summed on the way back."""
-    return x if group is None else _CopyTo.apply(x, group)
+    return x if group is None else _Collective.apply(x, group, _same, _sum)
 
 
 def reduce_from(x: Tensor, group: Group) -> Tensor:
     """The sum of x over the ranks of `group`; the gradient passes unchanged."""
-    return x if group is None else _ReduceFrom.apply(x, group)
+    return x if group is None else _Collective.apply(x, group, _sum, _same)
 
 
 def gather_tokens(x: Tensor, group: Group) -> Tensor:
     """x ``[tokens / ranks, ...]`` → ``[tokens, ...]`` on every rank; back, every rank's gradients are summed."""
-    return x if group is None else _GatherTokens.apply(x, group)
+    return x if group is None else _Collective.apply(x, group, _gather, _reduce_scatter)
 
 
 def scatter_tokens(x: Tensor, group: Group) -> Tensor:
     """Summands ``[tokens, ...]`` → this rank's ``[tokens / ranks, ...]`` of their sum."""
-    return x if group is None else _ScatterTokens.apply(x, group)
+    return x if group is None else _Collective.apply(x, group, _reduce_scatter, _gather)
 
 
 def unshard_tokens(x: Tensor, group: Group) -> Tensor:
     """x ``[tokens / ranks, ...]`` → ``[tokens, ...]``, with which every rank computes the same."""
-    return x if group is None else _Unshard.apply(x, group, 0)
+    return x if group is None else _Collective.apply(x, group, _gather, _own_tokens)
 
 
 def unshard_columns(x: Tensor, group: Group) -> Tensor:
     """x ``[tokens, columns / ranks]`` → ``[tokens, columns]``, with which every rank computes the same."""
-    return x if group is None else _Unshard.apply(x, group, 1)
+    return x if group is None else _Collective.apply(x, group, _gather_columns, _own_columns)
 
 
 def exchange_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup) -> Tensor:
