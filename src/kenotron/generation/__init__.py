@@ -8,7 +8,7 @@ generate(model, tokenizer, ["def main("], SamplingOptions(max_new_tokens=32))[0]
 
 options.py     how prompts are continued, checked
 decode.py      the loop: one for all layouts
-kv_cache.py, recurrent_states.py    what it remembers; sampling.py, text.py: from logits to tokens to text
+kv_cache.py    what it remembers; sampling.py, text.py: from logits to tokens to text
 chat.py        turns of a conversation
 ranks.py       a model that several ranks hold together
 load.py        from a checkpoint onto a layout; layout.py: which layouts a model can be decoded on

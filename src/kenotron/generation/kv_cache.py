@@ -23,11 +23,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kenotron.generation.recurrent_states import RecurrentStates
 from kenotron.kernels.attention import attention
 from kenotron.kernels.attentions.masked import eager
 from kenotron.models import Context
 from kenotron.models.blocks.head import bounded
+from kenotron.models.recurrent_states import RecurrentStates
 
 
 @dataclass

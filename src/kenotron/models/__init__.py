@@ -9,7 +9,7 @@ family.py      what a family is; families/: the built-in ones, one file each
 decoder.py     what all decoders share: embedding, layers, head, parts of a pipeline, tying; recomputation.py
 blocks/        the maths, plain modules
 plan.py        how a model may be split, as data
-context.py     what flows through a model besides hidden states
+context.py     what flows through a model besides hidden states; recurrent_states.py, from token to token
 part.py        one stage of a pipeline, built by itself
 token_loss.py  what a head computes in training instead of cross entropy; headless.py, one such
 foreign.py     models that others wrote, trained as they are; foreign_model.py, their form here; foreign_decoding.py

@@ -19,27 +19,8 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from kenotron.models.recurrent_states import RecurrentStates
     from kenotron.models.token_loss import TrainingLoss
-
-
-class RecurrentStates(Protocol):
-    """What generation keeps of layers with a recurrent state, such as Mamba's, between two calls."""
-
-    def fold(self, x: Tensor) -> Tensor:
-        """``[tokens, features]`` → ``[texts, length, features]``, zeros before the shorter ones."""
-        ...
-
-    def unfold(self, x: Tensor) -> Tensor:
-        """The inverse of `fold`."""
-        ...
-
-    def recall(self, layer: object) -> tuple[Tensor, ...] | None:
-        """What the module `layer` left, ``[texts, …]`` each; None: nothing yet."""
-        ...
-
-    def remember(self, layer: object, state: tuple[Tensor, ...]) -> None:
-        """Take what it leaves."""
-        ...
 
 
 class StatePassing(Protocol):

@@ -19,7 +19,7 @@ State = tuple[Tensor, ...]
 
 
 class RecurrentStates:
-    """States of some texts, by layer: `models.context.RecurrentStates`, and what the decode loop asks for."""
+    """States of some texts, by layer: what layers ask of ``ctx.states``, and what the decode loop does."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = device
