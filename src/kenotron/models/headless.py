@@ -39,8 +39,6 @@ class HeadlessLoss:
     settings: Headless
     counts: Tensor | None = None
 
-    needs_logits = False
-
     def of_hidden(self, hidden: Tensor, weight: Tensor, labels: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
         """(the loss of hidden states ``[tokens, hidden]`` under embeddings `weight` ``[vocab, hidden]``, 0)."""
 

@@ -32,13 +32,11 @@ HEADLESS = "kenotron.models.headless.HeadlessLoss"  # imported where a config as
 
 
 class TrainingLoss(Protocol):
-    """What a head computes in training in the place of cross entropy: (the weighted sum of losses, its z part)."""
+    """What a head computes in training in the place of cross entropy: (the weighted sum of losses, its z part).
 
-    needs_logits: bool
-
-    def of_hidden(self, hidden: Tensor, weight: Tensor, labels: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
-        """From hidden states ``[tokens, hidden]`` and the head's `weight`; never called with `needs_logits`."""
-        ...
+    One that has a method `of_hidden`, with hidden states ``[tokens, hidden]`` and the head's weight in the place of
+    logits, is asked for that where one rank has the weight.
+    """
 
     def of_logits(self, logits: Tensor, labels: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
         """From all logits ``[tokens, vocab]``."""
@@ -48,14 +46,8 @@ class TrainingLoss(Protocol):
 class OwnLoss:
     """A loss that is a function of logits and labels."""
 
-    needs_logits = True
-
     def __init__(self, function: TokenLoss) -> None:
         self.function = function
-
-    def of_hidden(self, hidden: Tensor, weight: Tensor, labels: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
-        """There is none."""
-        raise NotImplementedError
 
     def of_logits(self, logits: Tensor, labels: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
         """Raises `InputError` unless the function returns one number for every token."""

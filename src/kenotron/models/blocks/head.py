@@ -40,10 +40,10 @@ class LMHead(nn.Module):
         if labels is None:
             logits = linear(hidden if ctx.logits_to_keep is None else hidden[ctx.logits_to_keep], weight)
             return bounded(logits if logits.shape[1] == self.vocab_size else logits[:, : self.vocab_size], self.softcap)
-        if ctx.loss is not None and ctx.loss.needs_logits:
-            return ctx.loss.of_logits(bounded(linear(hidden, weight)[:, : self.vocab_size], self.softcap), labels, ctx)
+        if of_hidden := getattr(ctx.loss, "of_hidden", None):
+            return of_hidden(hidden, weight, labels, ctx)
         if ctx.loss is not None:
-            return ctx.loss.of_hidden(hidden, weight, labels, ctx)
+            return ctx.loss.of_logits(bounded(linear(hidden, weight)[:, : self.vocab_size], self.softcap), labels, ctx)
         return linear_cross_entropy(
             hidden,
             weight,
