@@ -18,7 +18,8 @@ from kenotron.generation.load import load_for_generation
 from kenotron.interop import from_hf, resolve_architecture, to_hf
 from kenotron.observers import observers
 from kenotron.observers.snapshot import Snapshot
-from kenotron.observers.validation import evaluate, evaluating
+from kenotron.observers.validation import evaluate
+from kenotron.parallel.data import evaluating
 from kenotron.parallel.mesh import Mesh, axes, build_mesh
 from kenotron.training import train
 from kenotron.training.step import to_device, train_step
@@ -124,7 +125,7 @@ def test_validation_and_generation_leave_them(tmp_path: Path) -> None:
         train_step(run, [batch])
         before = {name: buffer.clone() for name, buffer in run.model.saved_buffers().items()}
         assert int(before["seen"]) == 64
-        with evaluating(run), torch.no_grad():
+        with evaluating(run.parts, run.roots), torch.no_grad():
             evaluate(run, to_device(batch, run))
         assert equal_bits(run.model.saved_buffers(), before)
         snapshot = Snapshot()

@@ -124,15 +124,10 @@ class ModelOnRanks:
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Within, the model is in eval mode, and blocks compiled for training shapes run uncompiled."""
-        training = [part.training for part in self.parts]
         compiled = any(module._compiled_call_impl is not None for part in self.parts for module in part.modules())
-        for part in self.parts:
-            part.eval()
-        try:
-            with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
-                yield
-        finally:
-            for part, mode in zip(self.parts, training):
-                part.train(mode)
-            for root in self.parts if self.pipeline is None else self.pipeline.stages:
-                data_parallel.reshard_params(root)
+        roots = self.parts if self.pipeline is None else self.pipeline.stages
+        with (
+            data_parallel.evaluating(self.parts, roots),
+            torch.compiler.set_stance("force_eager") if compiled else nullcontext(),
+        ):
+            yield

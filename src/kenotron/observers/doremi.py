@@ -26,8 +26,9 @@ from torch import Tensor
 from kenotron.config.errors import InputError
 from kenotron.interop.sources import open_source
 from kenotron.models.token_loss import OwnLoss
-from kenotron.observers.validation import evaluate, evaluating
+from kenotron.observers.validation import evaluate
 from kenotron.parallel.collectives import all_reduce
+from kenotron.parallel.data import evaluating
 from kenotron.parallel.ranks import run_on_rank0
 from kenotron.text.tokenizer import load_tokenizer
 from kenotron.training.console import logger
@@ -104,7 +105,7 @@ class ProxyOfReference(Hook):
         assert self.reference is not None
         sums = torch.zeros(2, len(self.names), dtype=torch.float64, device=run.device)
         domains = [self._domains(run, batch) for batch in run.batches]
-        with evaluating(run), evaluating(self.reference):
+        with evaluating(run.parts + self.reference.parts, [*run.roots, *self.reference.roots]):
             for batch, domain in zip(run.batches, domains):
                 micro_batch = to_device(batch, run)
                 assert micro_batch.labels is not None

@@ -32,9 +32,10 @@ from kenotron.kernels.attentions.masked import visible
 from kenotron.models import named_parameters
 from kenotron.models.plan import modules
 from kenotron.observers.nonfinite import eager_blocks
-from kenotron.observers.validation import evaluating, forward
+from kenotron.observers.validation import forward
 from kenotron.optim.clip import EPSILON, clip_gradients, sharding_of
 from kenotron.parallel.collectives import all_reduce
+from kenotron.parallel.data import evaluating
 from kenotron.parallel.shards import local_tensor
 from kenotron.training.expert_loads import loads_of_step
 from kenotron.training.hooks import Hook
@@ -109,7 +110,7 @@ class LayerStatistics(Hook):
     @torch.no_grad()
     def _record_activations(self, run: Run) -> None:
         seen = _Seen(self.blocks, run)
-        with evaluating(run), eager_blocks(run), seen.watching():
+        with evaluating(run.parts, run.roots), eager_blocks(run), seen.watching():
             for batch in run.batches:
                 micro_batch = to_device(batch, run)
                 sequences, length = micro_batch.ctx.shape

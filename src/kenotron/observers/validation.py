@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -20,8 +18,8 @@ import torch
 
 from kenotron.config.errors import human_format
 from kenotron.models import MicroBatch
-from kenotron.parallel import data as data_parallel
 from kenotron.parallel.collectives import all_reduce
+from kenotron.parallel.data import evaluating
 from kenotron.training.console import logger
 from kenotron.training.hooks import Hook
 from kenotron.training.metrics import ValidationResult
@@ -65,7 +63,7 @@ def validate(run: Run) -> ValidationResult | None:
     losses = torch.zeros(len(labels), dtype=torch.float64, device=run.device)
     counts = torch.zeros(len(labels), 2, dtype=torch.float64)  # tokens, bytes
     counts_samples = run.mesh.represents("batch", within="loss")  # pp and cp ranks read the same samples
-    with evaluating(run):
+    with evaluating(run.parts, run.roots):
         for batch, byte_count, source in run.data.validation(run.mesh.rank("batch"), run.mesh.degree("batch")):
             run.sync_stop_request()
             if run.stop_reason is not None:  # in the last pass, too, when no step is left to do
@@ -86,20 +84,6 @@ def validate(run: Run) -> ValidationResult | None:
 
 def _result(seconds: float, loss_sum: float, tokens: float, byte_sum: float) -> ValidationResult:
     return ValidationResult(loss_sum / tokens if tokens else 0.0, int(tokens), byte_sum, seconds)
-
-
-@contextmanager
-def evaluating(run: Run) -> Iterator[None]:
-    """The parts in eval mode; afterwards again as training wants them."""
-    for part in run.parts:
-        part.eval()
-    try:
-        yield
-    finally:
-        for part in run.parts:
-            part.train()
-        for root in run.roots:
-            data_parallel.reshard_params(root)
 
 
 def evaluate(run: Run, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor] | None:

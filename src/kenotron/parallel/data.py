@@ -31,7 +31,8 @@ ranks, or at stage 0 into the replicas. On one rank nothing is wrapped: the laye
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 from weakref import WeakMethod
@@ -141,6 +142,21 @@ def reshard_params(root: nn.Module) -> None:
     """
     for module in _sharded(root):
         module.reshard()
+
+
+@contextmanager
+def evaluating(parts: Sequence[nn.Module], roots: Sequence[nn.Module]) -> Iterator[None]:
+    """Within, `parts` are in eval mode; afterwards as before, and `roots`, which are called, have their masters."""
+    training = [part.training for part in parts]
+    for part in parts:
+        part.eval()
+    try:
+        yield
+    finally:
+        for part, mode in zip(parts, training):
+            part.train(mode)
+        for root in roots:
+            reshard_params(root)
 
 
 def set_sum_reduction(root: nn.Module) -> None:
