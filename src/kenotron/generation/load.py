@@ -145,13 +145,11 @@ def fill(part: Decoder, source: Source) -> None:
 
 def _read(name: str, shard: TensorShard, rows: int | None, source: Source) -> None:
     """Tensor `name` of the source, cast, into the block that `shard` is of it. Beyond `rows` is padding: zeros."""
-    shape = (shard.shape[0] if rows is None else rows, *shard.shape[1:])
-    check_shape(source, name, shape)
-    local = shard.tensor
-    real = min(max(shape[0] - shard.offset[0], 0), local.shape[0])
-    if real:
-        local[:real].copy_(source.weights.block(name, shard.offset, (real, *local.shape[1:])))
-    local[real:].zero_()
+    real = shard if rows is None else shard.up_to(rows)
+    check_shape(source, name, real.shape)
+    if len(real.tensor):
+        real.tensor.copy_(source.weights.block(name, shard.offset, tuple(real.tensor.shape)))
+    shard.tensor[len(real.tensor) :].zero_()
 
 
 def dtype_of(dtype: str | torch.dtype) -> torch.dtype:

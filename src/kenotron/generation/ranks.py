@@ -33,7 +33,6 @@ from kenotron.models.decoder import Decoder
 from kenotron.parallel import data as data_parallel
 from kenotron.parallel.collectives import memory_of
 from kenotron.parallel.mesh import Mesh
-from kenotron.parallel.pipeline_layout import rank_of_stage
 
 if TYPE_CHECKING:
     from kenotron.parallel.pipeline import Pipeline
@@ -90,19 +89,12 @@ class ModelOnRanks:
             return chosen
         tokens = torch.tensor(chosen or [0] * rows, dtype=dtype, device=self.device)
         ranks_of_a_stage = self.mesh.degree(ranks) // self.mesh.degree("pp")  # pp is the slowest axis
-        chooser = self._head_at * ranks_of_a_stage
+        chooser = 0 if self.pipeline is None else self.pipeline.head_at * ranks_of_a_stage
         if memory := memory_of(tokens, group):
             memory.broadcast(tokens, chooser)
         else:
             dist.broadcast(tokens, group=group, group_src=chooser)
         return tokens.tolist()
-
-    @property
-    def _head_at(self) -> int:
-        """The pipeline rank that holds the last stage."""
-        if self.pipeline is None:
-            return 0
-        return rank_of_stage(self.pipeline.engine, self.pipeline.pp, self.pipeline.count - 1)
 
     def share(self, prompts: Sequence[T]) -> Sequence[T]:
         """The prompts that this rank's replica decodes: consecutive ones, none where there are fewer than replicas."""

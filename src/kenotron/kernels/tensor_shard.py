@@ -30,6 +30,11 @@ class TensorShard:
         """The block's elements."""
         return self.tensor if self.read is None else self.read()
 
+    def up_to(self, rows: int) -> TensorShard:
+        """The block of the logical tensor's first `rows` rows: without those that pad a vocabulary."""
+        here = min(max(rows - self.offset[0], 0), self.tensor.shape[0])
+        return TensorShard(self.tensor[:here], (rows, *self.shape[1:]), self.offset)
+
     def parts(self, at_once: int) -> Iterator[tuple[slice, ...]]:
         """Indices of `tensor` that cover it in order, each of at most `at_once` elements."""
         sizes = self.tensor.shape

@@ -116,13 +116,13 @@ def initialize_model(
 
 
 def zero_vocabulary_padding(model: Decoder, shard_of: Callable[[Tensor], TensorShard] | None = None) -> None:
-    """Clear the rows that pad the vocabulary: no checkpoint and no other model contains them."""
+    """Clear the rows that pad the vocabulary: no checkpoint contains them, and zeros keep them out of norms."""
     from kenotron.kernels.tensor_shard import TensorShard
-    from kenotron.models.initialization import zero_padding_rows
 
     for name, parameter in named_parameters(model):
         if name in model.vocab_parameters:
-            zero_padding_rows(parameter, model.config.vocab_size, shard_of or TensorShard.full)
+            shard = (shard_of or TensorShard.full)(parameter)
+            shard.tensor.detach()[len(shard.up_to(model.config.vocab_size).tensor) :].zero_()
 
 
 def flops_per_token(model: nn.Module, sequence_length: int, causal: bool) -> float:

@@ -44,13 +44,3 @@ def fill(name: str, shard: TensorShard, distribution: Normal | Constant | Filled
         distribution.fill(shard, key)
     else:
         fill_normal_(shard, key, distribution.std)
-
-
-def zero_padding_rows(
-    parameter: Tensor, real_rows: int, shard_of: Callable[[Tensor], TensorShard] = TensorShard.full
-) -> None:
-    """Rows beyond the vocabulary exist in memory only; zeros keep them out of norms and statistics."""
-    shard = shard_of(parameter)
-    first = max(real_rows - shard.offset[0], 0)
-    with torch.no_grad():
-        shard.tensor[first:].zero_()

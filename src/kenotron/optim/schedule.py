@@ -72,9 +72,7 @@ def _remaining(style: str, u: float) -> float:
         return 1 - u
     if style == "cosine":
         return (1 + math.cos(math.pi * u)) / 2
-    if style == "1-sqrt":
-        return 1 - math.sqrt(u)
-    raise ValueError(f"no such decay: {style}")
+    return 1 - math.sqrt(u)
 
 
 def check_schedules(config: Optimizer) -> None:

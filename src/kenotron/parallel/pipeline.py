@@ -307,7 +307,7 @@ class Pipeline:
         """Add the gradient of every copy of a tied weight to its owner's, and forget it at the copy."""
         for owner, copy in self._ties():
             to = None if owner is None else _gradient(owner)
-            arrived = self._carry(None if copy is None else _gradient(copy), self._copies_at, 0, to)
+            arrived = self._carry(None if copy is None else _gradient(copy), self.head_at, 0, to)
             if to is not None and arrived is not None:
                 to += arrived.to(to.device)
             if copy is not None:
@@ -318,12 +318,12 @@ class Pipeline:
         """Give every copy of a tied weight its owner's value: after weights were filled, loaded or updated."""
         for owner, copy in self._ties():
             to = None if copy is None else shard_of(copy).tensor
-            arrived = self._carry(None if owner is None else shard_of(owner).tensor, 0, self._copies_at, to)
+            arrived = self._carry(None if owner is None else shard_of(owner).tensor, 0, self.head_at, to)
             if to is not None and arrived is not None:
                 to.copy_(arrived)
 
     @property
-    def _copies_at(self) -> int:
+    def head_at(self) -> int:
         """The rank of the pp group with the last stage. (The first stage is always on rank 0.)"""
         return rank_of_stage(self.engine, self.pp, self.count - 1)
 

@@ -53,8 +53,7 @@ def _without_padding(name: str, tensor: Tensor, model: Decoder) -> TensorShard:
     rows = model.config.vocab_size
     if name not in model.vocab_parameters or len(shard.shape) != 2 or shard.shape[0] <= rows:
         return shard
-    real = min(max(rows - shard.offset[0], 0), shard.tensor.shape[0])
-    return TensorShard(shard.tensor[:real], (rows, shard.shape[1]), shard.offset)
+    return shard.up_to(rows)
 
 
 def manifest_state(run: Run) -> dict[str, Any]:
