@@ -1,5 +1,6 @@
 """Lion against its formula in float64, and under the config's keys."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -31,3 +32,8 @@ def test_the_config_keys_reach_lion(tiny, section):
     )
     assert isinstance(optimizer, Lion)
     assert all(group["betas"] == (0.7, 0.9) for group in optimizer.param_groups)
+
+
+def test_a_setting_that_there_is_not_is_refused() -> None:
+    with pytest.raises(TypeError, match="Lion has no setting 'momentum'"):
+        Lion([{"params": [nn.Parameter(torch.zeros(1))]}], lr=0.1, momentum=0.9)

@@ -25,7 +25,8 @@ def test_steps_follow_the_algorithm_in_float64(shape):
     """Algorithm 3 of the paper, from a state where each basis is unique; signs of eigenvectors cancel in a step."""
     lr, beta1, beta2, decay, eps, every = 0.02, 0.9, 0.8, 0.1, 1e-8, 2
     parameter = nn.Parameter(random(shape))
-    optimizer = Soap([{"params": [parameter]}], lr, decay, (beta1, beta2), eps, every)
+    settings = {"betas": (beta1, beta2), "eps": eps, "precondition_frequency": every}
+    optimizer = Soap([{"params": [parameter]}], lr=lr, weight_decay=decay, **settings)
     w = parameter.detach().double()
     m, v = torch.zeros_like(w), torch.zeros_like(w)
     parameter.grad = torch.zeros(shape)

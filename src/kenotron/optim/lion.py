@@ -9,7 +9,6 @@ decay that is larger in proportion.
 Source: Chen et al., "Symbolic discovery of optimization algorithms" (arXiv 2302.06675), algorithm 2.
 """
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -22,14 +21,7 @@ from kenotron.parallel.shards import local_tensor
 class Lion(OwnOptimizer):
     """Lion over parameters, which may be DTensors. State: `exp_avg`."""
 
-    def __init__(
-        self,
-        params: Iterable[dict[str, Any]],
-        lr: float = 1e-4,
-        weight_decay: float = 0.0,
-        betas: tuple[float, float] = (0.9, 0.99),
-    ) -> None:
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": betas})
+    defaults_of_class = {"lr": 1e-4, "weight_decay": 0.0, "betas": (0.9, 0.99)}  # noqa: RUF012
 
     def new_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         """The state of a parameter before its first step."""

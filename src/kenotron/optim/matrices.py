@@ -66,8 +66,8 @@ class MatrixOptimizer(OwnOptimizer):
     over one mesh: then every rank of the mesh must step.
     """
 
-    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
-        super().__init__(params, defaults)
+    def __init__(self, params: Any, **settings: Any) -> None:
+        super().__init__(params, **settings)
         self._planned: dict[tuple[int, ...], list[Batch]] = {}
         self._groups: dict[Any, Any] = {}  # one of each mesh: restoring state asks for one matrix at a time
         for group in self.param_groups:

@@ -28,7 +28,6 @@ the weight decay; Li et al., "NorMuon" (arXiv 2510.05491), with the norm as thei
 """
 
 import math
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -49,33 +48,16 @@ SCALES = {
 
 
 class Muon(MatrixOptimizer):
-    """Muon over matrices. State: `momentum_buffer`.
+    """Muon over matrices. State: `momentum_buffer`. `scale` is a name of `SCALES`."""
 
-    `params` are group dictionaries, as `parameter_groups` makes them; the other arguments are defaults that
-    a group may override. `scale` is a name of `SCALES`.
-    """
-
-    def __init__(
-        self,
-        params: Iterable[dict[str, Any]],
-        lr: float = 1e-3,
-        weight_decay: float = 0.0,
-        momentum: float = 0.95,
-        nesterov: bool = True,
-        ns_steps: int = 5,
-        scale: str = "match_rms_adamw",
-        **more: Any,
-    ) -> None:
-        defaults = {
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "ns_steps": ns_steps,
-            "scale": scale,
-            **more,
-        }
-        super().__init__(params, defaults)
+    defaults_of_class = {  # noqa: RUF012
+        "lr": 1e-3,
+        "weight_decay": 0.0,
+        "momentum": 0.95,
+        "nesterov": True,
+        "ns_steps": 5,
+        "scale": "match_rms_adamw",
+    }
 
     def new_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         """The momentum, of the shape of the matrices."""
@@ -106,8 +88,7 @@ class Muon(MatrixOptimizer):
 class NorMuon(Muon):
     """Muon with rows of equal size over time. State: `momentum_buffer`, and `row_mean_square` ``[rows, 1]``."""
 
-    def __init__(self, params: Iterable[dict[str, Any]], beta2: float = 0.95, **settings: Any) -> None:
-        super().__init__(params, beta2=beta2, **settings)
+    defaults_of_class = Muon.defaults_of_class | {"beta2": 0.95}
 
     def new_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         """The momentum, and a number for each row."""

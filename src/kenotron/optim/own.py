@@ -1,13 +1,26 @@
 """What the optimizers of this package have in common: state that is made, not stepped into being."""
 
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 
 class OwnOptimizer(torch.optim.Optimizer):
-    """A subclass says what state a parameter begins with, and updates those of a group that have a gradient."""
+    """A subclass says what state a parameter begins with, and updates those of a group that have a gradient.
+
+    `params` are group dictionaries, as `parameter_groups` makes them; `settings` are for those that do not override
+    them. Raises TypeError for one that is none of the class's.
+    """
+
+    defaults_of_class: ClassVar[Mapping[str, Any]] = {}
+    """Every setting, and its value where none is given."""
+
+    def __init__(self, params: Iterable[dict[str, Any]], **settings: Any) -> None:
+        if unknown := sorted(settings.keys() - self.defaults_of_class.keys()):
+            raise TypeError(f"{type(self).__name__} has no setting {unknown[0]!r}")
+        super().__init__(params, {**self.defaults_of_class, **settings})
 
     def new_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         """The state of a parameter before its first step."""

@@ -13,7 +13,6 @@ more than Muon's two halves of a gradient.
 Source: Vyas et al., "SOAP: Improving and stabilizing Shampoo using Adam" (arXiv 2409.11321), algorithm 3.
 """
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -32,23 +31,13 @@ class Soap(MatrixOptimizer):
     `right_basis` ``[columns, columns]``.
     """
 
-    def __init__(
-        self,
-        params: Iterable[dict[str, Any]],
-        lr: float = 3e-3,
-        weight_decay: float = 0.0,
-        betas: tuple[float, float] = (0.95, 0.95),
-        eps: float = 1e-8,
-        precondition_frequency: int = 10,
-    ) -> None:
-        defaults = {
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "betas": betas,
-            "eps": eps,
-            "precondition_frequency": precondition_frequency,
-        }
-        super().__init__(params, defaults)
+    defaults_of_class = {  # noqa: RUF012
+        "lr": 3e-3,
+        "weight_decay": 0.0,
+        "betas": (0.95, 0.95),
+        "eps": 1e-8,
+        "precondition_frequency": 10,
+    }
 
     def new_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         """Zeros of all kinds."""

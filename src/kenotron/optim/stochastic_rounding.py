@@ -31,17 +31,11 @@ class StochasticAdamW(OwnOptimizer):
     `names` are those of all parameters, which may be DTensors. State: `step`, `exp_avg`, `exp_avg_sq`.
     """
 
-    def __init__(
-        self,
-        params: Iterable[dict[str, Any]],
-        names: dict[nn.Parameter, str],
-        lr: float = 1e-3,
-        weight_decay: float = 0.0,
-        betas: tuple[float, float] = (0.9, 0.95),
-        eps: float = 1e-8,
-    ) -> None:
+    defaults_of_class = {"lr": 1e-3, "weight_decay": 0.0, "betas": (0.9, 0.95), "eps": 1e-8}  # noqa: RUF012
+
+    def __init__(self, params: Iterable[dict[str, Any]], names: dict[nn.Parameter, str], **settings: Any) -> None:
+        super().__init__(params, **settings)
         self.names = names
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps})
 
     def new_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         """The state of a parameter before its first step; the counter is on the host, which reads it."""
