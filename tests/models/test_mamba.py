@@ -21,7 +21,7 @@ from kenotron.kernels.state_space_dual import _sums_by_product
 from kenotron.kernels.tensor_shard import TensorShard
 from kenotron.models import Context, build, flops_per_token, named_parameters
 from kenotron.models.blocks import mamba_init
-from kenotron.models.blocks.mamba import MambaBlock, TimeSteps
+from kenotron.models.blocks.mamba import MixerBlock, TimeSteps
 from kenotron.models.decoder import Decoder
 from support.families import SHAPES, filled, hf_model, in_our_names_of, ours_of
 from support.tiny_llamas import expect_documents_apart, fresh_model, our_config, our_logits, random_tokens
@@ -237,7 +237,7 @@ def test_hidden_states_between_layers_are_fp32_where_the_config_says_so(wide: bo
     model.set_compute_dtype(torch.bfloat16)
     seen = []
     for block in model.model.layers.values():
-        assert isinstance(block, MambaBlock)
+        assert isinstance(block, MixerBlock)
         block.register_forward_hook(lambda _, given, out: seen.append(out.dtype))
         block.mixer.register_forward_hook(lambda _, given, out: seen.append((given[0].dtype, out.dtype)))
     logits = our_logits(model, random_tokens(1, 9))

@@ -392,9 +392,11 @@ MUTANTS = [
     Mutant(
         name="a-hybrids-attention-looks-over-a-border",
         file="models/blocks/mamba.py",
-        find="        y: Tensor = self.mixer(x, positions, ctx)\n",
-        replace="        import dataclasses\n        ctx = dataclasses.replace(ctx, cu_seqlens=None)\n"
-        "        y: Tensor = self.mixer(x, positions, ctx)\n",
+        find='        given = {"positions": positions, "ctx": ctx}\n',
+        replace="        import dataclasses\n"
+        '        if "positions" in self.reads:\n'
+        "            ctx = dataclasses.replace(ctx, cu_seqlens=None)\n"
+        '        given = {"positions": positions, "ctx": ctx}\n',
         why="states are reset where a document begins, and attention beside them still sees the one before",
         tests=("models/test_hybrids.py::test_documents_of_a_sequence_do_not_see_each_other",),
     ),

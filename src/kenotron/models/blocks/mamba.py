@@ -23,42 +23,26 @@ from kenotron.models.blocks.recurrence import document_starts, fold, inputs_befo
 from kenotron.models.context import Context, StatePassing
 
 
-class MambaBlock(nn.Module):
-    """``x + mixer(norm(x))``, x ``[tokens, hidden]``; with `residual_in_fp32` x is fp32 whatever computes the rest."""
+class MixerBlock(nn.Module):
+    """``x + mixer(norm(x))``, x ``[tokens, hidden]``; with `residual_in_fp32` x is fp32 whatever computes the rest.
 
-    def __init__(self, norm: nn.Module, mixer: nn.Module, residual_in_fp32: bool) -> None:
+    `reads`: what the mixer gets besides x. One with a recurrence needs no positions, the order of tokens is in it;
+    attention reads them as well, and a feed-forward nothing.
+    """
+
+    def __init__(
+        self, norm: nn.Module, mixer: nn.Module, residual_in_fp32: bool, reads: tuple[str, ...] = ("ctx",)
+    ) -> None:
         super().__init__()
         self.norm, self.mixer = norm, mixer
-        self.residual_in_fp32 = residual_in_fp32
+        self.residual_in_fp32, self.reads = residual_in_fp32, reads
         self.compute_dtype = torch.float32  # set by the decoder
 
     def forward(self, x: Tensor, positions: Any, ctx: Context) -> Tensor:
-        """x ``[tokens, hidden]``; a mixer needs no positions: the order of tokens is in the recurrence."""
+        """x ``[tokens, hidden]``; positions as the family makes them."""
         x = x.float() if self.residual_in_fp32 else x
-        return x + self.mix(self.norm(x).to(self.compute_dtype), positions, ctx)
-
-    def mix(self, x: Tensor, positions: Any, ctx: Context) -> Tensor:
-        """What the mixer makes of x ``[tokens, hidden]``."""
-        y: Tensor = self.mixer(x, ctx)
-        return y
-
-
-class AttentionBranch(MambaBlock):
-    """The residual branch around attention, for hybrids: ``x + attention(norm(x))``."""
-
-    def mix(self, x: Tensor, positions: Any, ctx: Context) -> Tensor:
-        """x ``[tokens, hidden]``."""
-        y: Tensor = self.mixer(x, positions, ctx)
-        return y
-
-
-class MLPBranch(MambaBlock):
-    """The residual branch around a feed-forward: ``x + mlp(norm(x))``."""
-
-    def mix(self, x: Tensor, positions: Any, ctx: Context) -> Tensor:
-        """x ``[tokens, hidden]``."""
-        y: Tensor = self.mixer(x)
-        return y
+        given = {"positions": positions, "ctx": ctx}
+        return x + self.mixer(self.norm(x).to(self.compute_dtype), *(given[name] for name in self.reads))
 
 
 class CausalConv(nn.Module):

@@ -137,9 +137,9 @@ class MambaStyle(Family[C]):
 
     def mamba_block(self, mixer: nn.Module) -> nn.Module:
         """``x + mixer(norm(x))``."""
-        from kenotron.models.blocks.mamba import MambaBlock
+        from kenotron.models.blocks.mamba import MixerBlock
 
-        return MambaBlock(self.final_norm(), mixer, self.config.residual_in_fp32)
+        return MixerBlock(self.final_norm(), mixer, self.config.residual_in_fp32)
 
     def final_norm(self) -> nn.Module:
         """RMSNorm, as before every mixer."""
