@@ -96,15 +96,6 @@ def shared_attention(
     """
     attend = METHODS[method]
 
-    def attention_of_the_whole(
-        q: Tensor, k: Tensor, v: Tensor, ctx: Context, scale: float | None, window: int | None
-    ) -> Tensor:
-        if attend is ulysses_attention:
-            return attend(q, k, v, group, ctx.cu_seqlens, scale, window, local, ctx.document_starts)
-        if window is not None:
-            raise InputError(f"parallelism.context_parallel_method: a sliding window needs ulysses, found {method}")
-        return attend(q, k, v, group, ctx.cu_seqlens, scale)
-
     def shared(
         q: Tensor,
         k: Tensor,
@@ -115,8 +106,12 @@ def shared_attention(
         window: int | None = None,
     ) -> Tensor:
         if torch.compiler.is_compiling():
-            return torch.compiler.disable(attention_of_the_whole)(q, k, v, ctx, scale, window)
-        return attention_of_the_whole(q, k, v, ctx, scale, window)
+            return torch.compiler.disable(shared)(q, k, v, ctx, layer, scale, window)
+        if attend is ulysses_attention:
+            return attend(q, k, v, group, ctx.cu_seqlens, scale, window, local, ctx.document_starts)
+        if window is not None:
+            raise InputError(f"parallelism.context_parallel_method: a sliding window needs ulysses, found {method}")
+        return attend(q, k, v, group, ctx.cu_seqlens, scale)
 
     return shared
 
