@@ -189,7 +189,6 @@ def _save_tokenizer(config: Config, report: Report) -> Callable[[Path], None] | 
 
 def _places(architecture: AttentionArchitecture, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Rows]:
     """Our name → where nanotron has it."""
-    assert isinstance(architecture, AttentionArchitecture), "one of FAMILIES"
     queries, keys = (
         heads * architecture.head_dim for heads in (architecture.num_attention_heads, architecture.kv_heads)
     )

@@ -215,7 +215,7 @@ def fitted(source: Source, wanted: DecoderArchitecture) -> Weights:
             )
     _check_extra(source, wanted)
     stored = {name: source.weights.stored(name) for name in source.weights}
-    if isinstance(wanted, RopeArchitecture) and _interleaved(have) != wanted.rope_interleaved:
+    if isinstance(wanted, RopeArchitecture) and getattr(have, "rope_interleaved", False) != wanted.rope_interleaved:
         turn = to_interleaved if wanted.rope_interleaved else to_halves
         for name in filter(is_rotated, source.weights):
             whole = stored[name]
@@ -242,10 +242,6 @@ def _check_extra(source: Source, wanted: DecoderArchitecture) -> None:
         raise InputError(
             f"model.model_config: the weights in {source.path} have {extra[0]!r}, which the config's model lacks"
         )
-
-
-def _interleaved(architecture: DecoderArchitecture) -> bool:
-    return isinstance(architecture, RopeArchitecture) and architecture.rope_interleaved
 
 
 def _turned(

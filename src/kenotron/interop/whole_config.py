@@ -47,14 +47,14 @@ def whole_architecture(
         at = f"model.model_config.{name}"
         if name not in valid:
             raise InputError(f"{at}: the config of {kind} has no such key{nearest(name, valid)}")
-        if _is_dropout(name) and overrides[name]:
+        if "drop" in name and overrides[name]:
             raise NotSupportedYet(f"{at}: {overrides[name]}: training has no dropout")
         its_name = plain.attribute_map.get(name, name)
         values = {key: value for key, value in values.items() if plain.attribute_map.get(key, key) != its_name}
         values[its_name] = overrides[name]
     with one_line(where):
         found = CONFIG_MAPPING[kind].from_dict(with_floats(values)).get_text_config()
-    for name in [name for name in config if _is_dropout(name) and config[name]]:
+    for name in [name for name in config if "drop" in name and config[name]]:
         report(f"{where}: {name} {config[name]} is ignored: training has no dropout")
     if getattr(found, "output_router_logits", False):
         raise NotSupportedYet(f"{where}: output_router_logits: the loss of a router (expected false)")
@@ -70,10 +70,6 @@ def whole_architecture(
     given = {name: value for name, value in shapes.items() if isinstance(value, int) and value >= 0}
     blocks = {"blocks": overrides["blocks"]} if overrides.get("blocks") else {}
     return HuggingFaceArchitecture.model_validate(given | blocks | {"hf_config": values})
-
-
-def _is_dropout(name: str) -> bool:
-    return "drop" in name or name.endswith("_pdrop")
 
 
 @contextmanager

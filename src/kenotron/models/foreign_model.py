@@ -95,7 +95,7 @@ class ForeignModel(Decoder):
         logits = self.logits(tokens.view(ctx.shape), ctx, self.compute_dtype).flatten(0, 1)
         if labels is None:
             return logits if ctx.logits_to_keep is None else logits[ctx.logits_to_keep]
-        return (ctx.loss or OwnLoss(_cross_entropy)).of_logits(logits, labels, ctx)
+        return (ctx.loss or OwnLoss(partial(F.cross_entropy, reduction="none"))).of_logits(logits, labels, ctx)
 
     def logits(self, tokens: Tensor, ctx: Context, dtype: torch.dtype) -> Tensor:
         """``[sequences, length]`` → ``[sequences, length, vocab]``, computed in `dtype`."""
@@ -220,10 +220,6 @@ class ForeignModel(Decoder):
         matrices = sum(p.numel() for p in self.parameters() if p.dim() > 1)
         attended = 4.0 * self.config.num_hidden_layers * self.config.hidden_size * sequence_length
         return 2.0 * (matrices - looked_up + heads) + attended / (2 if causal else 1)
-
-
-def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(logits, labels, reduction="none")
 
 
 @contextmanager

@@ -46,7 +46,9 @@ def init_state(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         group["lr"] = 0.0
     try:
-        for some in _one_by_one(parameters) if well_known else [parameters]:
+        # Each alone, the largest first: zeros for all at once would be as much memory again as the weights.
+        largest_first = sorted(parameters, key=torch.numel, reverse=True)
+        for some in ([each] for each in largest_first) if well_known else [parameters]:
             for parameter in some:
                 parameter.grad = torch.zeros_like(parameter)
             optimizer.step()
@@ -63,11 +65,6 @@ def init_state(optimizer: torch.optim.Optimizer) -> None:
         for parameter in parameters:
             for value in optimizer.state.get(parameter, {}).values():
                 value.zero_()
-
-
-def _one_by_one(parameters: list[nn.Parameter]) -> Iterable[list[nn.Parameter]]:
-    """Each alone, the largest first: zeros for all at once would be as much memory again as the weights."""
-    return ([parameter] for parameter in sorted(parameters, key=torch.numel, reverse=True))
 
 
 Named = Iterable[tuple[str, nn.Parameter]]

@@ -211,17 +211,11 @@ def sum_over_ranks(count: int, group: Group, device: torch.device) -> int:
     """
     if group is None:
         return count
-    total = torch.tensor(count, device=_host_or(device, group))
+    # On the CPU where the group has it too: the device, whose queue of work would be drained, is not asked then.
+    total = torch.tensor(count, device="cpu" if "cpu" in dist.get_backend_config(group) else device)
     counts = [torch.empty_like(total) for _ in range(group.size())] if group.rank() == 0 else None
     dist.gather(total, counts, group=group, group_dst=0)
     if counts is not None:
         total = torch.stack(counts).sum()
     dist.broadcast(total, group=group, group_src=0)
     return int(total)
-
-
-def _host_or(device: torch.device, group: Group) -> torch.device:
-    """The CPU where `group` communicates CPU tensors too: numbers that the host has and needs then bypass the device,
-    whose queue of work is not drained. Otherwise `device`.
-    """
-    return torch.device("cpu") if "cpu" in dist.get_backend_config(group) else device
