@@ -9,7 +9,7 @@ Names are Hugging Face's, so a checkpoint of either loads into the other tensor 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
 
 from kenotron.config.decoder import RopeArchitecture
 from kenotron.config.section import EXPORT, key, our_key
@@ -55,7 +55,12 @@ C = TypeVar("C", bound=LlamaStyleArchitecture)
 
 
 class LlamaStyle(Family[C]):
-    """What Llama and its relatives share; they differ in what their attention adds (`attention`)."""
+    """What Llama and its relatives share; most differ in what their attention adds."""
+
+    output_bias: ClassVar[bool] = True
+    """Whether the output projection has a bias where queries, keys and values have."""
+    qk_norm: ClassVar[Literal["heads", "all"] | None] = None
+    """RMSNorms of queries and of keys: each head by itself, or all heads at once; None: there are none."""
 
     plan = Plan(
         blocks="model.layers.*",
@@ -77,11 +82,18 @@ class LlamaStyle(Family[C]):
     )
 
     def attention(self, layer: int) -> nn.Module:
-        """The attention of layer `layer`; biases, where the family has them, are on all four projections."""
+        """The attention of layer `layer`, with the biases of `attention_bias`."""
         from kenotron.models.blocks.attention import Attention
+        from kenotron.models.blocks.norm import HeadRMSNorm, RMSNorm
 
-        bias = getattr(self.config, "attention_bias", False)
-        return Attention.of(self.config, layer, qkv_bias=bias, output_bias=bias)
+        config, bias = self.config, getattr(self.config, "attention_bias", False)
+        norms: dict[str, nn.Module] = {}
+        for name, heads in ("q_norm", config.num_attention_heads), ("k_norm", config.kv_heads):
+            if self.qk_norm == "heads":
+                norms[name] = HeadRMSNorm(config.head_dim, config.rms_norm_eps)
+            elif self.qk_norm == "all":
+                norms[name] = RMSNorm(heads * config.head_dim, config.rms_norm_eps)
+        return Attention.of(config, layer, qkv_bias=bias, output_bias=bias and self.output_bias, **norms)
 
     def block(self, layer: int) -> nn.Module:
         """``x + attention(norm(x))``, then ``x + mlp(norm(x))``."""

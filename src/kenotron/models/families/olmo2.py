@@ -25,21 +25,11 @@ class Olmo2Architecture(LlamaStyleArchitecture):
     attention_bias: bool = key("Biases on the attention projections.", False)
 
 
-def attention_with_norms(config: LlamaStyleArchitecture, layer: int) -> nn.Module:
-    """Attention with a norm over all queries and one over all keys, and the biases of `attention_bias`."""
-    from kenotron.models.blocks.attention import Attention
-    from kenotron.models.blocks.norm import RMSNorm
-
-    bias = config.attention_bias  # type: ignore[attr-defined]
-    q_norm = RMSNorm(config.num_attention_heads * config.head_dim, config.rms_norm_eps)
-    k_norm = RMSNorm(config.kv_heads * config.head_dim, config.rms_norm_eps)
-    return Attention.of(config, layer, qkv_bias=bias, output_bias=bias, q_norm=q_norm, k_norm=k_norm)
-
-
 class Olmo2(LlamaStyle[Olmo2Architecture]):
     """No norm before a branch, one after each."""
 
     section = Olmo2Architecture
+    qk_norm = "all"
     plan = replace(
         LlamaStyle.plan,
         column=(*LlamaStyle.plan.column, Q_NORM, K_NORM),
@@ -60,7 +50,7 @@ class Olmo2(LlamaStyle[Olmo2Architecture]):
 
         config = self.config
         return PostNormBlock(
-            attention_with_norms(config, layer),
+            self.attention(layer),
             self.final_norm(),
             GatedMLP(config.hidden_size, config.intermediate_size, config.hidden_act),
             self.final_norm(),

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from kenotron.config.section import key, our_key
 from kenotron.models.families.mixtral import SparseArchitecture, SparseStyle
-from kenotron.models.families.olmo2 import K_NORM, Q_NORM, attention_with_norms
-
-if TYPE_CHECKING:
-    from torch import nn
+from kenotron.models.families.olmo2 import K_NORM, Q_NORM
 
 
 class OlmoeArchitecture(SparseArchitecture):
@@ -29,6 +26,7 @@ class Olmoe(SparseStyle[OlmoeArchitecture]):
     """The weights of a token's experts are those of the softmax over all experts."""
 
     section = OlmoeArchitecture
+    qk_norm = "all"
     plan = replace(
         SparseStyle.plan,
         column=(*SparseStyle.plan.column, Q_NORM, K_NORM),
@@ -37,7 +35,3 @@ class Olmoe(SparseStyle[OlmoeArchitecture]):
     hf_model_type = "olmoe"
     hf_class = "OlmoeForCausalLM"
     hf_fixed = {"clip_qkv": None}  # noqa: RUF012
-
-    def attention(self, layer: int) -> nn.Module:
-        """OLMo 2's."""
-        return attention_with_norms(self.config, layer)

@@ -111,15 +111,10 @@ class Qwen2(SparseStyle[Qwen2Architecture]):
     """Biases on q, k and v, none on the output projection; experts only where nanotron's key asks for them."""
 
     section = Qwen2Architecture
+    output_bias = False
     hf_model_type = "qwen2"
     hf_class = "Qwen2ForCausalLM"
     hf_fixed = {"use_sliding_window": False}  # noqa: RUF012
-
-    def attention(self, layer: int) -> nn.Module:
-        """The attention of layer `layer`."""
-        from kenotron.models.blocks.attention import Attention
-
-        return Attention.of(self.config, layer, qkv_bias=self.config.attention_bias)
 
     def routing(self) -> Routing:
         """Softmax over all experts, and the weights of the chosen as they are."""

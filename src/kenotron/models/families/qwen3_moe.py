@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from kenotron.config.section import key, our_key
 from kenotron.models.families.mixtral import SparseStyle
 from kenotron.models.families.qwen2_moe import QwenSparseArchitecture
-from kenotron.models.families.qwen3 import Qwen3, attention_with_head_norms
-
-if TYPE_CHECKING:
-    from torch import nn
+from kenotron.models.families.qwen3 import Qwen3
 
 
 class Qwen3MoeArchitecture(QwenSparseArchitecture):
@@ -29,14 +26,11 @@ class Qwen3Moe(SparseStyle[Qwen3MoeArchitecture]):
     """Norms of queries and keys as in Qwen3; no shared expert."""
 
     section = Qwen3MoeArchitecture
+    qk_norm = "heads"
     plan = Qwen3.plan
     hf_model_type = "qwen3_moe"
     hf_class = "Qwen3MoeForCausalLM"
     hf_fixed = {"use_sliding_window": False}  # noqa: RUF012
-
-    def attention(self, layer: int) -> nn.Module:
-        """Qwen3's."""
-        return attention_with_head_norms(self.config, layer)
 
     @classmethod
     def from_hf(cls, values: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
