@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -38,8 +38,6 @@ from kenotron.text.tokenizer import TextTokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     from kenotron.parallel.pipeline import Pipeline
-
-T = TypeVar("T")
 
 
 class Loaded(NamedTuple):
@@ -68,7 +66,8 @@ def load_for_generation(
     can decode, or of a shape that the mesh does not divide.
     """
     mesh = mesh or Mesh()
-    on_all = raise_on_any_rank if mesh.world_size > 1 else _here  # an error of one is then an error of all
+    # An error of one is then an error of all.
+    on_all: Callable[[Callable[[], Any]], Any] = raise_on_any_rank if mesh.world_size > 1 else lambda work: work()
     source = on_all(lambda: open_source(path, verify=mesh.is_first))
     decoded_in = dtype_of(dtype or source.model.dtype)
     target = torch.device(device) if device is not None else best_device()
@@ -91,10 +90,6 @@ def load_for_generation(
 def layout_of(mesh: Mesh) -> Parallelism:
     """What splits a model on `mesh`; replicas do not."""
     return Parallelism(pp=mesh.degree("pp"), tp=mesh.degree("tp"), expert_parallel_size=mesh.degree("ep"))
-
-
-def _here(work: Callable[[], T]) -> T:
-    return work()
 
 
 def _on_mesh(

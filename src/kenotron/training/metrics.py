@@ -173,8 +173,10 @@ class Metrics(Hook):
 
     def _write(self, run: Run, line: dict[str, Any]) -> None:
         assert self.file is not None
+        # JSON lacks NaN and infinity: null on a skipped step.
+        numbers = {name: value if math.isfinite(value) else None for name, value in line.items()}
         try:
-            self.file.write(json.dumps({name: _json_number(value) for name, value in line.items()}) + "\n")
+            self.file.write(json.dumps(numbers) + "\n")
         except OSError as error:
             path, self.file = self.file.name, None  # closing it would write again
             raise not_written(path, run, error) from error
@@ -265,11 +267,6 @@ def not_written(path: str, run: Run, error: OSError) -> RunFailed:
         f"{path}: cannot write the metrics of step {run.step}: {error.strerror}; free space there, or set another "
         f"logging.log_dir, and start the same command again: it resumes from the newest checkpoint"
     )
-
-
-def _json_number(value: float) -> float | None:
-    """None for NaN and infinity, which JSON lacks: null on a skipped step."""
-    return value if math.isfinite(value) else None
 
 
 def memory_fields(run: Run) -> dict[str, int]:
