@@ -17,6 +17,7 @@ from support.ranks import run_ranks
 
 PROBLEMS = {family: Problem(family, steps=3, model=keys) for family, keys in SPARSE.items()}
 WITH_A_CAPACITY = {"moe_expert_capacity_factor": 0.8, "router_aux_loss_scope": "global_batch"}
+FURTHER = Problem("further", steps=3, model=SPARSE["deepseek_v3"] | {"num_nextn_predict_layers": 2})
 DROPPING = Problem("dropping", steps=3, model=SPARSE["mixtral"] | WITH_A_CAPACITY)
 SIX = Problem("six", steps=3, model=SPARSE["mixtral"] | {"num_local_experts": 6})
 ROUNDING = 5e-6
@@ -76,7 +77,7 @@ LAYOUTS_THAT_DROP = [
 @pytest.fixture(scope="module")
 def reference_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """What one process makes of a family, each trained once."""
-    return each_alone((PROBLEMS | {"dropping": DROPPING, "six": SIX}).__getitem__, tmp_path_factory)
+    return each_alone((PROBLEMS | {"dropping": DROPPING, "six": SIX, "further": FURTHER}).__getitem__, tmp_path_factory)
 
 
 @pytest.mark.cases(2)
@@ -95,6 +96,32 @@ def test_a_layout_means_what_one_process_means(
 ) -> None:
     reference = reference_of(family)
     ranks = run_ranks(world_size, train_on_layout, PROBLEMS[family], layout, tmp_path, reference)
+    expect_the_same(ranks, reference, ROUNDING)
+
+
+@pytest.mark.budget(8, reason="four ranks, whose experts and attention are kernels of their own, on two cores")
+@pytest.mark.parametrize(
+    ("world_size", "layout"),
+    [
+        (4, "dp=2 zero=3 tp=2 ep=2 mode=REDUCE_SCATTER recompute=true"),
+        *(
+            pytest.param(*slow, marks=pytest.mark.slow)
+            for slow in [
+                (1, "accum=4 recompute=true"),
+                (2, "dp=2 zero=3 accum=4"),
+                (2, "dp=2 zero=1"),
+                (2, "tp=2"),
+                (4, "dp=4 ep=2 zero=2"),
+                (4, "dp=4 shard=2 zero=3"),
+            ]
+        ),
+    ],
+)
+def test_further_tokens_are_predicted_alike_on_layouts(
+    world_size: int, layout: str, reference_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    reference = reference_of("further")
+    ranks = run_ranks(world_size, train_on_layout, FURTHER, layout, tmp_path, reference)
     expect_the_same(ranks, reference, ROUNDING)
 
 

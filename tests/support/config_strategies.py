@@ -197,6 +197,7 @@ SPARSE: dict[str, dict[str, Any]] = {
         "n_group": 4,
         "topk_group": 2,
         "num_experts_per_tok": 3,
+        "num_nextn_predict_layers": 0,
     },
     "llamoe": {"moe_num_experts": 4, "num_experts_per_tok": 2},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},

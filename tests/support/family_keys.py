@@ -97,6 +97,7 @@ TESTS = {
     (ROUTER, "DeepseekV3Architecture"): """n_routed_experts num_experts_per_tok n_shared_experts moe_intermediate_size
         n_group topk_group routed_scaling_factor first_k_dense_replace router_aux_loss_coef
         attention_bias q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim rope_interleave""",
+    ("test_next_tokens.py", "DeepseekV3Architecture"): "num_nextn_predict_layers next_token_loss_weight",
     (ROUTER, "BiasedMixtureArchitecture"): """n_group topk_group norm_topk_prob routed_scaling_factor
         router_bias_update_rate""",
     (ROUTER, "Qwen2Architecture"): "moe_config sliding_window_size",

@@ -187,6 +187,9 @@ def _check_headless(config: Config) -> Iterator[Problem]:
 def _check_loss(config: Config) -> Iterator[Problem]:
     if config.model.loss is not None and getattr(config.model.architecture, "z_loss_enabled", False):
         yield "model.model_config.z_loss_enabled", "is part of cross entropy; expected false with model.loss"
+    model = config.model.architecture
+    if config.model.loss is not None and isinstance(model, DecoderArchitecture) and model.next_token_layers:
+        yield "model.loss", "expected null with num_nextn_predict_layers, whose blocks learn by cross entropy"
     if isinstance(config.model.loss, Distillation) and config.parallelism.context_parallel_size > 1:
         yield "parallelism.context_parallel_size", "expected 1: the teacher of model.loss needs whole sequences"
 

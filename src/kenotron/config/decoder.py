@@ -120,6 +120,11 @@ class DecoderArchitecture(Section):
         return 0
 
     @property
+    def next_token_layers(self) -> range:
+        """Numbers of the blocks after the last layer, each of which learns to predict one token further."""
+        return range(self.num_hidden_layers, self.num_hidden_layers)
+
+    @property
     def longest_text(self) -> int:
         """Positions that the model can read in generation."""
         return sys.maxsize

@@ -81,12 +81,16 @@ def hf_source(path: str | Path, report: Report = quiet, family: str | None = Non
     if dtype not in WEIGHT_DTYPES:
         known = ", ".join(WEIGHT_DTYPES)
         raise InputError(f"{folder / 'config.json'}: dtype: expected one of {known}, found {dtype!r}")
+    theirs = None if isinstance(architecture, HuggingFaceArchitecture) else hf_weights(folder)
+    if theirs is not None and f"model.layers.{architecture.num_hidden_layers}.eh_proj.weight" in theirs:
+        further = {"num_nextn_predict_layers": config.get("num_nextn_predict_layers", 1)}
+        architecture = architecture.model_copy(update=further)
     model = Model.model_validate({"model_config": architecture, "init_method": {"path": str(path)}, "dtype": dtype})
     shapes = {name: tuple(tensor.shape) for name, tensor in named_state(skeleton(model))}
-    if isinstance(architecture, HuggingFaceArchitecture):
+    if theirs is None:
         weights = read_whole(folder, shapes)
     else:
-        weights = in_our_names(hf_weights(folder), family_of(architecture), shapes)
+        weights = in_our_names(theirs, family_of(architecture), shapes)
     has_tokenizer = any((folder / name).is_file() for name in TOKENIZER_FILES)
     return Source(folder, model, weights, folder if has_tokenizer else None)
 

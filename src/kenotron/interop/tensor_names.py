@@ -33,7 +33,7 @@ def by_hf_name(family: Family[Any], shapes: Mapping[str, Shape]) -> dict[str, li
     for name, shape in shapes.items():
         for theirs in their_names(family, name, shape):
             groups.setdefault(theirs, []).append(name)
-    return groups
+    return groups | {theirs: [ours] for theirs, ours in family.hf_copies().items()}
 
 
 def their_names(family: Family[Any], name: str, shape: Shape) -> list[str]:
@@ -56,7 +56,7 @@ def in_our_names(theirs: Weights, family: Family[Any], shapes: Mapping[str, Shap
         raise NotSupportedYet(
             f"{theirs.where}: weights of something other than {family.hf_class} (the first: {first!r})"
         )
-    missing = sorted(set(groups) - set(theirs))
+    missing = sorted(set(groups) - set(theirs) - set(family.hf_copies()))
     unknown = set(theirs) - set(groups) - {family.hf_name(HEAD)}
     extra = sorted(name for name in unknown if not name.endswith(family.hf_unread))
     if missing:
@@ -65,6 +65,9 @@ def in_our_names(theirs: Weights, family: Family[Any], shapes: Mapping[str, Shap
         raise NotSupportedYet(f"{theirs.where}: tensor {extra[0]!r}, which its config.json does not describe")
     if HEAD not in shapes:
         _check_tied(theirs, family.hf_name(HEAD), family.hf_name(EMBEDDING))
+    for copy, ours in family.hf_copies().items():
+        if copy in theirs and not _same(theirs, copy, family.hf_name(ours)):
+            raise NotSupportedYet(f"{theirs.where}: {copy!r} differs from {family.hf_name(ours)!r}, which it repeats")
     stored: dict[str, Stored] = {}
     for name, shape in shapes.items():
         hf_names = their_names(family, name, shape)
@@ -115,7 +118,7 @@ def _check_tied(theirs: Weights, head: str, embedding: str) -> None:
     """A head of its own beside a config that ties it would be dropped in silence."""
     if head not in theirs or embedding not in theirs:
         return
-    if theirs.shape(head) != theirs.shape(embedding) or not _equal(theirs, head, embedding):
+    if not _same(theirs, head, embedding):
         raise untied_head(theirs.where, head, embedding)
 
 
@@ -127,8 +130,10 @@ def untied_head(where: str, head: str, embedding: str) -> InputError:
     )
 
 
-def _equal(theirs: Weights, one: str, other: str) -> bool:
+def _same(theirs: Weights, one: str, other: str) -> bool:
     """Compared by groups of rows, so that neither matrix is in memory as a whole."""
+    if theirs.shape(one) != theirs.shape(other):
+        return False
     rows, width = theirs.shape(one)
     for start in range(0, rows, ROWS):
         offset, shape = (start, 0), (min(ROWS, rows - start), width)

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from kenotron.config.decoder import DecoderArchitecture
 from kenotron.config.errors import InputError
-from kenotron.models.blocks.head import LMHead
+from kenotron.models.blocks.head import LMHead, WithLoss
 from kenotron.models.blocks.linear import Embedding
 from kenotron.models.context import Context
 from kenotron.models.family import EMBEDDING, HEAD, Family, family_of
@@ -43,7 +43,9 @@ class Body(nn.Module):
     def __init__(self, family: Family[DecoderArchitecture], rows: int, part: ModelPart) -> None:
         super().__init__()
         self.embed_tokens = Embedding(rows, family.config.hidden_size) if part.first else None
-        self.layers = nn.ModuleDict({str(layer): family.block(layer) for layer in part.layers})
+        self.numbers = part.layers
+        further = family.config.next_token_layers if part.last else ()
+        self.layers = nn.ModuleDict({str(layer): family.block(layer) for layer in (*part.layers, *further)})
         self.norm = family.final_norm() if part.last else None
         self.rope = family.positions()
         self.recompute: Recompute = False
@@ -55,13 +57,26 @@ class Body(nn.Module):
         """x: tokens ``[tokens]`` in the first part, hidden states ``[tokens, hidden]`` in the others."""
         if self.embed_tokens is not None:
             x = self.embed_tokens(x).to(self.compute_dtype)
-        rope = None if self.rope is None else self.rope(ctx.positions.view(ctx.shape))
-        for block in self.layers.values():
-            if self.recompute and self.training:
-                x = self.again(block, x, rope, ctx, self.how)
-            else:
-                x = block(x, rope, ctx)
+        rope = self._positions(ctx)
+        for number in self.numbers:
+            x = self._through(number, x, rope, ctx)
         return x if self.norm is None else self.norm(x).to(self.compute_dtype)
+
+    def further(self, layer: int, next_tokens: Tensor, hidden: Tensor, ctx: Context) -> Tensor:
+        """What the block `layer` makes of hidden states and the tokens after theirs (`blocks.next_token`)."""
+        assert self.embed_tokens is not None, "the config refuses several stages"
+        embedded = self.embed_tokens(next_tokens).to(hidden.dtype)
+        return self._through(layer, torch.cat((embedded, hidden), dim=-1), self._positions(ctx), ctx)
+
+    def _positions(self, ctx: Context) -> Any:
+        return None if self.rope is None else self.rope(ctx.positions.view(ctx.shape))
+
+    def _through(self, layer: int, x: Tensor, rope: Any, ctx: Context) -> Tensor:
+        block = self.layers[str(layer)]
+        if self.recompute and self.training:
+            return self.again(block, x, rope, ctx, self.how)
+        result: Tensor = block(x, rope, ctx)
+        return result
 
 
 def _again(
@@ -112,6 +127,7 @@ class Decoder(nn.Module):
         softcap = getattr(config, "final_logit_softcapping", None)
         head = LMHead(config.hidden_size, config.vocab_size, rows, z_loss, softcap) if self.part.last else None
         self.lm_head = head
+        self.further_loss: Tensor | None = None  # of predicting further tokens, since somebody read it
         self.tie_weights()
         if self.is_complete:
             self.plan.check(self)
@@ -134,7 +150,26 @@ class Decoder(nn.Module):
         if self.part.first:
             ctx = replace(ctx, tokens=tokens)
         hidden = self.model(tokens, ctx)
-        return hidden if self.lm_head is None else self.lm_head(hidden, ctx, labels)
+        if self.lm_head is None:
+            return hidden
+        result: Tensor | tuple[Tensor, Tensor] = self.lm_head(hidden, ctx, labels)
+        if labels is None or not self.training or not self.config.next_token_layers:
+            return result
+        further = self._loss_of_further_tokens(tokens, hidden, labels, ctx)
+        self.further_loss = further.detach() + (0.0 if self.further_loss is None else self.further_loss)
+        loss, z_loss = result
+        weight = self.config.next_token_loss_weight  # type: ignore[attr-defined]
+        return WithLoss.apply(loss, weight * further), z_loss
+
+    def _loss_of_further_tokens(self, tokens: Tensor, hidden: Tensor, labels: Tensor, ctx: Context) -> Tensor:
+        """The mean over the blocks that predict further tokens, each a sum over tokens like the model's own loss."""
+        losses = []
+        for layer in self.config.next_token_layers:
+            tokens = one_further(tokens, ctx.positions, 0)
+            labels = one_further(labels, ctx.positions, -100)
+            hidden = self.model.further(layer, tokens, hidden, ctx)
+            losses.append(self.lm_head(hidden, ctx, labels)[0])  # type: ignore[misc]
+        return torch.stack(losses).mean()
 
     @property
     def plan(self) -> Plan:
@@ -194,3 +229,9 @@ class Decoder(nn.Module):
         """What blocks compute again in backward (`models.recomputation`); `attention`: keep its results."""
         self.model.recompute = recompute
         self.model.how = checkpoint_options(recompute, self.config, tp, attention)
+
+
+def one_further(x: Tensor, positions: Tensor, at_end: int) -> Tensor:
+    """The values of x ``[tokens]`` one place further in the same document; `at_end` where there is none."""
+    ends = positions.roll(-1) != positions + 1
+    return x.roll(-1).masked_fill(ends, at_end)

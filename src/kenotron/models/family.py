@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
-from kenotron.config.decoder import DecoderArchitecture, RopeArchitecture
+from kenotron.config.decoder import DecoderArchitecture
 from kenotron.config.errors import InputError
 from kenotron.config.families import KEY, built_in_families, find_family
 from kenotron.models.init_rules import Constant, FilledBy, InitRule, Normal
@@ -74,15 +74,8 @@ class Family(ABC, Generic[C]):
         """The module between the last block and the head."""
 
     def positions(self) -> nn.Module | None:
-        """A module that makes of positions ``[sequences, length]`` what every block gets as its second argument.
-
-        RoPE's angles where the section has its keys; None: blocks get None.
-        """
-        if not isinstance(self.config, RopeArchitecture):
-            return None
-        from kenotron.models.blocks.rope import Rope
-
-        return Rope.of(self.config)
+        """A module that makes of positions ``[sequences, length]`` what every block gets as its second argument."""
+        return None
 
     def own_model(self, vocab_multiple: int, part: ModelPart | None) -> Decoder | None:
         """The model, of a family that is not blocks in a `Decoder`'s frame (`models.foreign`)."""
@@ -101,7 +94,7 @@ class Family(ABC, Generic[C]):
         """Of `rows`, whose first * is a layer: `spread` of the root of the residual branches that `scaling` counts."""
         counts = {"*": self.residual_branches * self.config.num_hidden_layers if scaling == "NUM_LAYERS" else 1}
         if scaling == "LAYER_INDEX":
-            counts = {str(at): self.residual_branches * (at + 1) for at in range(self.config.num_hidden_layers)}
+            counts = {str(at): self.residual_branches * (at + 1) for at in range(self.config.next_token_layers.stop)}
         named = ((row.replace("*", layer, 1), count) for row in rows for layer, count in counts.items())
         return [InitRule(f"{name}.weight", spread(math.sqrt(count))) for name, count in named]
 
@@ -121,6 +114,10 @@ class Family(ABC, Generic[C]):
         for ours, theirs in self.hf_names.items():
             name = name.replace(ours, theirs)
         return name
+
+    def hf_copies(self) -> dict[str, str]:
+        """Tensors of theirs that repeat one of ours → its name."""
+        return {}
 
     def hf_join(self, hf_name: str, parts: Sequence[Tensor]) -> Tensor:
         """One tensor of theirs from several of ours, in the order of our names: one above the other."""

@@ -45,7 +45,7 @@ class ExpertLoad(Hook):
             for layer, mixture in mixtures(run):
                 mixture.previous_load.copy_(self.previous_load[layer])
         elif getattr(model, "router_aux_loss_scope", "sequence") == "global_batch":
-            self.previous_load = torch.zeros(model.num_hidden_layers, model.experts)
+            self.previous_load = torch.zeros(model.next_token_layers.stop, model.experts)
 
     def after_step(self, run: Run, result: StepResult) -> None:
         """Record what the step has counted."""
@@ -64,6 +64,8 @@ class ExpertLoad(Hook):
             names.append("expert_dropped")
         for name, number in zip(names, numbers):
             run.record_metric(name, number, on_console=name == "expert_load_max")
+        if model.next_token_layers:
+            run.record_metric("next_token_loss", totals[3].item())
         if run.config.logging.expert_loads:
             for layer, row in zip(routed.nonzero().flatten().tolist(), shares.tolist()):
                 for expert, share in enumerate(row):

@@ -93,7 +93,12 @@ def _build(factory: Any, groups: list[dict[str, Any]], padded: bool) -> torch.op
             precondition_frequency=factory.soap_precondition_frequency,
         )
     elif factory.name in ("muon", "normuon"):
-        settings = {name: getattr(factory, f"muon_{name}") for name in ("momentum", "nesterov", "ns_steps", "scale")}
+        settings = {
+            "momentum": factory.muon_momentum,
+            "nesterov": factory.muon_nesterov,
+            "ns_steps": factory.muon_ns_steps,
+            "scale": factory.muon_scale,
+        }
         if factory.name == "normuon":
             settings["beta2"] = factory.normuon_beta2
         optimizer = _import(MUON if factory.name == "muon" else NORMUON)(groups, **settings)

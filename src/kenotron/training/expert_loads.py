@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 
 
 class ExpertLoads(NamedTuple):
-    """Loads in one step, over all ranks: slots ``[layers, experts]``; ``[3]``: balance loss, z-loss, dropped slots."""
+    """Loads in one step, over all ranks: slots ``[layers, experts]``.
+
+    `totals` ``[4]``: balance loss, z-loss, dropped slots, and the mean loss of predicting further tokens.
+    """
 
     slots: Tensor
     totals: Tensor
@@ -38,16 +41,20 @@ def loads_of_step(run: Run) -> ExpertLoads | None:
     architecture = run.config.model.decoder
     if not architecture.experts:
         return None
-    sums = torch.zeros(architecture.num_hidden_layers * architecture.experts + 3, device=run.device)
-    loads = ExpertLoads(sums[:-3].view(-1, architecture.experts), sums[-3:])
+    sums = torch.zeros(architecture.next_token_layers.stop * architecture.experts + 4, device=run.device)
+    loads = ExpertLoads(sums[:-4].view(-1, architecture.experts), sums[-4:])
     for layer, mixture in mixtures(run):
         loads.slots[layer] += mixture.expert_load
-        loads.totals.add_(mixture.router_totals)
+        loads.totals[:3].add_(mixture.router_totals)
         mixture.expert_load.zero_()
         mixture.router_totals.zero_()
+    for part in run.parts:
+        if part.further_loss is not None:
+            loads.totals[3] += part.further_loss
+            part.further_loss = None
     all_reduce(sums, run.mesh.group("loss"))
     if run.loss_scale != 1:
-        loads.totals[:2] /= run.loss_scale
+        loads.totals[[0, 1, 3]] /= run.loss_scale
     return loads
 
 

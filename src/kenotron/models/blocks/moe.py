@@ -12,7 +12,7 @@ The router works in fp32. Two losses keep it healthy, each a mean over the globa
 
 (Switch Transformers, arXiv 2101.03961; per sequence as in DeepSeek-V3, arXiv 2412.19437; z: ST-MoE, arXiv 2202.08906.)
 A sequence lies in one micro-batch, so its loss is the same on every layout, and means over sequences add up. Gradients
-enter beside the weights of the chosen experts (`_WithLoss`): nothing has to travel through the pipeline to the loss.
+enter beside the weights of the chosen experts (`WithLoss`): nothing has to travel through the pipeline to the loss.
 
 f_e may be the share in the whole global batch instead, which lets experts specialize (arXiv 2501.11873). That share is
 known when the last micro-batch has run, so the loss takes the one of the step before, `previous_load`: in the first
@@ -25,13 +25,14 @@ No token is dropped, unless training has a capacity: of a sequence's slots, each
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from kenotron.kernels.experts import expert_mlp
 from kenotron.kernels.products import linear
+from kenotron.models.blocks.head import WithLoss
 from kenotron.models.blocks.pre_norm import PreNormBlock
 from kenotron.models.context import Context
 
@@ -193,7 +194,7 @@ class MixtureOfExperts(nn.Module):
         for total, here in zip((self.expert_load, self.router_totals), seen):
             total += here if ctx.counted is None else here * ctx.counted
         if losses.requires_grad:
-            weights = _WithLoss.apply(weights, losses.sum() / self.equal_ranks)
+            weights = WithLoss.apply(weights, losses.sum() / self.equal_ranks)
         return (experts, weights) if kept is None else (experts.where(kept, count), weights * kept)
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
@@ -242,18 +243,6 @@ def router_losses(
     balance = count * (slots / slots.sum(1, keepdim=True).clamp(min=1) * means).sum()
     z = logits.logsumexp(-1).square().sum() / tokens
     return torch.stack((routing.balance * balance, routing.z * z)) * ctx.sequence_scale
-
-
-class _WithLoss(torch.autograd.Function):
-    """x, unchanged; on the way back `loss` gets the gradient 1, as a summand of the training loss would."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> Any:
-        return upstream[0], upstream[0].new_ones(())
 
 
 class MoEBlock(PreNormBlock):

@@ -12,56 +12,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from kenotron.config.decoder import Problem
 from kenotron.config.section import key, our_key
-from kenotron.models.families.mixtral import MixtureArchitecture, SparseArchitecture, SparseStyle
+from kenotron.models.families.mixtral import BiasedMixtureArchitecture, SparseArchitecture, SparseStyle
+from kenotron.models.family import EMBEDDING, HEAD
 from kenotron.models.init_rules import Constant, InitRule
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from kenotron.models.blocks.moe import Routing
-
 ATTENTION = "model.layers.*.self_attn"
-
-
-class BiasedMixtureArchitecture(MixtureArchitecture):
-    """A mixture whose router has sigmoid scores, groups, and biases that balance the loads."""
-
-    n_group: int = key("Groups that the experts are divided into.", 1, ge=1)
-    topk_group: int = key("Groups that a token's experts are chosen from.", 1, ge=1)
-    norm_topk_prob: bool = key("Divide the weights of a token's experts by their sum.", True)
-    routed_scaling_factor: float = key("Factor on the weights of a token's experts.", 1.0, gt=0)
-    router_bias_update_rate: float = our_key(
-        "What each step adds to the bias of an expert below the mean load, and subtracts from one above it; 0: "
-        "nothing.",
-        0.001,
-        ge=0,
-    )
-
-    def shape_problems(self) -> Iterator[Problem]:
-        """Groups are equal, and have enough experts for a token."""
-        yield from super().shape_problems()
-        experts, groups = self.experts, self.n_group
-        if experts % groups:
-            yield "n_group", f"expected a divisor of n_routed_experts {experts}, found {groups}"
-        elif self.topk_group > groups:
-            yield "topk_group", f"expected at most n_group {groups}, found {self.topk_group}"
-        elif self.topk_group < groups and experts == groups:
-            yield "n_group", f"expected at least two experts per group, found {groups} groups of {experts}"
-        elif self.topk_group < groups and 0 < (most := self.topk_group * experts // groups) < self.num_experts_per_tok:
-            expected = f"expected at most the {most} experts of topk_group {self.topk_group} groups"
-            yield "num_experts_per_tok", f"{expected}, found {self.num_experts_per_tok}"
-
-    def routing(self) -> Routing:
-        """Sigmoid scores, groups and biases."""
-        return replace(
-            super().routing(),
-            scores="sigmoid",
-            scale=self.routed_scaling_factor,
-            groups=self.n_group,
-            top_groups=self.topk_group,
-            biased=True,
-            bias_rate=self.router_bias_update_rate,
-        )
 
 
 class DeepseekV3Architecture(BiasedMixtureArchitecture, SparseArchitecture):
@@ -90,11 +48,22 @@ class DeepseekV3Architecture(BiasedMixtureArchitecture, SparseArchitecture):
     topk_group: int = key("Groups that a token's experts are chosen from.", 4, ge=1)
     routed_scaling_factor: float = key("Factor on the weights of a token's experts.", 2.5, gt=0)
     router_aux_loss_coef: float = key("Weight of the load-balancing loss.", 0.0001, ge=0)
+    num_nextn_predict_layers: int = key(
+        "Blocks after the last layer, each of which learns to predict one token further; generation does without.",
+        0,
+        ge=0,
+    )
+    next_token_loss_weight: float = our_key("Weight of the mean of their losses.", 0.3, ge=0)
+
+    @property
+    def next_token_layers(self) -> range:
+        """As many as num_nextn_predict_layers."""
+        return range(self.num_hidden_layers, self.num_hidden_layers + self.num_nextn_predict_layers)
 
     @property
     def sparse_layers(self) -> tuple[int, ...]:
-        """The layers after the dense ones."""
-        return tuple(range(self.first_k_dense_replace, self.num_hidden_layers))
+        """The layers after the dense ones, and the blocks that predict further tokens."""
+        return (*range(self.first_k_dense_replace, self.num_hidden_layers), *self.next_token_layers)
 
     @property
     def head_dim(self) -> int:
@@ -116,6 +85,17 @@ class DeepseekV3Architecture(BiasedMixtureArchitecture, SparseArchitecture):
         yield from super().shape_problems()
         if self.kv_heads != (heads := self.num_attention_heads):
             yield "num_key_value_heads", f"expected null or num_attention_heads {heads}, found {self.kv_heads}"
+
+    def pp_problems(self, pp: int) -> Iterator[str]:
+        """What predicts further tokens needs the embedding and the head."""
+        if pp > 1 and self.num_nextn_predict_layers:
+            yield f"expected 1 with num_nextn_predict_layers, which needs the embedding beside the head; found {pp}"
+
+    def cp_problems(self, cp: int, tp: int, method: str, lengths: Mapping[str, int]) -> Iterator[str]:
+        """A token's next one may be another rank's."""
+        yield from super().cp_problems(cp, tp, method, lengths)
+        if self.num_nextn_predict_layers:
+            yield f"expected 1 with num_nextn_predict_layers, whose tokens' next ones are other ranks'; found {cp}"
 
 
 class DeepseekV3(SparseStyle[DeepseekV3Architecture]):
@@ -143,6 +123,21 @@ class DeepseekV3(SparseStyle[DeepseekV3Architecture]):
             kv=(f"{ATTENTION}.k_rope_proj",),  # one head of keys, for the heads of every rank
             sequence=(*self.plan.sequence, *(f"{ATTENTION}.{name}" for name in short)),
         )
+        if config.next_token_layers:
+            further = (f"model.layers.*.{name}" for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm"))
+            self.plan = replace(self.plan, sequence=(*self.plan.sequence, *further))
+
+    def block(self, layer: int) -> nn.Module:
+        """Layer number `layer`, or one that predicts a further token."""
+        from kenotron.models.blocks.moe import MoEBlock
+        from kenotron.models.blocks.next_token import NextTokenBlock
+
+        block, config = super().block(layer), self.config
+        if layer not in config.next_token_layers:
+            return block
+        assert isinstance(block, MoEBlock)
+        norms = self.final_norm(), self.final_norm(), self.final_norm()
+        return NextTokenBlock(block, norms, config.hidden_size, config.vocab_size)
 
     def attention(self, layer: int) -> nn.Module:
         """The attention of layer `layer`."""
@@ -177,12 +172,19 @@ class DeepseekV3(SparseStyle[DeepseekV3Architecture]):
 
     @classmethod
     def from_hf(cls, values: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-        """`head_dim` is a copy of qk_rope_head_dim."""
-        return {name: value for name, value in values.items() if name != "head_dim"}
+        """`head_dim` is a copy of qk_rope_head_dim; transformers writes num_nextn_predict_layers of any model."""
+        return {name: value for name, value in values.items() if name not in ("head_dim", "num_nextn_predict_layers")}
 
     def to_hf(self, values: dict[str, Any]) -> dict[str, Any]:
-        """The inverse of `from_hf`, and no layers for further tokens."""
-        return values | {"head_dim": self.config.qk_rope_head_dim, "num_nextn_predict_layers": 0}
+        """The inverse of `from_hf`."""
+        return values | {"head_dim": self.config.qk_rope_head_dim}
+
+    def hf_copies(self) -> dict[str, str]:
+        """Blocks that predict further tokens have the embedding and the head once more."""
+        head = EMBEDDING if self.config.tie_word_embeddings else HEAD
+        copies = {"embed_tokens.weight": EMBEDDING, "shared_head.head.weight": head}
+        layers = self.config.next_token_layers
+        return {f"model.layers.{layer}.{theirs}": ours for layer in layers for theirs, ours in copies.items()}
 
     def hf_split(self, hf_name: str, tensor: Tensor) -> Sequence[Tensor]:
         """One projection to the latent and to the keys with positions."""

@@ -90,6 +90,12 @@ class GPTNeoX(Family[GPTNeoXArchitecture]):
 
         return LayerNorm(self.config.hidden_size, self.config.layer_norm_eps)
 
+    def positions(self) -> nn.Module:
+        """RoPE on a part of every head."""
+        from kenotron.models.blocks.rope import Rope
+
+        return Rope.of(self.config)
+
     def to_hf(self, values: dict[str, Any]) -> dict[str, Any]:
         """Heads have their share of the hidden size there; `rotary_emb_base` is rope_theta before transformers 5."""
         width, share = self.config.head_dim, self.config.hidden_size / self.config.num_attention_heads

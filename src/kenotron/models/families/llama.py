@@ -113,6 +113,12 @@ class LlamaStyle(Family[C]):
 
         return RMSNorm(self.config.hidden_size, self.config.rms_norm_eps)
 
+    def positions(self) -> nn.Module:
+        """RoPE."""
+        from kenotron.models.blocks.rope import Rope
+
+        return Rope.of(self.config)
+
 
 class Llama(LlamaStyle[LlamaArchitecture]):
     """The blocks above, as they are."""

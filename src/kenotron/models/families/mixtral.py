@@ -67,6 +67,47 @@ class MixtureArchitecture(DecoderArchitecture):
         )
 
 
+class BiasedMixtureArchitecture(MixtureArchitecture):
+    """A mixture whose router has sigmoid scores, groups, and biases that balance the loads."""
+
+    n_group: int = key("Groups that the experts are divided into.", 1, ge=1)
+    topk_group: int = key("Groups that a token's experts are chosen from.", 1, ge=1)
+    norm_topk_prob: bool = key("Divide the weights of a token's experts by their sum.", True)
+    routed_scaling_factor: float = key("Factor on the weights of a token's experts.", 1.0, gt=0)
+    router_bias_update_rate: float = our_key(
+        "What each step adds to the bias of an expert below the mean load, and subtracts from one above it; 0: "
+        "nothing.",
+        0.001,
+        ge=0,
+    )
+
+    def shape_problems(self) -> Iterator[Problem]:
+        """Groups are equal, and have enough experts for a token."""
+        yield from super().shape_problems()
+        experts, groups = self.experts, self.n_group
+        if experts % groups:
+            yield "n_group", f"expected a divisor of n_routed_experts {experts}, found {groups}"
+        elif self.topk_group > groups:
+            yield "topk_group", f"expected at most n_group {groups}, found {self.topk_group}"
+        elif self.topk_group < groups and experts == groups:
+            yield "n_group", f"expected at least two experts per group, found {groups} groups of {experts}"
+        elif self.topk_group < groups and 0 < (most := self.topk_group * experts // groups) < self.num_experts_per_tok:
+            expected = f"expected at most the {most} experts of topk_group {self.topk_group} groups"
+            yield "num_experts_per_tok", f"{expected}, found {self.num_experts_per_tok}"
+
+    def routing(self) -> Routing:
+        """Sigmoid scores, groups and biases."""
+        return replace(
+            super().routing(),
+            scores="sigmoid",
+            scale=self.routed_scaling_factor,
+            groups=self.n_group,
+            top_groups=self.topk_group,
+            biased=True,
+            bias_rate=self.router_bias_update_rate,
+        )
+
+
 class SparseArchitecture(MixtureArchitecture, LlamaStyleArchitecture):
     """A Llama-style decoder with a mixture of experts in some layers; `experts_key`: its name of their number."""
 
@@ -104,7 +145,7 @@ class SparseStyle(LlamaStyle[S]):
         super().__init__(config)
         sparse, plan = config.sparse_layers, self.plan
         self.plan = replace(plan, experts=tuple(f"model.layers.{layer}.mlp" for layer in sparse))
-        if len(sparse) == config.num_hidden_layers:  # no layer has a plain MLP
+        if len(sparse) == config.next_token_layers.stop:  # no layer has a plain MLP
             self.plan = replace(
                 self.plan,
                 column=tuple(name for name in plan.column if ".mlp." not in name),

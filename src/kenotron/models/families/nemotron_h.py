@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from kenotron.config.decoder import AttentionArchitecture, Problem
 from kenotron.config.section import EXPORT, key, our_key
-from kenotron.models.families.deepseek_v3 import BiasedMixtureArchitecture
 from kenotron.models.families.mamba2 import MIXER, Mamba2Style, Mamba2StyleArchitecture
+from kenotron.models.families.mixtral import BiasedMixtureArchitecture
 from kenotron.models.init_rules import Constant, InitRule, Normal
 from kenotron.models.plan import Plan
 

@@ -138,3 +138,9 @@ class Starcoder2(Family[Starcoder2Architecture]):
         from kenotron.models.blocks.norm import LayerNorm
 
         return LayerNorm(self.config.hidden_size, self.config.norm_epsilon)
+
+    def positions(self) -> nn.Module:
+        """RoPE."""
+        from kenotron.models.blocks.rope import Rope
+
+        return Rope.of(self.config)
