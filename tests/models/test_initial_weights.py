@@ -19,7 +19,8 @@ from kenotron.models.families.mamba import MambaArchitecture
 from kenotron.models.families.mixtral import MixtralArchitecture
 from kenotron.models.families.nano import NanoArchitecture
 from kenotron.models.families.nemotron_h import NemotronHArchitecture
-from kenotron.models.initialization import Constant, InitRule, Normal, fill, initialize, rule_for
+from kenotron.models.init_rules import Constant, InitRule, Normal, rule_for
+from kenotron.models.initialization import fill
 
 LAYERS = 3
 
@@ -138,7 +139,8 @@ def test_the_order_in_which_weights_are_filled_does_not_matter() -> None:
         InitRule("*.weight", Normal(0.02)),
     ]
     parameters = [(name, torch.nn.Parameter(torch.empty_like(w))) for name, w in expected.items()]
-    initialize(reversed(parameters), rules, 1)
+    for name, parameter in reversed(parameters):
+        fill(name, TensorShard.full(parameter), rule_for(name, rules), 1)
     assert all(torch.equal(parameter, expected[name]) for name, parameter in parameters)
 
 

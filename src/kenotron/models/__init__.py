@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from kenotron.models.context import Context, MicroBatch
+from kenotron.models.init_rules import rule_for, times
 from kenotron.models.part import ModelPart
 from kenotron.models.plan import Plan
 
@@ -108,10 +109,12 @@ def initialize_model(
     a parameter's name multiplies its standard deviation.
     """
     from kenotron.kernels.tensor_shard import TensorShard
-    from kenotron.models.initialization import initialize
+    from kenotron.models.initialization import fill
 
     rules = model.init_rules(std, scaling)
-    initialize(named_parameters(model), rules, seed, shard_of or TensorShard.full, factor_of)
+    for name, parameter in named_parameters(model):
+        shard = (shard_of or TensorShard.full)(parameter)
+        fill(name, shard, times(rule_for(name, rules), factor_of(name)), seed)
     zero_vocabulary_padding(model, shard_of)
 
 

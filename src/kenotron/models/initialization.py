@@ -7,33 +7,15 @@ vocabulary adds rows at the end and moves nothing.
 Which distribution a parameter gets is a list of rules: `models.init_rules`.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-
 import torch
-from torch import Tensor, nn
 
 from kenotron.kernels.hashing import derive_key
 from kenotron.kernels.random import fill_normal_
 from kenotron.kernels.tensor_shard import TensorShard
-from kenotron.models.init_rules import Constant, FilledBy, InitRule, Normal, rule_for, times
+from kenotron.models.init_rules import Constant, FilledBy, Normal
 
 
 @torch.no_grad()
-def initialize(
-    parameters: Iterable[tuple[str, nn.Parameter]],
-    rules: Sequence[InitRule],
-    seed: int,
-    shard_of: Callable[[Tensor], TensorShard] = TensorShard.full,
-    factor_of: Callable[[str], float] = lambda name: 1.0,
-) -> None:
-    """Fill `parameters` in place, their standard deviations times `factor_of` their names.
-
-    `shard_of` returns the block of the logical tensor that a parameter holds here.
-    """
-    for name, parameter in parameters:
-        fill(name, shard_of(parameter), times(rule_for(name, rules), factor_of(name)), seed)
-
-
 def fill(name: str, shard: TensorShard, distribution: Normal | Constant | FilledBy, seed: int) -> None:
     """Fill one shard with the bits that the whole parameter would have there."""
     if isinstance(distribution, Constant):

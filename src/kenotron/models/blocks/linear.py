@@ -7,7 +7,7 @@ weights in the compute dtype already, neither.
 Nothing here touches torch's global generator.
 
 ``torch.nn.Linear`` fills its weight from the global random stream when it is made. Ours stay empty until
-:func:`kenotron.models.initialization.initialize` fills them by rule: weights are a function of (seed, name, element).
+:func:`kenotron.models.initialize_model` fills them by rule: weights are a function of (seed, name, element).
 """
 
 from __future__ import annotations
