@@ -14,6 +14,8 @@ import pytest
 from support.tiny_run import REPOSITORY
 
 LINES = 600
+PAGE_LINES = 250
+REFERENCES = {"benchmarks.md", "commands.md", "config-reference.md"}  # looked up, not read through
 
 
 def dotted(path: Path) -> str:
@@ -29,6 +31,16 @@ def test_no_file_is_longer_than_six_hundred_lines(folder: str) -> None:
     lengths = {path: len(path.read_text().splitlines()) for path in (REPOSITORY / folder).rglob("*.py")}
     assert lengths
     assert {str(path): length for path, length in lengths.items() if length > LINES} == {}
+
+
+def test_no_page_is_longer_than_it_may_be() -> None:
+    """README, the changelog, and the pages of docs/ that one reads from top to bottom."""
+    limits = {"README.md": 130, "CHANGELOG.md": 80}
+    pages = [path.name for path in (REPOSITORY / "docs").glob("*.md")]
+    assert set(pages) > REFERENCES
+    limits |= {f"docs/{name}": PAGE_LINES for name in pages if name not in REFERENCES}
+    lengths = {name: len((REPOSITORY / name).read_text(encoding="utf-8").splitlines()) for name in limits}
+    assert {name: length for name, length in lengths.items() if length > limits[name]} == {}
 
 
 def test_a_model_family_is_a_short_file() -> None:
