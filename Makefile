@@ -58,7 +58,7 @@ chaos: $(VENV)/.installed-test  ## 62 faults of ranks that spare processes repla
 soak: $(VENV)/.installed-test  ## 1,000 kills of six runs on several layouts, which resume each time: 9 minutes; OPTIONS="--kills 50"
 	PYTHONPATH=tests $(BIN)/python -m soak.run $(OPTIONS)
 
-lint: $(VENV)/.installed-dev  ## formatting, lint, types, layering, generated docs
+lint: $(VENV)/.installed-dev  ## formatting, lint, types, layering, generated docs, schemas of what GitHub reads
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pre-commit run --all-files --show-diff-on-failure
 
 bench: setup  ## measure against the peers, on this machine, in one run
