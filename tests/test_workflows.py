@@ -1,7 +1,10 @@
 """What GitHub and coding agents read agrees with the repository: targets of make, versions, packages, questions."""
 
+import os
 import re
+import shlex
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -10,7 +13,7 @@ import pytest
 import yaml
 
 import kenotron
-from support.tiny_run import REPOSITORY
+from support.tiny_run import KENOTRON, REPOSITORY, environment
 
 GITHUB = REPOSITORY / ".github"
 WORKFLOWS = sorted((GITHUB / "workflows").glob("*.yml"))
@@ -186,3 +189,59 @@ def test_agents_find_every_package_and_every_contract() -> None:
     assert packages == re.findall(r"^\| `(\w+)` \|", architecture.split("## How a run flows")[0], re.MULTILINE)
     contract = re.compile(r"^\d\. \*\*(.+?)\.?\*\*", re.MULTILINE)
     assert contract.findall(page) == contract.findall(architecture)
+
+
+# ---- the release: the steps that need no network. Not run here: building, installing the wheel, the uploads.
+
+
+def run_step(job: str, name: str, folder: Path, programs: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """The shell lines of a step of release.yml whose name or command begins with `name`, as GitHub's bash runs them."""
+    steps = read(GITHUB / "workflows" / "release.yml")["jobs"][job]["steps"]
+    (shell,) = [step["run"] for step in steps if step.get("name", step.get("run", "")).startswith(name)]
+    programs.mkdir()
+    for program, words in {"python": [sys.executable], "kenotron": KENOTRON}.items():
+        (programs / program).write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
+        (programs / program).chmod(0o755)
+    found = environment(folder, PATH=f"{programs}{os.pathsep}{os.environ['PATH']}", HF_HUB_OFFLINE="1", **variables)
+    return subprocess.run(["bash", "-e", "-c", shell], cwd=folder, env=found, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(("tag", "code"), [(f"v{kenotron.__version__}", 0), ("v0.0.0", 1)])
+def test_a_release_is_of_the_version_that_its_tag_names(tag: str, code: int, tmp_path: Path) -> None:
+    done = run_step("build", "Compare the tag", REPOSITORY, tmp_path / "programs", GITHUB_REF_NAME=tag)
+    assert done.returncode == code, done.stderr
+    file = re.search(r"the version in (\S+)", done.stderr)
+    assert code == 0 or (file is not None and kenotron.__version__ in (REPOSITORY / file[1]).read_text())
+
+
+@pytest.mark.parametrize(("date", "code"), [("2027-01-31", 0), ("unreleased", 1)])
+def test_a_release_page_has_the_changelog_of_its_version(date: str, code: int, tmp_path: Path) -> None:
+    text = (REPOSITORY / "CHANGELOG.md").read_text(encoding="utf-8")
+    heading = re.compile(r"^## \[(.+)\] - .+$", re.MULTILINE)
+    newest = heading.search(text)
+    assert newest is not None
+    version, part = newest[1], heading.split(text)[2]
+    (tmp_path / "CHANGELOG.md").write_text(heading.sub(rf"## [\1] - {date}", text, count=1), encoding="utf-8")
+    variables = {"GITHUB_REF_NAME": f"v{version}", "GITHUB_REPOSITORY": "korovod/kenotron"}
+    done = run_step("build", "Take the version", tmp_path, tmp_path / "programs", **variables)
+    assert done.returncode == code, done.stderr
+    if code:
+        assert f"no heading '## [{version}] - YEAR-MONTH-DAY'" in done.stderr
+        return
+    notes = (tmp_path / "notes.md").read_text(encoding="utf-8")
+    links = re.findall(r"\]\(([^)]+)\)", notes)
+    assert links
+    assert [link for link in links if not link.startswith("https://")] == []
+    repository = f"https://github.com/korovod/kenotron/blob/v{version}/"
+    assert notes.replace(f"]({repository}", "](").strip() == part.strip()
+
+
+@pytest.mark.slow
+def test_what_a_release_tries_works(tmp_path: Path) -> None:
+    """With this checkout in the place of the wheel."""
+    assert run_step("try", "kenotron --help", tmp_path, tmp_path / "help").returncode == 0
+    done = run_step("try", "Train the starter", tmp_path, tmp_path / "programs")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "step 4/4 | loss" in done.stdout + done.stderr
+    assert (tmp_path / "checkpoints" / "text-folder" / "latest.txt").read_text().strip() == "4"
+    assert "Once upon a time" in done.stdout
