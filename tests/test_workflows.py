@@ -104,6 +104,14 @@ def test_a_script_is_bash_and_its_targets_exist(script: Path) -> None:
     assert missing_targets(shell) == []
 
 
+def test_contributing_names_every_target_that_a_workflow_runs() -> None:
+    jobs = [job for path in WORKFLOWS for job in read(path)["jobs"].values()]
+    run = {target for job in jobs for shell in shell_lines(job) for target in re.findall(r"\bmake ([a-z-]+)\b", shell)}
+    assert {"test", "docs", "nightly"} <= run
+    page = commands((REPOSITORY / "CONTRIBUTING.md").read_text(encoding="utf-8"))
+    assert run - {*re.findall(r"\bmake ([a-z-]+)", page)} == set()
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_target_that_a_page_names_exists(page: Path) -> None:
     text = commands(page.read_text(encoding="utf-8"))
