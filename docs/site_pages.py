@@ -34,7 +34,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     """Return the page with links that leave docs/ leading to the repository."""
     if page.file.src_uri == REFERENCE:
         introduction, sections = sections_of_reference()
-        summaries = (f"* [`{name}`](config/{name}.md): {text.splitlines()[2]}" for name, text in sections.items())
+        summaries = (f"* [`{name}`](config/{name}.md): {text.splitlines()[4]}" for name, text in sections.items())
         return introduction + "\n## Sections\n\n" + "\n".join(summaries) + "\n"
     return with_links(markdown, f"docs/{page.file.src_uri}", config.repo_url)
 
@@ -42,9 +42,10 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 def sections_of_reference() -> tuple[str, dict[str, str]]:
     """Split the config reference into its introduction and one page for each section, by name."""
     text = (ROOT / "docs" / REFERENCE).read_text(encoding="utf-8")
-    introduction, *parts = re.split(r"^## ", text, flags=re.MULTILINE)
-    pages = ("# " + part.replace("\n### ", "\n## ") for part in parts)
-    return introduction, {page.split("`")[1]: page for page in pages}
+    introduction, *parts = re.split(r"^## `(\w+)`$", text, flags=re.MULTILINE)
+    sections = {name: part.replace("\n### ", "\n## ") for name, part in zip(parts[::2], parts[1::2], strict=True)}
+    first = "Look up what a key of `{}` does, its type and its default."
+    return introduction, {name: f"# `{name}`\n\n{first.format(name)}{part}" for name, part in sections.items()}
 
 
 def with_links(text: str, source: str, repository: str) -> str:
