@@ -6,7 +6,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 from unittest.mock import patch
 from urllib.error import HTTPError
@@ -151,14 +151,14 @@ def test_a_served_page_gets_the_plans_of_what_is_typed(
     file = Path(tiny_yaml(tmp_path))
     text = file.read_text()
 
-    def ask(server: Server, text: str, *overrides: str, gpu: str = "h100", **headers: str) -> dict[str, Any]:
+    def ask(server: Server, text: str, *overrides: str, gpu: str = "h100", path: str = "", **headers: str) -> Any:
+        """A plan's data; of layouts a list: one for each that was done, and all of them."""
         body = json.dumps({"yaml": text, "gpu": gpu, "overrides": overrides}).encode()
         headers = {"Content-Type": "application/json"} | headers
-        request = Request(f"http://127.0.0.1:{server.server_port}/", body, headers)
+        request = Request(f"http://127.0.0.1:{server.server_port}/{path}", body, headers)
         with urlopen(request) as answer:
-            found = json.loads(answer.read())
-        assert isinstance(found, dict)
-        return found
+            found = [json.loads(line) for line in answer]
+        return found if path else found[0]
 
     def look(server: Server) -> None:
         page = urlopen(f"http://127.0.0.1:{server.server_port}/").read().decode()
@@ -173,8 +173,13 @@ def test_a_served_page_gets_the_plans_of_what_is_typed(
         assert ask(server, text, "parallelism.tp=2") == drawn
         assert time.monotonic() - begun < 0.3
         assert ask(server, text.replace("hidden_size: 16", "hidden_size: 32"))["ranks"] != drawn["ranks"]
+        *_, layouts = ask(server, text, path="layouts")
+        assert layouts["header"][:3] == ["dp", "tp", "pp"]
+        assert [row[:3] for row in layouts["rows"]] == [["1", "1", "1"]]
+        assert "parallelism.tp=1" in layouts["overrides"][0]
         for case, expected in (
             (ask(server, text, "parallelism.pp=9"), "parallelism.pp: expected at most"),
+            (ask(server, text, gpu="", path="layouts")[-1], "it needs a kind of GPU whose speed is known"),
             (ask(server, text, gpu="h1000"), "did you mean 'h100'?"),
             (ask(server, "a: ["), "tiny.yaml:1: not valid YAML"),
         ):
@@ -228,6 +233,51 @@ def test_a_browser_changes_the_layout_on_a_served_page(tmp_path: Path, monkeypat
     titles = [f"tiny on {ranks} on H100 80 GB" for ranks in ("1 rank", "2 ranks", "2 ranks")]
     assert "tp" + " | ".join(titles) in dom
     assert "parallelism.pp: expected at most num_hidden_layers 2 stages, found 9" in dom
+
+
+@pytest.mark.slow
+def test_a_browser_takes_a_ranked_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The browser's clock of a test waits for a request, and not for the lines of an answer: so it asks to wait."""
+    script = """<script>
+      const status = () => document.querySelector("[role=status]").textContent;
+      const press = text => [...document.querySelectorAll("button")].find(each => each.textContent === text).click();
+      let ranked = "";
+      const watch = setInterval(() => {
+        if (/layouts ranked/.test(status())) { ranked = document.querySelector("section").innerText; press("plan it"); }
+        else if (/planned in/.test(status())) {
+          if (!ranked) { press("Rank layouts"); fetch("/wait"); }
+          else {
+            clearInterval(watch);
+            const given = [...document.querySelectorAll("form input, form select")].map(each => each.value);
+            document.body.append(`[${ranked.replace(/\\s+/g, " ")}] [${given.join(" ")}] [${document.title}]`);
+          }
+        }
+      }, 2000);
+    </script>"""
+    page_of = serving.page_of
+    monkeypatch.setattr(serving, "page_of", lambda data: page_of(data).replace("</body>", f"{script}</body>"))
+    found, ended, get = [], Event(), serving.Handler.do_GET
+
+    def get_or_wait(handler: serving.Handler) -> None:
+        if handler.path == "/wait":
+            assert ended.wait(100)
+        get(handler)
+
+    monkeypatch.setattr(serving.Handler, "do_GET", get_or_wait)
+
+    def look(server: Server) -> None:
+        line = serving.Handler._line
+        monkeypatch.setattr(
+            serving.Handler, "_line", lambda handler, data: (line(handler, data), "rows" in data and ended.set())
+        )
+        found.append(drawn_at(f"http://127.0.0.1:{server.server_port}/", tmp_path, seconds=100))
+
+    assert served(monkeypatch, look, tiny_yaml(tmp_path), "--gpu", "h100", "parallelism.dp=2") == 0
+    said = re.search(r"\[Layouts, the fastest first (.*)\] \[(.*)\] \[tiny on 2 ranks on H100 80 GB\]", found[0])
+    assert said is not None, found[0][-500:]
+    header, first = re.match(r"(dp tp .* beside the first) plan it (\d \d \d)", said[1]).groups()  # type: ignore[union-attr]
+    assert header.startswith("dp tp pp zero_stage recompute_layer micro_batch_size GiB ms")
+    assert said[2].split()[1:4] == first.split()  # after the kind of GPU
 
 
 @pytest.mark.budget(40, reason="plans every layout of two GPUs")

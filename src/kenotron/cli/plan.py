@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from kenotron.planner.search import Layout
     from kenotron.planner.speed import Speed
 
-SHAPE = ("dp", "tp", "pp", "zero_stage", "recompute_layer", "micro_batch_size")
-
 
 def plan(
     file: File,
@@ -55,11 +53,9 @@ def plan(
 
     Exit code 1: it does not fit.
     """
-    from kenotron.planner.hardware import GPUS
     from kenotron.planner.page import page_data, page_of
     from kenotron.planner.planning import plan_run
     from kenotron.planner.search import search as find_layouts
-    from kenotron.planner.verdict import usable
 
     def changed(more: list[str]) -> Config:
         return _config_of(file, [*(overrides or []), *more], to_stderr)
@@ -76,11 +72,9 @@ def plan(
         _serve(file, overrides or [], gpu, lambda kind: _device(kind, in_machine, network), port)
         return
     if search:
-        if device is None or not device.flops or memory is None:
-            raise InputError(f"--search: it needs a kind of GPU whose speed is known; give --gpu {' | '.join(GPUS)}")
         with progress_bar("Planning layouts") as report:
-            layouts = find_layouts(config, changed, device, usable(memory, device), report)
-        _print_layouts(layouts, device, ranks, as_json)
+            layouts = find_layouts(config, changed, device, report)
+        _print_layouts(layouts, device.name if device else "", ranks, as_json)
         raise typer.Exit(1 if layouts[0].speed is None else 0)
     with progress_bar("Following ranks") as report:
         planned = plan_run(config, changed, device, memory, rank, report, to_stderr)
@@ -128,23 +122,35 @@ def _serve(
     file: str, overrides: list[str], gpu: str | None, device: Callable[[str | None], Gpu | None], port: int
 ) -> None:
     from kenotron.planner.planning import plan_run
+    from kenotron.planner.search import search
     from kenotron.planner.serving import Server, serve
 
     with tempfile.TemporaryDirectory() as folder:
         pasted = Path(folder) / Path(file).name
 
-        def planned(text: str, kind: str | None, more: list[str]) -> Plan:
+        def opened(
+            text: str, kind: str | None, more: Sequence[str]
+        ) -> tuple[Config, Callable[[list[str]], Config], Gpu | None]:
             def changed(others: list[str]) -> Config:
                 return _config_of(str(pasted), [*overrides, *more, *others], lambda line: None)
 
             pasted.write_text(text, encoding="utf-8")
             try:
-                config, gpu = changed([]), device(kind)
+                return changed([]), changed, device(kind)
             except InputError as error:
                 raise InputError(str(error).replace(f"{folder}/", "")) from None
+
+        def planned(text: str, kind: str | None, more: Sequence[str]) -> Plan:
+            config, changed, gpu = opened(text, kind, more)
             return plan_run(config, changed, gpu, _memory(config, gpu))
 
-        serve(Server(port, Path(file).stem, Path(file).read_text(encoding="utf-8"), gpu, planned))
+        def ranked(
+            text: str, kind: str | None, more: Sequence[str], report: Callable[[int, int], None]
+        ) -> list[Layout]:
+            return search(*opened(text, kind, more), report)
+
+        yaml = Path(file).read_text(encoding="utf-8")
+        serve(Server(port, Path(file).stem, yaml, gpu, planned, ranked))
 
 
 def _as_data(plan: Plan) -> dict[str, Any]:
@@ -192,24 +198,14 @@ def _print_speed(plan: Plan, speed: Speed) -> None:
     print(speed_in_words(plan.config, speed))
 
 
-def _print_layouts(layouts: Sequence[Layout], gpu: Gpu, ranks: int, as_json: bool) -> None:
-    from kenotron.planner.hardware import GIB
-    from kenotron.planner.search import why
+def _print_layouts(layouts: Sequence[Layout], gpu: str, ranks: int, as_json: bool) -> None:
+    from kenotron.planner.search import table, why
 
     if as_json:
         for layout in layouts:
             speed = None if layout.speed is None else layout.speed._asdict() | {"ranks": None}
             print(json.dumps(layout._asdict() | {"speed": speed, "why": why(layout, layouts[0])}))
         return
-    print(f"{counted(ranks, 'rank')} on {gpu.name}, the fastest first:")
-    rows = []
-    for layout in layouts:
-        values = dict(override.rsplit(".", 1)[-1].split("=") for override in layout.overrides)
-        shape = [values[name] for name in SHAPE]
-        fast = ["", "", ""]
-        if layout.speed is not None:
-            tokens = layout.speed.tokens_per_second / ranks
-            fast = [f"{1000 * layout.speed.seconds:,.0f}", f"{tokens:,.0f}", f"{layout.speed.mfu:.1%}"]
-        rows.append((*shape, f"{layout.peak / GIB:.3g}", *fast, why(layout, layouts[0])))
-    print_table((*SHAPE, "GiB", "ms", "tokens/s", "MFU", "beside the first"), rows)
+    print(f"{counted(ranks, 'rank')} on {gpu}, the fastest first:")
+    print_table(*table(layouts))
     print(f"The first: {' '.join(layouts[0].overrides)}")

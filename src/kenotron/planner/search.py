@@ -1,6 +1,6 @@
 """Layouts of a run on as many GPUs and with the same global batch, the fastest first.
 
-    for layout in search(config, changed, gpu, usable, report):
+    for layout in search(config, changed, gpu, report):
         layout.overrides, layout.peak, layout.speed        # speed is None where nothing tried fits
 
 Every shape (tp, pp, ZeRO stage) is planned with less and less kept for the backward pass, and with smaller
@@ -16,14 +16,16 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kenotron.config.errors import InputError
 from kenotron.config.runs import same_batch_overrides
+from kenotron.planner.hardware import GIB, GPUS
 from kenotron.planner.memory import first_ranks, plan_memory
 from kenotron.planner.speed import Speed, speed_of
-from kenotron.planner.verdict import COLUMNS, in_batches_of
+from kenotron.planner.verdict import COLUMNS, in_batches_of, usable
 
 if TYPE_CHECKING:
     from kenotron.config import Config
     from kenotron.planner.hardware import Gpu
 
+SHAPE = ("dp", "tp", "pp", "zero_stage", "recompute_layer", "micro_batch_size")
 DEGREES = (1, 2, 4, 8, 16)
 RECOMPUTED = ("false", "selective", "true")
 TOKENS, TOKENS_OF_A_STAGE = 16384, 4096
@@ -41,15 +43,17 @@ class Layout(NamedTuple):
 def search(
     config: Config,
     changed: Callable[[list[str]], Config],
-    gpu: Gpu,
-    usable: int,
+    gpu: Gpu | None,
     report: Callable[[int, int], None] | None = None,
 ) -> list[Layout]:
     """The best of every shape on the config's number of GPUs: those that fit by speed, then the others by memory.
 
-    `changed` makes a config with some overrides; `usable`: bytes to plan for. `report` is told how many shapes are
-    done, and of how many. Raises InputError if no shape is a layout of this config.
+    `changed` makes a config with some overrides. `report` is told how many shapes are done, and of how many.
+    Raises InputError if no shape is a layout of this config, or the speed of `gpu` is not known.
     """
+    if gpu is None or not gpu.flops:
+        raise InputError(f"--search: it needs a kind of GPU whose speed is known; give --gpu {' | '.join(GPUS)}")
+    room = usable(int(gpu.memory_gib * GIB), gpu)
     shapes = []
     for overrides in _shapes(config, gpu):
         try:
@@ -59,11 +63,14 @@ def search(
     if not shapes:
         raise InputError(f"--search: no layout of {config.parallelism.world_size} ranks suits this config")
     found = []
-    with ThreadPoolExecutor(os.cpu_count()) as pool:  # each waits for a process that plans
-        for layout in pool.map(lambda shape: best_of(shape[0], shape[1], changed, gpu, usable), shapes):
+    pool = ThreadPoolExecutor(os.cpu_count())  # each waits for a process that plans
+    try:
+        for layout in pool.map(lambda shape: best_of(shape[0], shape[1], changed, gpu, room), shapes):
             found.append(layout)
             if report is not None:
                 report(len(found), len(shapes))
+    finally:
+        pool.shutdown(cancel_futures=True)  # if whom it reports to has gone
     return sorted(found, key=lambda each: (each.speed is None, each.speed.seconds if each.speed else each.peak))
 
 
@@ -75,6 +82,19 @@ def why(layout: Layout, best: Layout) -> str:
     more = {name: seconds - of_best.get(name, 0.0) for name, seconds in layout.speed.ranks[0].of.items()}
     name = max(more, key=more.__getitem__)
     return f"{name}: {1000 * more[name]:,.0f} ms more" if more[name] > 0 else ""
+
+
+def table(layouts: Sequence[Layout]) -> tuple[Sequence[str], list[Sequence[str]]]:
+    """Names of columns, and for each layout a row of texts."""
+    rows: list[Sequence[str]] = []
+    for layout in layouts:
+        values = dict(override.rsplit(".", 1)[-1].split("=") for override in layout.overrides)
+        fast = ["", "", ""]
+        if layout.speed is not None:
+            fast = [f"{1000 * layout.speed.seconds:,.0f}", f"{layout.speed.of_a_gpu:,.0f}", f"{layout.speed.mfu:.1%}"]
+        memory = f"{layout.peak / GIB:.3g}"
+        rows.append((*(values[name] for name in SHAPE), memory, *fast, why(layout, layouts[0])))
+    return (*SHAPE, "GiB", "ms", "tokens/s", "MFU", "beside the first"), rows
 
 
 def _shapes(config: Config, gpu: Gpu) -> Iterator[list[str]]:
@@ -99,22 +119,22 @@ def _shapes(config: Config, gpu: Gpu) -> Iterator[list[str]]:
 
 
 def best_of(
-    overrides: list[str], config: Config, changed: Callable[[list[str]], Config], gpu: Gpu, usable: int
+    overrides: list[str], config: Config, changed: Callable[[list[str]], Config], gpu: Gpu, room: int
 ) -> Layout:
-    """The first way in which this shape fits, or its smallest."""
+    """The first way in which this shape fits into `room` bytes, or its smallest."""
     tried = Layout(overrides, 0, None)
     for more in _ways(config):
         by_key = {override.split("=")[0]: override for override in (*overrides, *more)}
         other = changed(list(by_key.values()))
         first = plan_memory(other, gpu, [0])[0]
         tried = Layout(list(by_key.values()), first.peak.bytes, None)
-        if sum(first.peak.of.get(kind, 0) for kind in COLUMNS[:3]) >= usable:
+        if sum(first.peak.of.get(kind, 0) for kind in COLUMNS[:3]) >= room:
             break
-        if first.peak.bytes < usable:
+        if first.peak.bytes < room:
             others = first_ranks(other)[1:]
             plans = [first, *(plan_memory(other, gpu, others) if others else ())]
             peak = max(each.peak.bytes for each in plans)
-            if peak < usable:
+            if peak < room:
                 return Layout(tried.overrides, peak, speed_of(other, gpu, plans))
     return tried
 

@@ -1,6 +1,6 @@
 """`kenotron plan --serve`: a page on which a config is changed, and its plan drawn anew.
 
-    serve(port, "my", text, gpu, plan)
+    serve(Server(8420, "my", text, gpu, plan, rank))
 
 Only pages of this very address may ask: a YAML file can name code to run.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
@@ -18,24 +19,35 @@ from kenotron.config import Config
 from kenotron.config.errors import InputError, RunFailed
 from kenotron.planner.hardware import GPUS
 from kenotron.planner.page import KEYS, page_data, page_of
+from kenotron.planner.search import table
 
 if TYPE_CHECKING:
     from kenotron.planner.planning import Plan
+    from kenotron.planner.search import Layout
 
 HOST = "127.0.0.1"
 
 
 class Server(ThreadingHTTPServer):
-    """Answers with the page, and with the data of plans, each made once.
+    """Answers with the page, with the data of plans, each made once, and with ranked layouts.
 
-    `plan` makes the plan of a YAML file's text, on a kind of GPU (None: this machine's), with some overrides.
+    `plan` makes the plan of a YAML file's text, on a kind of GPU (None: this machine's), with some overrides. `rank`
+    searches layouts for the same, and reports how many are done, and of how many.
     """
 
     daemon_threads = True
 
-    def __init__(self, port: int, name: str, text: str, gpu: str | None, plan: Callable[..., Plan]) -> None:
+    def __init__(
+        self,
+        port: int,
+        name: str,
+        text: str,
+        gpu: str | None,
+        plan: Callable[..., Plan],
+        rank: Callable[..., list[Layout]],
+    ) -> None:
         self.first = {"yaml": text, "gpu": gpu, "gpus": list(GPUS), "keys": {key: _choices(key) for key in KEYS}}
-        self.name, self.plan = name, plan
+        self.name, self.plan, self.rank = name, plan, rank
         self.one_at_a_time = threading.Lock()
         self.planned = cache(self._planned)
         try:
@@ -43,13 +55,18 @@ class Server(ThreadingHTTPServer):
         except OSError as error:
             raise InputError(f"--port {port}: {error.strerror}; expected one that is free, or 0 for any") from None
 
-    def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """The data of a plan, or an "error" in words for people."""
+    def answer(self, asked: dict[str, Any], report: Callable[[int, int], None] | None) -> dict[str, Any]:
+        """The data of a plan, or with `report` those of layouts; or an "error" in words for people."""
+        run = asked["yaml"], asked["gpu"] or None, tuple(asked["overrides"])
         try:
             with self.one_at_a_time:
-                return self.planned(asked["yaml"], asked["gpu"] or None, tuple(asked["overrides"]))
+                if report is None:
+                    return self.planned(*run)
+                layouts = self.rank(*run, report)
         except (InputError, RunFailed) as error:
             return {"error": str(error)}
+        header, rows = table(layouts)
+        return {"header": header, "rows": rows, "overrides": [each.overrides for each in layouts]}
 
     def _planned(self, text: str, gpu: str | None, overrides: Sequence[str]) -> dict[str, Any]:
         return page_data(self.plan(text, gpu, list(overrides)), self.name)
@@ -68,12 +85,24 @@ class Handler(BaseHTTPRequestHandler):
         self._send(200, "text/html; charset=utf-8", page_of({"served": self.server.first}))
 
     def do_POST(self) -> None:
-        """Send the data of a plan. Another site's page could not send this type without asking first."""
+        """Send the data of a plan, or, a line for each that is done, those of layouts.
+
+        Another site's page could not send this type without asking first.
+        """
         if self.headers["Content-Type"] != "application/json" or not self._from_here():
             self._send(403, "text/plain", "")
             return
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self._send(200, "application/json", json.dumps(self.server.answer(asked), allow_nan=False))
+        if self.path != "/layouts":
+            self._send(200, "application/json", json.dumps(self.server.answer(asked, None), allow_nan=False))
+            return
+        self.send_response(200)
+        self.end_headers()
+        with suppress(ConnectionError):  # the page was closed, or asks for something else
+            self._line(self.server.answer(asked, lambda done, of: self._line({"done": done, "of": of})))
+
+    def _line(self, data: dict[str, Any]) -> None:
+        self.wfile.write(json.dumps(data).encode() + b"\n")
 
     def _from_here(self) -> bool:
         """Whether the address is this machine's, by any port: another site's name may lead here, too."""

@@ -21,12 +21,14 @@ if TYPE_CHECKING:
 class Speed(NamedTuple):
     """Of a step on the longest sequences, in seconds; `ranks` say what they spend them on, one of each stage.
 
+    `of_a_gpu`: its share of the tokens per second.
     `mfu`: the model's FLOPs, attention counted whole, as a share of the GPU's peak. `gpu_hours` and `kwh` are those of
     all `train_steps`; GPUs are taken to draw all that they may.
     """
 
     seconds: float
     tokens_per_second: float
+    of_a_gpu: float
     mfu: float
     gpu_hours: float
     kwh: float
@@ -43,4 +45,4 @@ def speed_of(config: Config, gpu: Gpu, plans: Sequence[RankPlan]) -> Speed:
         flops = FlopsPerToken.of(build(config.model), length, recompute=False).flops
     hours = ranks * seconds * tokens.train_steps / 3600
     mfu = flops * per_second / (ranks * gpu.flops)
-    return Speed(seconds, per_second, mfu, hours, hours * gpu.watts / 1000, spent)
+    return Speed(seconds, per_second, per_second / ranks, mfu, hours, hours * gpu.watts / 1000, spent)
