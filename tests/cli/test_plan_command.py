@@ -17,8 +17,12 @@ import pytest
 from kenotron.cli import main
 from kenotron.launch import memory
 from kenotron.planner import serving
+from kenotron.planner.explaining import MEMORY, TIME
 from kenotron.planner.hardware import GPUS
 from kenotron.planner.serving import Server
+from kenotron.planner.timeline import KINDS
+from kenotron.planner.trace import LABELS
+from kenotron.planner.verdict import COLUMNS
 from support.browser import drawn, drawn_at
 from support.tiny_run import tiny_yaml
 
@@ -44,6 +48,24 @@ def test_a_run_that_fits_is_a_table_with_what_is_largest(tmp_path: Path, capsys:
     assert step == pytest.approx(sum(spent), rel=0.02)
     speed = r"[\d,]+ tokens/s, [\d,]+ a GPU, MFU \d\.\d%; 3 steps: \S+ seconds, \S+ GPU-hours, \S+ kWh"
     assert re.fullmatch(speed, lines[-1])
+
+
+def test_a_plan_is_explained_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert MEMORY.keys() == set(COLUMNS)
+    axes = {*LABELS.values(), "dp", "host"}
+    assert TIME.keys() == {*KINDS.values(), *(f"waits for {axis}" for axis in axes)}
+    assert plan(tiny_yaml(tmp_path), "--gpu", "h100", "--explain") == 0
+    lines = capsys.readouterr().out.splitlines()
+    begins = [
+        number for number, line in enumerate(lines) if re.match(r"Rank 0 holds \S+ GiB|A step takes \S+ ms", line)
+    ]
+    of_memory, of_time = lines[begins[0] + 1 : begins[1]], lines[begins[1] + 1 :]
+    for told in (of_memory, of_time):
+        assert 95 <= sum(int(re.match(r" +(\d+)% ", line)[1]) for line in told) <= 102  # type: ignore[index]
+        assert all(". Less with " in line for line in told)
+    assert any(
+        "optimizer: moments and other state. Less with a higher optimizer.zero_stage" in line for line in of_memory
+    )
 
 
 @pytest.mark.budget(20, reason="plans a layout twice")
@@ -311,6 +333,7 @@ def test_layouts_that_do_not_fit_are_ranked_by_memory(tmp_path: Path, capsys: py
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
+        (("--explain", "--json"), "error: --explain: expected without --search, --serve and --json: .*"),
         (("--search", "--rank", "0"), "error: --search: expected without --serve, --rank and --html, .*"),
         (("--search",), r"error: --search: it needs a kind of GPU whose speed is known; give --gpu rtx4090 \| .*"),
         (("--gpu", "h10"), r"error: --gpu: expected rtx4090, .*, found 'h10'; did you mean 'h100'\?"),

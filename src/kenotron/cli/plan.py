@@ -40,6 +40,9 @@ def plan(
     search: Annotated[
         bool, typer.Option("--search", help="Rank layouts of as many GPUs and the same global batch by their speed.")
     ] = False,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Say what memory and time consist of, and what makes each part less.")
+    ] = False,
     html: Annotated[
         Path | None, typer.Option(help="Write a page with memory and time as pictures to this file.")
     ] = None,
@@ -53,6 +56,7 @@ def plan(
 
     Exit code 1: it does not fit.
     """
+    from kenotron.planner.explaining import explained
     from kenotron.planner.page import page_data, page_of
     from kenotron.planner.planning import plan_run
     from kenotron.planner.search import search as find_layouts
@@ -68,6 +72,8 @@ def plan(
         raise InputError("--search: expected without --serve, --rank and --html, which are for one layout")
     if serve and (rank or html or as_json):
         raise InputError("--serve: expected without --rank, --html and --json: the page has its own fields")
+    if explain and (search or serve or as_json):
+        raise InputError("--explain: expected without --search, --serve and --json: it is for people, of one layout")
     if serve:
         _serve(file, overrides or [], gpu, lambda kind: _device(kind, in_machine, network), port)
         return
@@ -85,6 +91,8 @@ def plan(
         print(json.dumps(_as_data(planned), indent=2))
     else:
         _print(planned)
+    if explain:
+        print(*explained(planned), sep="\n")
     raise typer.Exit(1 if planned.verdict.fits is False else 0)
 
 

@@ -3,6 +3,7 @@
 memory.py        the peak of every kind of rank, by what it consists of: read `plan_memory` first
 verdict.py       whether that fits, and the nearest change that does
 planning.py      all that is planned of a run
+explaining.py    the same in words, and what makes each part less
 page.py          a plan as pictures on one HTML page (page.html)
 serving.py       that page with fields to change the run
 search.py        layouts of as many GPUs, the fastest first
