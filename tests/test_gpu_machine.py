@@ -21,7 +21,7 @@ ABSENT = {
     *("s3fs", "aiobotocore", "botocore", "boto3", "s3transfer", "gcsfs"),
     *("moto", "flask", "flask_cors", "werkzeug", "gcp_storage_emulator"),
     *("flash_attn", "mamba_ssm", "causal_conv1d", "wandb", "trackio"),
-    *("mkdocs", "material", "mypy", "ruff", "importlinter", "pre_commit"),
+    *("mkdocs", "material", "mypy", "ruff", "importlinter", "pre_commit", "check_jsonschema"),
 }
 PRESENT = {
     *("torch", "numpy", "pydantic", "yaml", "typer", "rich", "tokenizers", "transformers", "safetensors"),
