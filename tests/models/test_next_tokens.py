@@ -237,6 +237,14 @@ def test_an_import_exported_again_has_the_same_tensors(tmp_path: Path) -> None:
         assert torch.equal(after[name], tensor), name
 
 
+def test_a_run_may_begin_without_them(tmp_path: Path) -> None:
+    _, model = both(num_nextn_predict_layers=0)
+    folder, said = as_published(tmp_path / "hf", both()[1]), []
+    weights = initial_tensors(str(folder), model.config, said.append)
+    assert {name for name, _ in named_parameters(model)} <= set(weights)
+    assert any(line.startswith("model.model_config.num_nextn_predict_layers is 0, but the weights") for line in said)
+
+
 def test_a_head_of_their_own_is_refused(tmp_path: Path) -> None:
     folder = as_published(tmp_path / "hf", both()[1])
     tensors = load_file(folder / "model.safetensors")

@@ -237,11 +237,15 @@ def fitted(source: Source, wanted: DecoderArchitecture) -> Weights:
 
 
 def _check_extra(source: Source, wanted: DecoderArchitecture) -> None:
-    """Weights that the wanted model has no place for, such as biases, must not be dropped in silence."""
+    """Weights that the wanted model has no place for, such as biases, must not be dropped in silence.
+
+    Blocks that predict further tokens may be: no layer reads what they give.
+    """
     if source.architecture == wanted:
         return
     expected = dict(named_state(skeleton(source.model.model_copy(update={"architecture": wanted}))))
-    extra = sorted(set(source.weights) - set(expected) - {HEAD})
+    further = tuple(f"model.layers.{layer}." for layer in source.architecture.next_token_layers)
+    extra = sorted(name for name in set(source.weights) - set(expected) - {HEAD} if not name.startswith(further))
     if extra:
         raise InputError(
             f"model.model_config: the weights in {source.path} have {extra[0]!r}, which the config's model lacks"
