@@ -52,7 +52,7 @@ def test_small_steps_move_bf16_weights_by_the_right_amount_on_average():
         optimizer.step()
     assert weight.dtype == torch.bfloat16
     assert weight.float().mean().item() == pytest.approx(0.99, abs=2e-4)
-    assert weight.unique().numel() > 1
+    assert (weight == 1).float().mean().item() < 0.1  # 0.74^10 of them: each step rounds anew
 
 
 def parameters() -> dict[str, nn.Parameter]:
