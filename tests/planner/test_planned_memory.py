@@ -111,7 +111,9 @@ ON_RANKS = (
 
 
 @pytest.mark.budget(12, reason="torch reports each token of a scan")
-@pytest.mark.parametrize("case", ["mamba|dp=1", *(pytest.param(case, marks=pytest.mark.slow) for case in ON_RANKS)])
+@pytest.mark.parametrize(
+    "case", ["mamba|dp=1|tokens.sequence_length=8", *(pytest.param(case, marks=pytest.mark.slow) for case in ON_RANKS)]
+)
 def test_torchs_allocator_says_the_same(case: str) -> None:
     """It sees what operators allocate inside them, too; `benchmarks/plan_proof.py` compares all cases."""
     ranks = config_of(case).parallelism.world_size
