@@ -4,8 +4,8 @@
     python benchmarks/plan_proof.py --only "mixtral|pp=2"     # those whose names contain this
 
 Ranks over gloo on a CPU are measured in two ways: every storage of torch's, by the counter that plans, and the reports
-of torch's allocator, which sees inside operators, too, and in which gloo's threads release late what they have sent:
-the least of ten steps counts. The picture (docs/pictures/plan-proof-*.svg) is drawn when all layouts were compared.
+of torch's allocator, which sees inside operators, too. What gloo's threads release late counts as long: the least of
+some steps is taken. The picture (docs/pictures/plan-proof-*.svg) is drawn when all layouts were compared.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pictures import THEMES, drawing  # noqa: E402
 from support.plans import allocated, config_of, measure, predict  # noqa: E402
 from support.ranks import run_ranks  # noqa: E402
 
-REPEATS = 10
+REPEATS = 6
 BARS = {"storages": "worst 0.5%", "allocator": "median 0.5%, 95% of ranks 2%"}
 
 
