@@ -116,9 +116,8 @@ def planned(table: Table, row: str) -> str:
     waits = {name.removeprefix("waits for "): each for name, each in speed.ranks[0].of.items() if "waits" in name}
     most = max(waits, key=waits.__getitem__, default="")
     share = waits.get(most, 0.0) / speed.seconds
-    each = speed.tokens_per_second / config.parallelism.world_size
     words = " ".join(f"`{override.split('.')[-1]}`" for override in row.split())
-    cells = [f"{size / GIB:.1f}" for size in sizes] + [f"{1000 * speed.seconds:,.0f}", f"{each:,.0f}"]
+    cells = [f"{size / GIB:.1f}" for size in sizes] + [f"{1000 * speed.seconds:,.0f}", f"{speed.of_a_gpu:,.0f}"]
     return f"| {words} | {' | '.join(cells)} | {f'{most}, {share:.0%}' if share >= 0.005 else '–'} |\n"
 
 

@@ -90,7 +90,7 @@ def header(model: str, gpus: int, peak: int, speed: Speed) -> str:
         f"# {title} on {machines}H100 80 GB, {BATCH * LENGTH:,} tokens a step:\n"
         f"#     kenotron train {files}\n"
         f"# Planned, not measured: {peak / GIB:.1f} GiB of {GPU.memory_gib}, {speed.tokens_per_second:,.0f} tokens/s "
-        f"({speed.tokens_per_second / gpus:,.0f} a GPU), MFU {speed.mfu:.1%}, bubble {bubble:.1%},\n"
+        f"({speed.of_a_gpu:,.0f} a GPU), MFU {speed.mfu:.1%}, bubble {bubble:.1%},\n"
         f"# 1e12 tokens in {days:,.1f} days, by\n"
         f"#     kenotron plan {files} --gpu h100\n"
     )

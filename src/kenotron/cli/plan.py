@@ -152,9 +152,7 @@ def _serve(
             config, changed, gpu = opened(text, kind, more)
             return plan_run(config, changed, gpu, _memory(config, gpu))
 
-        def ranked(
-            text: str, kind: str | None, more: Sequence[str], report: Callable[[int, int], None]
-        ) -> list[Layout]:
+        def ranked(text: str, kind: str | None, more: Sequence[str], report: Callable[..., None]) -> list[Layout]:
             return search(*opened(text, kind, more), report)
 
         yaml = Path(file).read_text(encoding="utf-8")

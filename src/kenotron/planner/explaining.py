@@ -28,7 +28,7 @@ MEMORY = {  # what it is, what makes it less
 }
 TIME = {
     "products": ("products of matrices", "parallelism.recompute_layer false or selective"),
-    "attention": ("attention", "shorter documents or sequences, a sliding window"),
+    "attention": ("each token beside those before it", "shorter documents or sequences, a sliding window"),
     "other kernels": ("norms, activations, sums, the update: memory that is read and written", "model.compile"),
     "waits for dp": (
         "gradients and weights on their way that nothing hides",

@@ -23,7 +23,6 @@ from kenotron.planner.search import table
 
 if TYPE_CHECKING:
     from kenotron.planner.planning import Plan
-    from kenotron.planner.search import Layout
 
 HOST = "127.0.0.1"
 
@@ -32,19 +31,13 @@ class Server(ThreadingHTTPServer):
     """Answers with the page, with the data of plans, each made once, and with ranked layouts.
 
     `plan` makes the plan of a YAML file's text, on a kind of GPU (None: this machine's), with some overrides. `rank`
-    searches layouts for the same, and reports how many are done, and of how many.
+    searches the `Layout`s of the same, and reports how many are done, and of how many.
     """
 
     daemon_threads = True
 
     def __init__(
-        self,
-        port: int,
-        name: str,
-        text: str,
-        gpu: str | None,
-        plan: Callable[..., Plan],
-        rank: Callable[..., list[Layout]],
+        self, port: int, name: str, text: str, gpu: str | None, plan: Callable[..., Plan], rank: Callable[..., Any]
     ) -> None:
         self.first = {"yaml": text, "gpu": gpu, "gpus": list(GPUS), "keys": {key: _choices(key) for key in KEYS}}
         self.name, self.plan, self.rank = name, plan, rank
