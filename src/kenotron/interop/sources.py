@@ -82,9 +82,8 @@ def hf_source(path: str | Path, report: Report = quiet, family: str | None = Non
         known = ", ".join(WEIGHT_DTYPES)
         raise InputError(f"{folder / 'config.json'}: dtype: expected one of {known}, found {dtype!r}")
     theirs = None if isinstance(architecture, HuggingFaceArchitecture) else hf_weights(folder)
-    if theirs is not None and f"model.layers.{architecture.num_hidden_layers}.eh_proj.weight" in theirs:
-        further = {"num_nextn_predict_layers": config.get("num_nextn_predict_layers", 1)}
-        architecture = architecture.model_copy(update=further)
+    if theirs is not None:
+        architecture = family_of(architecture).as_saved(config, theirs)
     model = Model.model_validate({"model_config": architecture, "init_method": {"path": str(path)}, "dtype": dtype})
     shapes = {name: tuple(tensor.shape) for name, tensor in named_state(skeleton(model))}
     if theirs is None:

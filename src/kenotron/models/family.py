@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from kenotron.config.decoder import DecoderArchitecture
@@ -114,6 +114,10 @@ class Family(ABC, Generic[C]):
         for ours, theirs in self.hf_names.items():
             name = name.replace(ours, theirs)
         return name
+
+    def as_saved(self, config: Mapping[str, Any], tensors: Container[str]) -> C:
+        """The section, which a config.json `config` describes, as the names of the `tensors` beside it correct it."""
+        return self.config
 
     def hf_copies(self) -> dict[str, str]:
         """Tensors of theirs that repeat one of ours → its name."""

@@ -6,7 +6,7 @@ and the bias of an expert, which no gradient reaches, affects which experts are 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -172,12 +172,18 @@ class DeepseekV3(SparseStyle[DeepseekV3Architecture]):
 
     @classmethod
     def from_hf(cls, values: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-        """`head_dim` is a copy of qk_rope_head_dim; transformers writes num_nextn_predict_layers of any model."""
+        """`head_dim` is a copy of qk_rope_head_dim; for num_nextn_predict_layers see `as_saved`."""
         return {name: value for name, value in values.items() if name not in ("head_dim", "num_nextn_predict_layers")}
 
     def to_hf(self, values: dict[str, Any]) -> dict[str, Any]:
         """The inverse of `from_hf`."""
         return values | {"head_dim": self.config.qk_rope_head_dim}
+
+    def as_saved(self, config: Mapping[str, Any], tensors: Container[str]) -> DeepseekV3Architecture:
+        """With the blocks for further tokens whose tensors are there: transformers writes their number of any model."""
+        if f"model.layers.{self.config.num_hidden_layers}.eh_proj.weight" not in tensors:
+            return self.config
+        return self.config.model_copy(update={"num_nextn_predict_layers": config.get("num_nextn_predict_layers", 1)})
 
     def hf_copies(self) -> dict[str, str]:
         """Blocks that predict further tokens have the embedding and the head once more."""
