@@ -12,7 +12,7 @@ import torch
 
 from kenotron.config.errors import InputError
 from kenotron.parallel.mesh import axes, build_mesh
-from support.layout_runs import SPARSE, Problem, each_alone, expect_the_same, prepared, steps, train_on_layout
+from support.layout_runs import SPARSE, Problem, Seen, each_alone, expect_the_same, prepared, steps, train_on_layout
 from support.ranks import run_ranks
 
 PROBLEMS = {family: Problem(family, steps=3, model=keys) for family, keys in SPARSE.items()}
@@ -20,6 +20,7 @@ WITH_A_CAPACITY = {"moe_expert_capacity_factor": 0.8, "router_aux_loss_scope": "
 FURTHER = Problem("further", steps=3, model=SPARSE["deepseek_v3"] | {"num_nextn_predict_layers": 2})
 DROPPING = Problem("dropping", steps=3, model=SPARSE["mixtral"] | WITH_A_CAPACITY)
 SIX = Problem("six", steps=3, model=SPARSE["mixtral"] | {"num_local_experts": 6})
+KNOWN = PROBLEMS | {"dropping": DROPPING, "six": SIX, "further": FURTHER}
 ROUNDING = 5e-6
 QUICK = [
     ("qwen2_moe", 4, "dp=2 zero=2 tp=2 ep=2 mode=REDUCE_SCATTER recompute=true"),
@@ -77,7 +78,17 @@ LAYOUTS_THAT_DROP = [
 @pytest.fixture(scope="module")
 def reference_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """What one process makes of a family, each trained once."""
-    return each_alone((PROBLEMS | {"dropping": DROPPING, "six": SIX, "further": FURTHER}).__getitem__, tmp_path_factory)
+    return each_alone(KNOWN.__getitem__, tmp_path_factory)
+
+
+def like_one_process(
+    which: str, world_size: int, layout: str, reference_of: Callable[[str], Path], folder: Path
+) -> list[Seen]:
+    """What each rank of a layout saw of a problem: the same as one process, within rounding."""
+    reference = reference_of(which)
+    ranks = run_ranks(world_size, train_on_layout, KNOWN[which], layout, folder, reference)
+    expect_the_same(ranks, reference, ROUNDING)
+    return ranks
 
 
 @pytest.mark.cases(2)
@@ -94,9 +105,7 @@ def reference_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
 def test_a_layout_means_what_one_process_means(
     family: str, world_size: int, layout: str, reference_of: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    reference = reference_of(family)
-    ranks = run_ranks(world_size, train_on_layout, PROBLEMS[family], layout, tmp_path, reference)
-    expect_the_same(ranks, reference, ROUNDING)
+    like_one_process(family, world_size, layout, reference_of, tmp_path)
 
 
 @pytest.mark.budget(8, reason="four ranks, whose experts and attention are kernels of their own, on two cores")
@@ -120,9 +129,7 @@ def test_a_layout_means_what_one_process_means(
 def test_further_tokens_are_predicted_alike_on_layouts(
     world_size: int, layout: str, reference_of: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    reference = reference_of("further")
-    ranks = run_ranks(world_size, train_on_layout, FURTHER, layout, tmp_path, reference)
-    expect_the_same(ranks, reference, ROUNDING)
+    like_one_process("further", world_size, layout, reference_of, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -136,9 +143,7 @@ def test_what_is_dropped_does_not_depend_on_the_layout(
     world_size: int, layout: str, reference_of: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """Nor does a balance loss that takes the loads of the batch before."""
-    reference = reference_of("dropping")
-    ranks = run_ranks(world_size, train_on_layout, DROPPING, layout, tmp_path, reference)
-    expect_the_same(ranks, reference, ROUNDING)
+    like_one_process("dropping", world_size, layout, reference_of, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -160,9 +165,7 @@ def test_experts_that_the_ranks_do_not_divide_are_cut_inside(
     world_size: int, layout: str, reference_of: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """FSDP2 cuts by experts, and pads: of six over four ranks three would hold two each, and one none."""
-    reference = reference_of("six")
-    ranks = run_ranks(world_size, train_on_layout, SIX, layout, tmp_path, reference)
-    expect_the_same(ranks, reference, ROUNDING)
+    ranks = like_one_process("six", world_size, layout, reference_of, tmp_path)
     held = [seen.local_numbers for seen in ranks]
     assert max(held) < 1.02 * min(held)  # the router's six rows are cut by rows
 

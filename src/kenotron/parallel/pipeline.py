@@ -171,7 +171,8 @@ class _OneOfSeveral(_Scheduled):
             self._let_go(*each)
 
     def _send(self, what: str, number: int, ops: list[dist.P2POp]) -> list[dist.P2POp]:
-        self.sent[what, number] = dist.batch_isend_irecv(ops) if ops else []
+        if ops:  # none to a stage of the same rank
+            self.sent[what, number] = dist.batch_isend_irecv(ops)
         return []
 
     def _let_go(self, what: str, number: int) -> None:
