@@ -137,8 +137,8 @@ FAULTS = [
     _new(
         "gradients-not-summed-over-cp-at-stage-0",
         "parallel/data.py",
-        '(mesh.group("gradient"), False)',
-        '(mesh.group("batch"), False)',
+        '("gradient", False, ',
+        '("batch", False, ',
         "context-parallel ranks hold the same weights, and their gradients are not summed",
         "cp=2 zero=0",
         r"lm_head",

@@ -55,36 +55,6 @@ def test_half_of_the_keys_of_validation_is_a_warning(
     assert [line.removesuffix(" never validates") for line in said] == lines
 
 
-MIXTRAL = (
-    "model.model_config={is_mixtral_config: true, num_local_experts: 8, hidden_size: 64, intermediate_size: 128, "
-    "num_attention_heads: 4, num_hidden_layers: 1, vocab_size: 64}"
-)
-
-
-@pytest.mark.parametrize(
-    ("layout", "said"),
-    [
-        ("parallelism.dp=64 optimizer.zero_stage=1", None),  # a width of 64
-        ("parallelism.dp=12 optimizer.zero_stage=0", None),
-        (
-            "parallelism.dp=12 optimizer.zero_stage=1",
-            "optimizer.zero_stage 1: 12 ranks share the matrices of 8 experts, and divide none of their dimensions 8, "
-            "128, 64: each gathers 12 experts; with optimizer.zero_stage=hybrid parallelism.dp_shard=4, 8",
-        ),
-        ("parallelism.dp=12 optimizer.zero_stage=hybrid parallelism.dp_shard=4", None),
-        (
-            "parallelism.dp=24 parallelism.expert_parallel_size=4 parallelism.tp=2 optimizer.zero_stage=3",
-            "optimizer.zero_stage 3: 6 ranks share the matrices of 2 experts, and divide none of their dimensions 2, "
-            "64, 64: each gathers 6 experts",
-        ),
-    ],
-)
-def test_experts_that_ranks_do_not_divide_are_a_warning(minimal: dict[str, Any], layout: str, said: str | None) -> None:
-    """What is warned of is what FSDP2 does, which the planner shows: at dp 96 of Mixtral 8x7B 1,074 GiB."""
-    found = [line for line in warnings_of(load(minimal, [MIXTRAL, *layout.split()])) if "experts" in line]
-    assert found == ([] if said is None else [said])
-
-
 def test_a_misspelt_required_key_is_one_error_not_two(minimal: dict[str, Any]) -> None:
     minimal["tokens"]["train_step"] = minimal["tokens"].pop("train_steps")
     assert message(minimal) == "unknown key 'tokens.train_step'; did you mean 'train_steps'?"

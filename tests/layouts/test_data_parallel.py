@@ -257,5 +257,5 @@ def test_hybrid_groups_stay_on_one_machine(
     dp: int, cp: int, tp: int, ranks_on_machine: int, replicate: int, shard: int
 ) -> None:
     layout = Parallelism(dp=dp, context_parallel_size=cp, tp=tp)
-    degrees = axes(SimpleNamespace(parallelism=layout, zero_stage="hybrid"), ranks_on_machine)  # type: ignore[arg-type]
+    degrees = axes(SimpleNamespace(parallelism=layout, zero_stage="hybrid", expert_sizes=()), ranks_on_machine)  # type: ignore[arg-type]
     assert (degrees["dp_replicate"], degrees["dp_shard"]) == (replicate, shard)

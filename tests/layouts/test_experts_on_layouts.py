@@ -20,7 +20,9 @@ WITH_A_CAPACITY = {"moe_expert_capacity_factor": 0.8, "router_aux_loss_scope": "
 FURTHER = Problem("further", steps=3, model=SPARSE["deepseek_v3"] | {"num_nextn_predict_layers": 2})
 DROPPING = Problem("dropping", steps=3, model=SPARSE["mixtral"] | WITH_A_CAPACITY)
 SIX = Problem("six", steps=3, model=SPARSE["mixtral"] | {"num_local_experts": 6})
-KNOWN = PROBLEMS | {"dropping": DROPPING, "six": SIX, "further": FURTHER}
+ODD = {"hidden_size": 15, "head_dim": 6, "intermediate_size": 50, "num_local_experts": 2}  # 4 ranks divide none
+TWO = Problem("two", steps=3, model=SPARSE["mixtral"] | ODD)
+KNOWN = PROBLEMS | {"dropping": DROPPING, "six": SIX, "two": TWO, "further": FURTHER}
 ROUNDING = 5e-6
 QUICK = [
     ("qwen2_moe", 4, "dp=2 zero=2 tp=2 ep=2 mode=REDUCE_SCATTER recompute=true"),
@@ -168,6 +170,47 @@ def test_experts_that_the_ranks_do_not_divide_are_cut_inside(
     ranks = like_one_process("six", world_size, layout, reference_of, tmp_path)
     held = [seen.local_numbers for seen in ranks]
     assert max(held) < 1.02 * min(held)  # the router's six rows are cut by rows
+
+
+@pytest.mark.budget(8, reason="four ranks, whose experts and attention are kernels of their own, on two cores")
+@pytest.mark.parametrize(
+    ("world_size", "layout"),
+    [
+        (4, "dp=4 zero=3 recompute=true"),
+        *(
+            pytest.param(*slow, marks=pytest.mark.slow)
+            for slow in [
+                (4, "dp=4 zero=1 accum=2"),
+                (4, "dp=2 cp=2 zero=2"),
+                (8, "dp=4 tp=2 zero=3 mode=REDUCE_SCATTER"),
+                (8, "dp=4 pp=2 zero=1 engine=1f1b"),
+                (8, "dp=8 shard=4 zero=3"),
+                (8, "dp=8 ep=2 zero=3"),
+            ]
+        ),
+    ],
+)
+def test_experts_that_ranks_would_pad_are_split_over_fewer(
+    world_size: int, layout: str, reference_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """FSDP2 would give two of four ranks an expert, and have all gather four in the place of two."""
+    ranks = like_one_process("two", world_size, layout, reference_of, tmp_path)
+    held = [seen.local_numbers for seen in ranks]
+    assert max(held) < 1.5 * min(held)  # other weights have 15 rows
+    degrees = axes(TWO.config(layout, tmp_path))
+    assert degrees["expert_shard"] == 2
+    assert degrees["expert_replicate"] > 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["dp=4 tp=2 ep=2 zero=3", "dp=4 tp=2 ep=2 zero=1 accum=2 mode=REDUCE_SCATTER"])
+def test_an_expert_that_no_ranks_split_is_replicated_under_zero(
+    layout: str, reference_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Two ranks have half of an expert of 25 x 15: cut by experts, one would hold it and both would gather two."""
+    like_one_process("two", 8, layout, reference_of, tmp_path)
+    degrees = axes(TWO.config(layout, tmp_path))
+    assert (degrees["expert_replicate"], degrees["expert_shard"]) == (2, 1)
 
 
 def test_experts_that_ep_does_not_divide_are_named(tmp_path: Path) -> None:

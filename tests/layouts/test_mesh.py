@@ -1,14 +1,18 @@
 """The mesh: axes are declared once, and every group of axes is a process group, a degree and a rank."""
 
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import kenotron as kn
 from kenotron.config.errors import InputError
-from kenotron.parallel.mesh import AXES, GROUPS, NAMES, Mesh, axes_of, build_mesh
+from kenotron.parallel.mesh import AXES, GROUPS, NAMES, Mesh, axes, axes_of, build_mesh
+from support.layout_runs import SHORT
 from support.ranks import run_ranks
+from support.tiny_run import tiny_dict
 
 DEGREES = {"pp": 2, "dp_shard": 2, "tp": 2}
 
@@ -63,11 +67,44 @@ def test_groups_are_rows_of_the_grid_and_ranks_their_row_major_numbers():
 
 
 def members_of_experts(rank: int) -> dict[str, list[int]]:
-    mesh = build_mesh({"dp_shard": 4, "expert_replicas": 2, "ep": 2, "tp": 2}, 8, "cpu")
-    groups = {name: mesh.group(name) for name in ("gradient", "expert_replicas", "ep", "tp")}
+    mesh = build_mesh({"dp_shard": 4, "expert_shard": 2, "ep": 2, "tp": 2}, 8, "cpu")
+    groups = {name: mesh.group(name) for name in ("gradient", "expert_shard", "expert_gradient", "ep", "tp")}
     members = {name: dist.get_process_group_ranks(group) for name, group in groups.items() if group is not None}
     assert all(members[name][mesh.rank(name)] == rank for name in members)
     return members
+
+
+MIXTRAL = {
+    "is_mixtral_config": True,
+    "num_local_experts": 8,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 2,
+    "vocab_size": 64,
+}
+
+
+@pytest.mark.parametrize(
+    ("layout", "replicate", "shard"),
+    [
+        ("dp=96 zero=3", 3, 32),  # 32 divides a width of 14336; 96 would each gather 96 experts
+        ("dp=64 zero=3", 1, 1),  # as other weights
+        ("dp=36 zero=1", 4, 9),  # one expert a rank, as of 36, which would gather 36 in the place of 9
+        ("dp=12 zero=1", 1, 1),  # groups of 4 would hold two experts a rank, 12 hold one
+        ("dp=96 zero=0", 1, 1),
+        ("dp=96 shard=48 zero=hybrid", 6, 16),
+        ("dp=48 cp=2 zero=2", 3, 32),
+        ("dp=48 ep=4 tp=4 zero=3", 3, 4),  # of 12 that hold two experts
+        ("dp=48 ep=4 zero=0", 12, 1),
+    ],
+)
+def test_experts_are_split_where_a_rank_holds_least(layout: str, replicate: int, shard: int, tmp_path: Path) -> None:
+    given = tiny_dict(tmp_path)
+    given["model"]["model_config"] = MIXTRAL
+    pairs = (part.split("=") for part in layout.split())
+    degrees = axes(kn.load(given, [f"{SHORT[name]}={value}" for name, value in pairs]))
+    assert (degrees["expert_replicate"], degrees["expert_shard"]) == (replicate, shard)
 
 
 def test_experts_count_the_ranks_of_gradient_once_more() -> None:
@@ -75,5 +112,5 @@ def test_experts_count_the_ranks_of_gradient_once_more() -> None:
         replica, number, tp = rank // 4, rank // 2 % 2, rank % 2
         assert members["gradient"] == [2 * dp + tp for dp in range(4)]
         assert members["ep"] == [4 * replica + tp, 4 * replica + 2 + tp]
-        assert members["expert_replicas"] == [2 * number + tp, 4 + 2 * number + tp]
+        assert members["expert_shard"] == members["expert_gradient"] == [2 * number + tp, 4 + 2 * number + tp]
         assert members["tp"] == [rank - tp, rank - tp + 1]

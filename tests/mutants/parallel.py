@@ -304,10 +304,18 @@ MUTANTS = [
     Mutant(
         name="expert-gradients-summed-over-the-wrong-group",
         file="parallel/data.py",
-        find='(mesh.group("expert_replicas"), True)',
-        replace='(mesh.group("gradient"), True)',
+        find='("expert_gradient", True, ',
+        replace='("gradient", True, ',
         why="gradients of different experts are added up, as if every data-parallel rank had the same",
         tests=(f"{EXPERTS}[olmoe-4-dp=2 cp=2 ep=2]",),
+    ),
+    Mutant(
+        name="experts-padded-to-the-ranks",
+        file="parallel/mesh.py",
+        find="key=lambda n: (held(n), n * held(n))",
+        replace="key=lambda n: -n",
+        why="ranks that divide no dimension of experts gather one for each rank: 1,074 GiB of Mixtral 8x7B at dp 96",
+        tests=("layouts/test_mesh.py::test_experts_are_split_where_a_rank_holds_least",),
     ),
     Mutant(
         name="a-rank-without-experts",

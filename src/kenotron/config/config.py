@@ -122,6 +122,14 @@ class Config(Section):
         return next((stage for stage in (self.optimizer.zero_stage, by_strategy) if stage is not None), 0)
 
     @property
+    def expert_sizes(self) -> tuple[int, ...]:
+        """Experts of a layer, their width and the model's, as ep and tp leave them to a rank; empty without experts."""
+        model, layout = self.model.architecture, self.parallelism
+        if not isinstance(model, DecoderArchitecture) or not model.experts:
+            return ()
+        return model.experts // layout.expert_parallel_size, model.expert_width // layout.tp, model.hidden_size
+
+    @property
     def kept_dtype(self) -> str:
         """Dtype of weights between steps, of their gradients and of the optimizer's state."""
         return "float32" if self.optimizer.accumulate_grad_in_fp32 else self.model.dtype

@@ -120,6 +120,11 @@ class DecoderArchitecture(Section):
         return 0
 
     @property
+    def expert_width(self) -> int:
+        """Width inside an expert; 0: the family has none."""
+        return getattr(self, "moe_intermediate_size", 0)
+
+    @property
     def next_token_layers(self) -> range:
         """Numbers of the blocks after the last layer, each of which learns to predict one token further."""
         return range(self.num_hidden_layers, self.num_hidden_layers)

@@ -42,6 +42,10 @@ class HasLayout(Protocol):
     def zero_stage(self) -> int | str:
         """0, 1, 2, 3 or "hybrid"."""
 
+    @property
+    def expert_sizes(self) -> tuple[int, ...]:
+        """The dimensions of stacked experts on a rank, before ZeRO splits them; empty where there are none."""
+
 
 class Parallelism(Section):
     """Degrees and settings of the parallel axes."""

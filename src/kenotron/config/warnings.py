@@ -7,7 +7,7 @@
 from collections.abc import Iterator
 
 from kenotron.config.config import Config
-from kenotron.config.decoder import AttentionArchitecture, DecoderArchitecture
+from kenotron.config.decoder import AttentionArchitecture
 from kenotron.config.errors import human_format
 
 HIGHEST_LEARNING_RATE = 1.0  # runs use 1e-5 to 5e-2
@@ -19,7 +19,6 @@ def warnings_of(config: Config) -> Iterator[str]:
     yield from _stages(config)
     yield from _length(config)
     yield from _random_tokens(config)
-    yield from _experts(config)
     interval, batches = config.tokens.val_check_interval, config.tokens.limit_val_batches
     if not config.tokens.validates and (interval > 0 or batches != 0 or config.tokens.val_datasets):
         yield f"tokens.val_check_interval is {interval}, limit_val_batches {batches}: without both, it never validates"
@@ -43,26 +42,6 @@ def _random_tokens(config: Config) -> Iterator[str]:
     for number, stage in enumerate(config.data_stages):
         if any(dataset is None for dataset in stage.data.datasets):
             yield f"data_stages.{number}.data.dataset is null: random tokens, from which nothing is learnt"
-
-
-def _experts(config: Config) -> Iterator[str]:
-    """FSDP2 pads experts that its ranks divide in no dimension: each rank gathers as many as there are ranks."""
-    model, layout = config.model.architecture, config.parallelism
-    ep, cp = layout.expert_parallel_size, layout.context_parallel_size
-    one_machine = config.zero_stage == "hybrid" and layout.dp_shard is None
-    if not isinstance(model, DecoderArchitecture) or not model.experts or config.zero_stage == 0 or one_machine:
-        return
-    ranks = layout.dp * cp // ep if ep > 1 else (layout.dp_shard or layout.dp) * cp
-    width = getattr(model, "expert_width", getattr(model, "moe_intermediate_size", 1)) // layout.tp
-    experts, sizes = model.experts // ep, (model.experts // ep, width, model.hidden_size)
-    if all(size % ranks for size in sizes):
-        fewer = max(each for each in range(1, ranks) if ranks % each == 0 and any(size % each == 0 for size in sizes))
-        hybrid = f"; with optimizer.zero_stage=hybrid parallelism.dp_shard={fewer}, {experts}"
-        yield (
-            f"optimizer.zero_stage {config.zero_stage}: {ranks} ranks share the matrices of {experts} experts, and "
-            f"divide none of their dimensions {', '.join(map(str, sizes))}: each gathers "
-            f"{-(-experts // ranks) * ranks} experts{hybrid if ep == cp == 1 else ''}"
-        )
 
 
 def _schedule(config: Config) -> Iterator[str]:

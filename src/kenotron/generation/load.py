@@ -113,7 +113,7 @@ def _part(model: Model, part: ModelPart | None, dtype: torch.dtype, mesh: Mesh, 
         from kenotron.parallel import tensor
 
         tensor.apply(built, built.plan, mesh)
-    if mesh.degree("ep") > 1:
+    if mesh.expert_mesh is not None:
         from kenotron.parallel import experts
 
         experts.apply(built, built.plan, mesh)

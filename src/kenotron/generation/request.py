@@ -50,6 +50,11 @@ class Request(Section):
         """0: nothing is sharded among replicas."""
         return 0
 
+    @property
+    def expert_sizes(self) -> tuple[int, ...]:
+        """Empty: ZeRO splits nothing."""
+        return ()
+
 
 def decode_on_ranks(request: Request, mesh: Mesh, device: torch.device) -> None:
     """Continue the prompts of `request` on every rank of the mesh; rank 0 prints.

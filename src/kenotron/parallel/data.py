@@ -80,17 +80,17 @@ def apply(
             "parallelism.cpu_offload: it moves shards, but nothing is sharded; expected optimizer.zero_stage "
             f"1, 2, 3 or hybrid on more than one rank, found {zero_stage} on dp_shard {mesh.degree('dp_shard')}"
         )
-    if cpu_offload and expert_parallel(root) and mesh.group("expert_replicas") is None:
+    if cpu_offload and experts_apart(root) and mesh.degree("expert_shard") == 1:
         raise InputError(
             "parallelism.cpu_offload: it moves shards, but no other rank has the experts of this one, so they are not "
             f"sharded; expected fewer than the {mesh.degree('ep')} ranks of expert_parallel_size, or more replicas"
         )
     if sharded:
         _shard(root, blocks, mesh, zero_stage, compute_dtype, cpu_offload)
-        return
     # Experts that other ranks do not have are replicated over fewer ranks than other weights.
-    groups = ((mesh.group("gradient"), False), (mesh.group("expert_replicas"), True))
-    buckets = [GradientBuckets(group, bucket_cap_mb, of_experts) for group, of_experts in groups if group is not None]
+    groups = (("gradient", False, sharded), ("expert_gradient", True, mesh.degree("expert_shard") > 1))
+    replicas = [(mesh.group(name), of_experts) for name, of_experts, split in groups if not split]
+    buckets = [GradientBuckets(group, bucket_cap_mb, of_experts) for group, of_experts in replicas if group is not None]
     if buckets:
         root.gradient_buckets = buckets  # type: ignore[assignment]
 
@@ -242,13 +242,13 @@ class GradientBuckets:
         self.waiting, self.sums = None, []
 
     def _parameters(self, root: nn.Module) -> list[nn.Parameter]:
-        experts = {parameter for module in expert_parallel(root) for parameter in module.parameters()}
+        experts = {parameter for module in experts_apart(root) for parameter in module.parameters()}
         return [p for p in root.parameters() if p.requires_grad and (p in experts) == self.of_experts]
 
 
-def expert_parallel(root: nn.Module) -> list[nn.Module]:
-    """The modules of `root` that hold experts which other ranks do not have (`parallel.experts.ExpertShards`)."""
-    return [module for module in root.modules() if getattr(module, "exchange_over", None) is not None]
+def experts_apart(root: nn.Module) -> list[nn.Module]:
+    """The modules of `root` with experts that lie over ranks in another way than other weights (`parallel.experts`)."""
+    return [module for module in root.modules() if getattr(module, "on_expert_mesh", False)]
 
 
 def _shard(
@@ -266,20 +266,22 @@ def _shard(
     # What no block holds stays fp32 at work and is cast by its layer: an embedding row's gradient is a sum over many
     # tokens, and in bf16 frequent tokens would swallow theirs.
     outside_blocks = MixedPrecisionPolicy(param_dtype=None, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    shards, replicas = _sharding_mesh(mesh), mesh.submesh("expert_replicas")
+    shards = _sharding_mesh(mesh, "dp_replicate", "shard")
+    of_experts = _sharding_mesh(mesh, "expert_replicate", "expert_shard")
+    assert shards is not None
     offload = CPUOffloadPolicy() if cpu_offload and shards.device_type != "cpu" else OffloadPolicy()
     options: dict[str, Any] = {"mp_policy": precision, "offload_policy": offload}
-    # Biases of routers, which no gradient reaches, stay whole and in fp32; experts that no other rank has stay as well.
+    # Biases of routers, which no gradient reaches, stay whole and in fp32, and so do experts that no ranks split.
     apart = {parameter for parameter in root.parameters() if not parameter.requires_grad}
-    for experts in expert_parallel(root):
-        if replicas is None:
+    for experts in experts_apart(root):
+        if of_experts is None:
             apart.update(experts.parameters())
         else:
             fully_shard(
                 experts,
-                mesh=replicas,
+                mesh=of_experts,
                 reshard_after_forward=zero_stage == 3,
-                shard_placement_fn=_even_split_over(replicas),
+                shard_placement_fn=_even_split_over(of_experts),
                 **options,
             )
     options |= {"mesh": shards, "ignored_params": apart, "shard_placement_fn": _even_split_over(shards)}
@@ -307,17 +309,13 @@ def gather_ahead(root: nn.Module, blocks: Sequence[nn.Module], zero_stage: int) 
             module.set_modules_to_backward_prefetch(previous)
 
 
-def _sharding_mesh(mesh: Mesh) -> DeviceMesh:
-    """``[shard]``, or with copies of the sharding groups ``[dp_replicate, shard]``. A part of the run's mesh, so
-    that FSDP2 can combine its placements with those of tp's DTensors.
+def _sharding_mesh(mesh: Mesh, replicate: str, shard: str) -> DeviceMesh | None:
+    """``[shard]``, or with copies of those groups ``[replicate, shard]``; None: nothing is split.
+
+    A part of the run's mesh, so that FSDP2 can combine its placements with those of tp's DTensors.
     """
-    shard, copies = mesh.submesh("shard"), mesh.submesh("dp_replicate")
-    assert mesh.device_mesh is not None
-    assert shard is not None
-    if copies is None:
-        return shard
-    axes = mesh.larger("shard")
-    return mesh.device_mesh["dp_replicate", axes[0]] if len(axes) == 1 else concatenate([copies, shard])
+    shards, copies = mesh.submesh(shard), mesh.submesh(replicate)
+    return shards if copies is None or shards is None else concatenate([copies, shards])
 
 
 def _even_split_over(mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard | None]:

@@ -15,7 +15,7 @@ different tokens (they are data- and context-parallel ranks), so the world does 
     rank 1   token c for experts 1 and 2, d for 0 and 1     sends  d→0 c→1 d→1 │ c→2     computes experts 2 and 3
 
 and the outputs come back the same way (`exchange`). An expert's gradient then holds the tokens of all ep ranks; what
-is left to sum are the replicas of its rank, `mesh.group("expert_replicas")`, which is what ZeRO shards it over.
+is left to sum are the ranks that hold it too, `mesh.group("expert_gradient")`, among which ZeRO splits it.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ from kenotron.parallel.collectives import copy_to, exchange_rows, gather_tokens,
 from kenotron.parallel.tensor_labels import Replicated, TensorParallelSettings, local_part
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from kenotron.parallel.mesh import Mesh
 
 INSIDE = {"gate_proj.weight": Shard(1), "up_proj.weight": Shard(1), "down_proj.weight": Shard(2)}  # of every expert
@@ -125,28 +127,28 @@ class ExpertShards(nn.Module):
 def apply(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
     """Leave this rank its part of the experts, in place; after tensor parallelism, before weights have memory.
 
-    At ep 1 nothing changes. The config has checked that ep divides the experts.
+    Where experts are laid out as all weights, nothing changes. The config has checked that ep divides the experts.
     """
-    group = mesh.group("ep")
-    if group is None:
-        return
-    for _, moe in modules(model, *plan.experts):
-        moe.experts = _some_of(moe.experts, mesh, group)
+    if mesh.expert_mesh is not None:
+        for _, moe in modules(model, *plan.experts):
+            moe.experts = _some_of(moe.experts, mesh, mesh.expert_mesh)
+            moe.experts.on_expert_mesh = True  # type: ignore[assignment]
 
 
-def _some_of(experts: Any, mesh: Mesh, group: dist.ProcessGroup) -> ExpertShards:
-    """The experts of this rank: rows of the stacked weights, labelled on the axes ep and, where it is there, tp."""
+def _some_of(experts: Any, mesh: Mesh, expert_mesh: DeviceMesh) -> nn.Module:
+    """The experts of this rank: rows of the stacked weights, labelled on the axes ep and tp where those are there."""
     split_inside = isinstance(experts, ExpertShards)
-    assert mesh.expert_mesh is not None
-    device_mesh = mesh.expert_mesh["ep", "tp"] if split_inside else mesh.expert_mesh["ep"]
+    axes = (*mesh.larger("ep"), *(mesh.larger("tp") if split_inside else ()))
+    if not axes:
+        return experts
     weights = {}
     for path, parameter in experts.named_parameters():
         local = local_part(parameter) if split_inside else parameter
-        rows = local.detach().chunk(group.size())[group.rank()].clone()
-        placements: list[Placement] = [Shard(0), INSIDE[path]] if split_inside else [Shard(0)]
-        label = DTensor.from_local(rows, device_mesh, placements, run_check=False)
+        rows = local.detach().chunk(mesh.degree("ep"))[mesh.rank("ep")].clone()
+        placements: list[Placement] = [Shard(0) if axis == "ep" else INSIDE[path] for axis in axes]
+        label = DTensor.from_local(rows, expert_mesh[axes], placements, run_check=False)
         weights[path] = nn.Parameter(label, parameter.requires_grad)
-    return ExpertShards(experts.maths[0] if split_inside else experts, weights, group)
+    return ExpertShards(experts.maths[0] if split_inside else experts, weights, mesh.group("ep"))
 
 
 def exchange(

@@ -15,17 +15,18 @@ asks the mesh, by the name of an axis or of a group of axes:
     mesh.submesh("shard")     the `DeviceMesh` that FSDP2 shards over
 
 Experts of a mixture are laid out over the same ranks in another way, by axes that count the ranks of `gradient`, which
-all hold the same other weights, once more: expert_replicas x ep. Eight of them at ep 4, the experts in four parts:
+all hold the same other weights, once more: expert_replicate x expert_shard x ep. Eight at ep 4, the experts in four
+parts, ZeRO splits each part over the two ranks that have it:
 
     ranks of gradient   0 1 2 3 │ 4 5 6 7        ep groups (0 1 2 3) (4 5 6 7)
-    experts             a b c d │ a b c d        expert_replicas (0 4) (1 5) (2 6) (3 7)
+    experts             a b c d │ a b c d        expert_shard groups (0 4) (1 5) (2 6) (3 7)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import gcd, prod
+from math import ceil, gcd, prod
 from typing import TYPE_CHECKING
 
 from kenotron.config.errors import InputError
@@ -34,13 +35,14 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
-    from kenotron.config.parallelism import HasLayout, Parallelism
+    from kenotron.config.parallelism import HasLayout
 
 GROUPS = {
     "batch": "ranks that read different samples",
     "loss": "ranks whose losses add up to that of the global batch: they see different tokens, or none of the loss",
     "gradient": "ranks that hold the same weights and whose gradients add up",
     "shard": "those of `gradient` among which ZeRO splits weights, gradients and optimizer state",
+    "expert_gradient": "ranks that hold the same experts and whose gradients of them add up",
     "model": "ranks that hold one copy of the weights together, and so decode one prompt together",
     "world": "all ranks",
 }
@@ -50,30 +52,51 @@ GROUPS = {
 class Axis:
     """One way of splitting a run over ranks.
 
-    `degree` computes its size from the section `parallelism` and the number of data-parallel ranks among which ZeRO
-    splits state (`sharding_ranks`); `groups` are those of `GROUPS` that run along it (``world`` runs along all that are
-    not `of_experts`, which count the ranks of `gradient` once more).
+    `degree` computes its size from the config and the number of data-parallel ranks among which ZeRO splits state
+    (`sharding_ranks`); `groups` are those of `GROUPS` that run along it (``world`` runs along all that are not
+    `of_experts`, which count the ranks of `gradient` once more).
     """
 
     name: str
-    degree: Callable[[Parallelism, int], int]
+    degree: Callable[[HasLayout, int], int]
     groups: tuple[str, ...] = ()
     of_experts: bool = False
 
 
-def _expert_replicas(layout: Parallelism, shard: int) -> int:
-    ep = layout.expert_parallel_size
-    return 1 if ep == 1 else layout.dp * layout.context_parallel_size // ep
+def _expert_shard(config: HasLayout, shard: int) -> int:
+    """The ranks that split a layer's experts among them; 1 also where those are `shard`, as of other weights.
+
+    FSDP2 pads the first dimension, the experts, to a multiple of the ranks where these divide none: 96 ranks would each
+    gather 96 of 8 experts, and hold a whole one. In groups of 32, each holds a quarter of one. So: where a rank holds
+    least and then gathers least.
+    """
+    layout, sizes = config.parallelism, config.expert_sizes
+    ep, cp = layout.expert_parallel_size, layout.context_parallel_size
+    if config.zero_stage == 0 or not sizes:
+        return 1
+    ranks = shard * cp if ep == 1 else layout.dp * cp // ep
+
+    def held(group: int) -> float:
+        return sizes[0] / group if any(size % group == 0 for size in sizes) else ceil(sizes[0] / group)
+
+    best = min((n for n in range(1, ranks + 1) if ranks % n == 0), key=lambda n: (held(n), n * held(n)))
+    return 1 if ep == 1 and best == ranks else best
+
+
+def _expert_replicate(config: HasLayout, shard: int) -> int:
+    layout, of_experts = config.parallelism, _expert_shard(config, shard) * config.parallelism.expert_parallel_size
+    return 1 if of_experts == 1 else layout.dp * layout.context_parallel_size // of_experts
 
 
 AXES = (
-    Axis("pp", lambda layout, shard: layout.pp, ("loss", "model")),
-    Axis("dp_replicate", lambda layout, shard: layout.dp // shard, ("batch", "loss", "gradient")),
-    Axis("dp_shard", lambda layout, shard: shard, ("batch", "loss", "gradient", "shard")),
-    Axis("cp", lambda layout, shard: layout.context_parallel_size, ("loss", "gradient", "shard")),
-    Axis("expert_replicas", _expert_replicas, of_experts=True),
-    Axis("ep", lambda layout, shard: layout.expert_parallel_size, of_experts=True),
-    Axis("tp", lambda layout, shard: layout.tp, ("model",)),
+    Axis("pp", lambda config, shard: config.parallelism.pp, ("loss", "model")),
+    Axis("dp_replicate", lambda config, shard: config.parallelism.dp // shard, ("batch", "loss", "gradient")),
+    Axis("dp_shard", lambda config, shard: shard, ("batch", "loss", "gradient", "shard")),
+    Axis("cp", lambda config, shard: config.parallelism.context_parallel_size, ("loss", "gradient", "shard")),
+    Axis("expert_replicate", _expert_replicate, ("expert_gradient",), of_experts=True),
+    Axis("expert_shard", _expert_shard, ("expert_gradient",), of_experts=True),
+    Axis("ep", lambda config, shard: config.parallelism.expert_parallel_size, of_experts=True),
+    Axis("tp", lambda config, shard: config.parallelism.tp, ("model",)),
 )
 NAMES = tuple(axis.name for axis in AXES if not axis.of_experts)
 EXPERT_NAMES = tuple(axis.name for axis in AXES if axis.of_experts)
@@ -122,7 +145,7 @@ class Mesh:
     def submesh(self, name: str) -> DeviceMesh | None:
         """This rank's group of `name` as a device mesh with one axis; None at degree 1."""
         larger = self.larger(name)
-        whole = self.expert_mesh if name in EXPERT_NAMES else self.device_mesh
+        whole = self.expert_mesh if set(larger) & set(EXPERT_NAMES) else self.device_mesh
         if whole is None or not larger:
             return None
         if name not in self._submeshes:
@@ -157,7 +180,7 @@ class Mesh:
 def axes(config: HasLayout, ranks_on_machine: int = 1) -> dict[str, int]:
     """The degree of every axis on this layout; `ranks_on_machine` consecutive ranks share a machine."""
     shard = sharding_ranks(config, ranks_on_machine)
-    return {axis.name: axis.degree(config.parallelism, shard) for axis in AXES}
+    return {axis.name: axis.degree(config, shard) for axis in AXES}
 
 
 def sharding_ranks(config: HasLayout, ranks_on_machine: int = 1) -> int:
@@ -176,7 +199,7 @@ def sharding_ranks(config: HasLayout, ranks_on_machine: int = 1) -> int:
 
 
 def build_mesh(degrees: Mapping[str, int], world_size: int, device_type: str) -> Mesh:
-    """A mesh of `degrees` (missing axes are 1, and `expert_replicas` follows from ep) over `world_size` ranks.
+    """A mesh of `degrees` over `world_size` ranks; missing axes are 1, `expert_replicate` what ep leaves.
 
     The default group must exist if there are several.
 
@@ -191,8 +214,8 @@ def build_mesh(degrees: Mapping[str, int], world_size: int, device_type: str) ->
     if world_size == 1:
         return mesh
     equal = mesh.degree("gradient")
-    if full["ep"] > 1 and "expert_replicas" not in degrees:
-        full["expert_replicas"] = equal // full["ep"]
+    if full["ep"] > 1 and not {"expert_replicate", "expert_shard"} & set(degrees):
+        full["expert_replicate"] = equal // full["ep"]
     experts = prod(full[axis] for axis in EXPERT_NAMES)
     if experts not in (1, equal):
         raise InputError(f"parallelism.expert_parallel_size: expected a divisor of dp x cp {equal}, found {full['ep']}")

@@ -155,7 +155,7 @@ def collectives_in_memory(mesh: Mesh) -> Iterator[None]:
     """Within it, `parallel.collectives` works in memory over those groups of `mesh` that can. Every rank enters it."""
     names = []
     try:
-        for axis in ("tp", "gradient", "expert_replicas"):
+        for axis in ("tp", "gradient", "expert_gradient"):
             group = mesh.group(axis)
             if group is None or group.size() > MOST_RANKS or group.group_name in collectives.in_memory:
                 continue

@@ -62,7 +62,7 @@ def _on_meta(config: Config, mesh: Mesh, part: ModelPart | None) -> Decoder:
             asynchronous=config.parallelism.tp_linear_async_communication,
             recompute_allgather=config.parallelism.tp_recompute_allgather,
         )
-    if config.parallelism.expert_parallel_size > 1:
+    if mesh.expert_mesh is not None:
         from kenotron.parallel import experts
 
         experts.apply(model, model.plan, mesh)

@@ -30,11 +30,6 @@ class LlamaStyleArchitecture(RopeArchitecture):
         """The layers with experts; the others have a plain gated MLP."""
         return ()
 
-    @property
-    def expert_width(self) -> int:
-        """Width inside an expert; 0: there are none."""
-        return 0
-
     def tp_problems(self, tp: int) -> Iterator[str]:
         """Experts are split inside."""
         yield from super().tp_problems(tp)
