@@ -37,7 +37,7 @@ fuzz: $(VENV)/.installed-test  ## a million damaged configs, checkpoints, models
 
 test-slurm: $(VENV)/.installed-test  ## jobs on a real Slurm of two nodes, installed on Debian if root asks
 	@command -v slurmctld >/dev/null || ! command -v apt-get >/dev/null || apt-get install -qq -y --no-install-recommends slurm-wlm munge
-	$(BIN)/python -m pytest -rs -m slurm tests/launch
+	$(BIN)/python -m pytest -rs -m slurm tests/launch tests/evaluation
 
 test-network: $(VENV)/.installed-test  ## a run on two machines whose network is cut: namespaces of Linux, iproute2 installed on Debian if root asks
 	@command -v ip >/dev/null || ! command -v apt-get >/dev/null || apt-get install -qq -y --no-install-recommends iproute2

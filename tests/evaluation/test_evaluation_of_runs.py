@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,10 @@ import pytest
 
 import kenotron as kn
 from kenotron.config import InputError
+from kenotron.config.evaluation import Evaluation
+from kenotron.evaluation.worker import Worker
 from kenotron.observers import evaluation
+from support.slurm_cluster import available, cluster
 from support.tiny_run import metrics, text_overrides, tiny_config, train_and_listen
 
 ROWS = [
@@ -64,10 +70,10 @@ class Pretender:
         assert checkpoint.is_dir()
         self.asked.append(checkpoint)
 
-    def answer(self, wait: bool = False) -> dict[str, Any] | None:
+    def answer(self, wait_s: float | None = 0) -> dict[str, Any] | None:
         if not self.asked:
             return {"ready": 0.0}
-        if self.slow and not wait:
+        if self.slow and wait_s == 0:
             return None
         step = int(self.asked[-1].name)
         if step == 3:
@@ -126,11 +132,11 @@ def test_a_worker_that_cannot_be_started_again_leaves_training_alone(
     class Dying(Pretender):
         """Ends after its first evaluation; the next ones do not start."""
 
-        def answer(self, wait: bool = False) -> dict[str, Any] | None:
+        def answer(self, wait_s: float | None = 0) -> dict[str, Any] | None:
             if len(self.made) > 1:
                 return {"problem": "the dataset is gone"}
             self.ended = bool(self.asked)
-            return super().answer(wait)
+            return super().answer(wait_s)
 
     pretend.slow = False
     monkeypatch.setattr(evaluation, "Worker", Dying)
@@ -157,6 +163,44 @@ def test_the_next_start_makes_up_for_what_a_stop_left_out(tmp_path: Path, preten
     assert [path.name for path in pretend.made[2].asked] == ["8"]
 
 
+SRUN = """#!/bin/sh
+echo "$*" >> {0}/arguments
+env | grep -c -e ^SLURM_ -e ^LOCAL_RANK= >> {0}/arguments
+read first
+echo '{{"ready": 1.0}}
+{{"results": {{"sums": {{"acc": [0.25, null]}}}}, "seconds": 1.0}}'
+while read path; do echo '{{"results": {{"sums": {{"acc": [0.5, null]}}}}, "seconds": 1.0}}'; done
+"""
+
+
+def test_by_srun_the_process_has_a_job_of_its_own(
+    tmp_path: Path, pretend: type[Pretender], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "srun").write_text(SRUN.format(tmp_path))
+    (tmp_path / "bin" / "srun").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
+    monkeypatch.setenv("SLURM_NTASKS", "64")
+    monkeypatch.setattr(
+        evaluation, "Worker", lambda settings, folder: (Worker if settings.srun else pretend)(settings, folder)
+    )
+    srun = "evaluation.srun={partition: eval, gpus: 1, exclusive: null}"
+    config = tiny_config(tmp_path, *keys(tmp_path, srun))
+    train_and_listen(config)
+    assert pretend.made[0].ended  # has looked for the tasks
+    given, of_this_job = (tmp_path / "arguments").read_text().splitlines()
+    assert given.startswith(f"--ntasks=1 --partition=eval --gpus=1 --exclusive {sys.executable} -c")
+    assert of_this_job == "0"
+    found = {line["iteration"]: line["eval/sums/acc"] for line in metrics(config) if "eval/sums/acc" in line}
+    assert (found[2], found[6]) == (0.25, 0.5)  # "ready" and the first answer came together
+
+
+def test_an_srun_that_is_not_there_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(InputError, match=r"evaluation\.srun: srun was not found on the machine of rank 0; expected Sl"):
+        Worker(Evaluation(tasks=["sums"], srun={}), tmp_path)
+
+
 def test_what_does_not_fit_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"evaluation\.eval_interval: expected a multiple of checkpoint_interval 2"):
         tiny_config(tmp_path, *keys(tmp_path, "evaluation.eval_interval=3"))
@@ -181,5 +225,25 @@ def test_a_run_is_evaluated_as_the_command_does(tmp_path: Path) -> None:
         assert found["acc"].value * 7 == pytest.approx(round(found["acc"].value * 7))
         assert line["eval/sums/acc"] == found["acc"].value
         assert line["eval/sums/bits_per_byte"] == pytest.approx(found["bits_per_byte"].value, rel=1e-6)
-    with pytest.raises(InputError, match="lm_eval has no task 'sumz'; did you mean 'sums'"):
+    with pytest.raises(InputError, match=r"^evaluation\.tasks: lm_eval has no task 'sumz'; did you mean 'sums'"):
         train_and_listen(tiny_config(tmp_path, *keys(tmp_path, "evaluation.tasks=[sumz]", "tokens.train_steps=8")))
+
+
+@pytest.mark.slow
+@pytest.mark.slurm
+@pytest.mark.skipif(available() is not None, reason=str(available()))
+def test_a_real_srun_evaluates_the_checkpoints(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("lm_eval", reason="lm_eval is not installed")
+    monkeypatch.setenv("SLURM_CONF", "")
+    monkeypatch.setenv("SLURM_JOB_ID", "999")  # of a job that trains, and is not the one to evaluate in
+    with cluster(tmp_path_factory.mktemp("slurm")):
+        train_and_listen(config := tiny_config(tmp_path, *keys(tmp_path, "evaluation.srun={time: '5'}")))
+        left = subprocess.run(["squeue", "--noheader"], capture_output=True, text=True, check=True).stdout
+    assert not left.strip()
+    found = {line["iteration"]: line for line in metrics(config) if "eval/sums/acc" in line}
+    assert (
+        found[6]["eval/sums/acc"]
+        == kn.evaluate(tmp_path / "checkpoints" / "6", "sums", include_path=tmp_path / "tasks")["sums"]["acc"].value
+    )

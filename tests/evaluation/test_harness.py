@@ -73,7 +73,7 @@ def test_limit_and_examples(folder: Path) -> None:
 
 def test_wrong_names_end_in_one_line(folder: Path, tmp_path: Path) -> None:
     checkpoint = folder / "checkpoints"
-    with pytest.raises(InputError, match=r"evaluation\.include_path: no such file or folder: .*/task; did you mean"):
+    with pytest.raises(InputError, match=r"^include_path: no such file or folder: .*/task; did you mean"):
         kn.evaluate(checkpoint, "choices", include_path=folder / "task")
     (folder / "choices.jsonl").rename(folder / "away.jsonl")
     try:

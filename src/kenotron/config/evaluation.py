@@ -17,3 +17,8 @@ class Evaluation(Section):
     limit: int | None = our_key("Documents of each task, the first ones; null: all of them.", None, ge=1)
     batch_size: int = our_key("Sequences of a forward pass.", 8, ge=1)
     device: str = our_key("Device of the evaluating process: cpu, or cuda where a GPU has room beside training.", "cpu")
+    srun: dict[str, str | int | None] | None = our_key(
+        'Options of srun, {partition: eval, gpus: 1, time: "2:00:00"} (a value of null: a flag): the process runs in a '
+        "job of Slurm of its own. null: on the machine of rank 0.",
+        None,
+    )

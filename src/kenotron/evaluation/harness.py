@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kenotron.models.decoder import Decoder
     from kenotron.text.tokenizer import TextTokenizer
 
-MISSING = "evaluation needs lm-evaluation-harness: pip install 'kenotron[eval]'"
+MISSING = "tasks: need lm-evaluation-harness: pip install 'kenotron[eval]'"
 
 
 class Metric(NamedTuple):
@@ -50,7 +50,7 @@ class Tasks:
         if find_spec("lm_eval") is None:
             raise InputError(MISSING)
         if include_path is not None and not Path(include_path).is_dir():
-            raise no_such_path("evaluation.include_path", Path(include_path))
+            raise no_such_path("include_path", Path(include_path))
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
         self.frozen = frozen
         self.manager = _manager(names, include_path)
@@ -59,7 +59,7 @@ class Tasks:
             try:
                 found = self.manager.load([name])
             except Exception as error:  # datasets and task code raise anything
-                raise InputError(f"evaluation.tasks: cannot load '{name}': {first_line(error)}") from error
+                raise InputError(f"tasks: cannot load '{name}': {first_line(error)}") from error
             group = found["groups"].get(name)
             self.loaded += found["tasks"].values() if group is None else [group]
 
@@ -87,7 +87,7 @@ class Tasks:
                 bootstrap_iters=1000,
             )
         except (ValueError, NotImplementedError, LookupError) as error:
-            raise InputError(f"evaluation.tasks: {first_line(error)}") from error
+            raise InputError(f"tasks: {first_line(error)}") from error
         return results_of(found)
 
 
@@ -104,7 +104,7 @@ def _manager(names: Sequence[str], include_path: str | Path | None) -> Any:
             return manager
         near = near or nearest(unknown[0], manager.all_tasks)
     raise InputError(
-        f"evaluation.tasks: lm_eval has no task '{unknown[0]}'{near}; `lm_eval ls tasks` lists them, and include_path "
+        f"tasks: lm_eval has no task '{unknown[0]}'{near}; `lm_eval ls tasks` lists them, and include_path "
         f"names a folder of your own"
     )
 

@@ -1,18 +1,20 @@
 """Evaluations in a process of their own that stays warm, at low priority, beside the run that saves the checkpoints.
 
     worker = Worker(settings, Path("logs/my_run/evaluation"))
-    worker.answer(wait=True)            # {"ready": 3.1}: lm_eval is imported, the datasets are loaded
+    worker.answer(None)                 # {"ready": 3.1}: lm_eval is imported, the datasets are loaded
     worker.ask(Path("checkpoints/100"))
     worker.answer()                     # None for a while; then {"results": {"hellaswag": …}, "seconds": 4.2}
 
 The process reads only files of the checkpoint and takes part in no collective, so training never waits for it. It ends
 when its stdin does: with the process that started it, however that ends. Its folder has what it prints, and the
-requests that were made of the datasets, which every evaluation of the run repeats.
+requests that were made of the datasets, which every evaluation of the run repeats. By srun, which passes on its stdin
+and stdout, it is the same process in a job of its own, on a machine that trains nothing.
 """
 
 import json
 import os
 import select
+import shutil
 import subprocess
 import sys
 import time
@@ -39,31 +41,42 @@ class Worker:
         self.output = folder / "output.log"
         environment = {name: value for name, value in os.environ.items() if name not in OF_RANKS}
         environment |= {"PYTHONPATH": search_path(), "LM_HARNESS_CACHE_PATH": str(folder.absolute())}
-        if settings.device == "cpu":
+        command = [sys.executable, "-c", MAIN, settings.model_dump_json()]
+        if settings.srun is not None:
+            if shutil.which("srun") is None:
+                raise InputError(
+                    "evaluation.srun: srun was not found on the machine of rank 0; expected Slurm, or null"
+                )
+            options = (name if value is None else f"{name}={value}" for name, value in settings.srun.items())
+            command = ["srun", "--ntasks=1", *(f"--{option}" for option in options), *command]
+            # With those of the job that trains srun would start a step of that; SLURM_CONF says where Slurm is.
+            of_job = [name for name in environment if name.startswith("SLURM_") and not name.startswith("SLURM_CONF")]
+            environment = {name: value for name, value in environment.items() if name not in of_job}
+        elif settings.device == "cpu":
             quarter = max(1, cores_by_affinity() // 4)  # the others are for training
             environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(quarter)}
         with self.output.open("ab") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", MAIN, settings.model_dump_json()],
+                command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=output,
                 env=environment,
                 start_new_session=True,  # Ctrl-C on the terminal is for the training process
-                text=True,
+                bufsize=0,  # what is buffered is no longer in the pipe, where `answer` looks
             )
 
     def ask(self, checkpoint: Path) -> None:
         """Let it evaluate a checkpoint; `answer` tells what became of it, before the next one is asked for."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # it has ended: `answer` says so
-            print(checkpoint.absolute(), file=self._process.stdin, flush=True)
+            self._process.stdin.write(f"{checkpoint.absolute()}\n".encode())
 
-    def answer(self, wait: bool = False) -> dict[str, Any] | None:
-        """The next of its answers; None: not yet. One with "problem" says what went wrong."""
+    def answer(self, wait_s: float | None = 0) -> dict[str, Any] | None:
+        """The next of its answers, "problem" says what went wrong; None: not within `wait_s` (None: without end)."""
         stdout = self._process.stdout
         assert stdout is not None
-        if not wait and not select.select([stdout], [], [], 0)[0]:
+        if not select.select([stdout], [], [], wait_s)[0]:
             return None
         if line := stdout.readline():
             found: dict[str, Any] = json.loads(line)
@@ -78,7 +91,7 @@ class Worker:
 
     def stop(self) -> None:
         """End it now."""
-        self._process.kill()
+        self._process.terminate()  # which srun passes on
         self._process.communicate()
 
 
@@ -97,8 +110,8 @@ def main() -> None:
 
     try:
         tasks = Tasks(settings.tasks, settings.include_path, frozen=True)
-    except InputError as error:
-        answer(problem=str(error))
+    except InputError as error:  # which names a key
+        answer(problem=f"evaluation.{error}")
         return
     answer(ready=time.perf_counter() - started)
     for line in sys.stdin:

@@ -4,7 +4,7 @@
 
 One evaluation goes on at a time. A checkpoint that is complete meanwhile waits, protected from retention, and gives its
 turn to a newer one: evaluations that take longer than the steps between checkpoints leave some out, and say so. The run
-waits for the last one before it ends, unless it was asked to stop; the next start makes up for it then.
+waits for the last one before it ends, unless it is asked to stop; the next start makes up for it then.
 """
 
 from __future__ import annotations
@@ -42,7 +42,16 @@ class EvaluationHook(Hook):
     def on_train_start(self, run: Run) -> None:
         """Load the tasks, and make up for an evaluation that was interrupted. Raises InputError: there are no such."""
         logger.info("Evaluation: loading %s", ", ".join(self.settings.tasks))
-        self.worker = self._start(run)
+        folder = log_folder(run.config) / "evaluation"
+        self.worker = Worker(self.settings.model_copy(update={"srun": None}), folder)
+        answer = self.worker.answer(None)
+        assert answer is not None
+        if "problem" in answer:
+            self.worker.stop()
+            raise InputError(answer["problem"])
+        if self.settings.srun is not None:  # the tasks are there: training begins while the job waits in its queue
+            self.worker.stop()
+            self.worker = Worker(self.settings, folder)
         path = run.config.checkpoint_folder / str(run.start.durable_step)
         logged = logged_step(log_folder(run.config), run.start.durable_step)
         if path.is_dir() and not any(name.startswith("eval/") for name in logged):
@@ -66,45 +75,33 @@ class EvaluationHook(Hook):
 
     def on_train_end(self, run: Run) -> None:
         """Wait for the evaluations that are left; not when a signal has ended the run."""
-        if self.current is not None and run.interrupted:
+        if self.current is not None and not run.interrupted:
+            logger.info("Waiting for the evaluation of step %s", (self.waiting or self.current).name)
+        while self.current is not None and run.stop_requested is None:
+            self._poll(run, wait_s=1)
+        if self.current is not None:
             logger.warning("evaluation of step %s: the next start makes up for it", (self.waiting or self.current).name)
-            return
-        while self.current is not None:
-            logger.info("Waiting for the evaluation of step %s", self.current.name)
-            self._poll(run, wait=True)
 
     def on_close(self, run: Run) -> None:
         """End the process."""
         if self.worker is not None:
             self.worker.stop()
 
-    def _start(self, run: Run) -> Worker:
-        worker = Worker(self.settings, log_folder(run.config) / "evaluation")
-        answer = worker.answer(wait=True)
-        assert answer is not None
-        if "problem" in answer:
-            worker.stop()
-            raise InputError(answer["problem"])
-        return worker
-
     def _next(self, run: Run) -> None:
         """Begin with the checkpoint that waits, if none is being evaluated."""
         if self.current is not None or self.waiting is None:
             return
         self.current, self.waiting = self.waiting, None
-        try:
-            if self.worker is None or self.worker.ended:
-                self.worker = self._start(run)
-        except InputError as error:  # its tasks were there when the run began
-            self._finish(run, self.current, {"problem": str(error)})
-        else:
-            self.worker.ask(self.current)
+        if self.worker is None or self.worker.ended:
+            self.worker = Worker(self.settings, log_folder(run.config) / "evaluation")
+        self.worker.ask(self.current)
 
-    def _poll(self, run: Run, wait: bool = False) -> None:
-        if self.current is None or self.worker is None or (answer := self.worker.answer(wait)) is None:
+    def _poll(self, run: Run, wait_s: float = 0) -> None:
+        if self.current is None or self.worker is None or (answer := self.worker.answer(wait_s)) is None:
             return
-        self._finish(run, self.current, answer)
-        self._next(run)
+        if "ready" not in answer:  # of a process that was started anew
+            self._finish(run, self.current, answer)
+            self._next(run)
 
     def _finish(self, run: Run, path: Path, answer: dict[str, Any]) -> None:
         """Be done with a checkpoint: log what was found, or what went wrong."""
