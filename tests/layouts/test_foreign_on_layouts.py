@@ -29,6 +29,7 @@ QUICK = [
     ("gemma3_text", 2, "tp=2"),
     ("gemma3_text", 2, "dp=2 zero=3 recompute=true compile=true"),
     ("of_the_page", 2, "dp=2 zero=3 recompute=true"),
+    ("dropout", 2, "dp=2 zero=2 recompute=true accum=4"),
 ]
 LAYOUTS = [
     (2, "dp=2"),
@@ -47,6 +48,9 @@ def problem_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Fore
     root = tmp_path_factory.mktemp("models")
 
     def problem(name: str) -> ForeignProblem:
+        if name == "dropout":
+            keys = {"hf": str(folder_of("gpt2", root / name)), "training_dropout": True}
+            return ForeignProblem(name, steps=STEPS, model=keys)
         if name != "of_the_page":
             return ForeignProblem(name, steps=STEPS, model={"hf": str(folder_of(name, root))})
         (text,) = blocks(sections(PAGE)["A module of your own in the trainer"], "yaml")
@@ -85,6 +89,7 @@ def on_rank(rank: int, problem: ForeignProblem, layout: str, folder: Path, refer
                 ("gemma3_text",) if layout in SPLIT else ("gpt2", "phi3", "gemma3_text", "bloom", "of_the_page")
             )
         ),
+        *(pytest.param("dropout", *layout, marks=pytest.mark.slow) for layout in LAYOUTS if "compile" not in layout[1]),
     ],
 )
 def test_a_layout_means_what_one_process_means(

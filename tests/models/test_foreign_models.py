@@ -246,7 +246,8 @@ def test_sequence_parallelism_of_its_own_code_is_refused(folders: dict[str, Path
     ("keys", "overrides", "message"),
     [
         ({"n_layers": 2}, [], r"^model\.model_config\.n_layers: the config of gpt2 has no such key; did you mean"),
-        ({"attn_pdrop": 0.2}, [], r"^not supported yet: model\.model_config\.attn_pdrop: 0\.2: training has no"),
+        ({"attn_pdrop": 0.2}, [], r"^model\.model_config\.attn_pdrop: 0\.2 has no effect without training_dropout"),
+        ({"training_dropout": True}, ["model.compile=true"], r"^model\.compile: expected false with model\.model_con"),
         ({"n_layer": "two"}, [], r"^\S+config\.json: .*n_layer"),
         ({"blocks": "transformer.hh.*"}, [], r"blocks: transformers' gpt2: 'transformer\.hh\.\*' matches no mod"),
         ({}, ["parallelism.pp=2"], r"^parallelism\.pp: expected 1: transformers' gpt2"),
@@ -306,6 +307,8 @@ def test_files_that_do_not_fit_are_one_line(
 def test_fused_projections_are_refused_under_tp_by_name(folders: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"^parallelism\.tp: .* splits layers\.\*\.self_attn\.qkv_proj of .* as"):
         config_of(tmp_path, folders["phi3"], "parallelism.tp=2")
+    with pytest.raises(InputError, match=r"^parallelism\.tp: expected 1: model_config\.training_dropout is for ranks"):
+        config_of(tmp_path, folders["gemma3_text"], "parallelism.tp=2", training_dropout=True)
 
 
 def test_a_family_that_has_a_file_here_can_be_trained_as_transformers_has_it(tmp_path: Path) -> None:

@@ -459,10 +459,18 @@ MUTANTS = [
     Mutant(
         "dropout-of-a-foreign-model",
         "models/foreign_model.py",
-        "        self.training = mode\n        return self",
-        "        super().train(mode)\n        return self",
+        "        if self.config.training_dropout:\n            self.foreign_module.train(mode)",
+        "        self.foreign_module.train(mode)",
         "a model of transformers drops what its config says, from torch's global generator",
         ("models/test_foreign_models.py::test_loss_and_gradients_are_those_of_transformers",),
+    ),
+    Mutant(
+        "dropout-by-the-place-in-a-batch",
+        "models/dropout.py",
+        "hash_counters(key, ids)[:, None]",
+        "hash_counters(key, torch.arange(len(ids)))[:, None]",
+        "what is dropped of a sample depends on the micro-batch that it is in, and so on the layout",
+        ("models/test_dropout.py::test_a_sample_is_dropped_alike_in_any_batch_and_dtype",),
     ),
     Mutant(
         "foreign-ties-lost",

@@ -41,21 +41,22 @@ def whole_architecture(
     values = dict(config)
     if "rope_parameters" in overrides:  # older spellings of the same would win
         values = {name: value for name, value in values.items() if name not in ROPE_SPELLINGS}
-    of_ours = ForeignArchitecture.model_fields.keys() & {"family", "blocks"}
+    of_ours = ForeignArchitecture.model_fields.keys() & {"family", "blocks", "training_dropout"}
+    dropout = bool(overrides.get("training_dropout"))
     valid = plain.to_dict().keys() | plain.attribute_map.keys() | of_ours
     for name in overrides.keys() - of_ours:
         at = f"model.model_config.{name}"
         if name not in valid:
             raise InputError(f"{at}: the config of {kind} has no such key{nearest(name, valid)}")
-        if "drop" in name and overrides[name]:
-            raise NotSupportedYet(f"{at}: {overrides[name]}: training has no dropout")
+        if "drop" in name and overrides[name] and not dropout:
+            raise InputError(f"{at}: {overrides[name]} has no effect without training_dropout: true beside it")
         its_name = plain.attribute_map.get(name, name)
         values = {key: value for key, value in values.items() if plain.attribute_map.get(key, key) != its_name}
         values[its_name] = overrides[name]
     with one_line(where):
         found = CONFIG_MAPPING[kind].from_dict(with_floats(values)).get_text_config()
-    for name in [name for name in config if "drop" in name and config[name]]:
-        report(f"{where}: {name} {config[name]} is ignored: training has no dropout")
+    for name in [name for name in config if "drop" in name and config[name] and not dropout]:
+        report(f"{where}: {name} {config[name]} is off: model.model_config.training_dropout: true trains with it")
     if getattr(found, "output_router_logits", False):
         raise NotSupportedYet(f"{where}: output_router_logits: the loss of a router (expected false)")
     special = {name: getattr(found, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
@@ -69,7 +70,8 @@ def whole_architecture(
     } | special
     given = {name: value for name, value in shapes.items() if isinstance(value, int) and value >= 0}
     blocks = {"blocks": overrides["blocks"]} if overrides.get("blocks") else {}
-    return HuggingFaceArchitecture.model_validate(given | blocks | {"hf_config": values})
+    ours = blocks | {"training_dropout": overrides.get("training_dropout", False)}
+    return HuggingFaceArchitecture.model_validate(given | ours | {"hf_config": values})
 
 
 @contextmanager

@@ -13,7 +13,7 @@ context.py     what flows through a model besides hidden states; recurrent_state
 part.py        one stage of a pipeline, built by itself
 token_loss.py  what a head computes in training instead of cross entropy; headless.py, one such
 foreign.py     models that others wrote, trained as they are; foreign_model.py, their form here; foreign_decoding.py
-module_state.py, document_separation.py    what they keep from call to call; whether they keep documents apart
+module_state.py, document_separation.py, dropout.py    what they keep from call to call, and of documents; dropout
 init_rules.py, initialization.py     fresh weights as functions of (seed, name, element)
 parametrization.py     what a width or depth does to fresh weights and to steps
 

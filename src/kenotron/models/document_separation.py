@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 from kenotron.config.errors import InputError
 from kenotron.kernels.attention import attention
 from kenotron.models.context import Context
+from kenotron.models.dropout import CounterDropout
 from kenotron.models.family import Family, family_of
 from kenotron.models.module_state import put_back
 
@@ -65,14 +66,21 @@ def check_repeats(family: Foreign[Any], ctx: Context) -> None:
     """
     length, device = min(ctx.shape[1], GRADIENT_LENGTH), ctx.positions.device
     whole = replace(
-        ctx, shape=(1, length), positions=torch.arange(length).to(device), cu_seqlens=None, document_starts=None
+        ctx,
+        shape=(1, length),
+        positions=torch.arange(length).to(device),
+        cu_seqlens=None,
+        document_starts=None,
+        sample_ids=torch.zeros(1, dtype=torch.int64, device=device),
     )
     with _alive(family, device) as module:
         tokens = torch.randint(family.config.vocab_size, (1, length)).to(device)
         results = []
         for _ in range(2):
-            with torch.no_grad(), put_back(module, _copies(module)):
+            module.train(family.config.training_dropout)
+            with torch.no_grad(), put_back(module, _copies(module)), CounterDropout("", whole):
                 results.append(family.logits(module, tokens, whole).float())
+        module.eval()
         ahead = _gradient(family, module, whole, torch.arange(length).to(device)[None] >= (length + 1) // 2)
     if length > 1 and not ahead <= GRADIENT:
         raise InputError(

@@ -57,6 +57,9 @@ class ForeignArchitecture(DecoderArchitecture):
         "null: those in the list of modules that has the most parameters.",
         None,
     )
+    training_dropout: bool = our_key(
+        "Train with the dropout that the model has, whose bits are the same on every layout; false: without.", False
+    )
     max_position_embeddings: int | None = key("Positions that the model can read; null: any number.", None, ge=1)
 
     @property
@@ -122,6 +125,8 @@ class HuggingFaceArchitecture(ForeignArchitecture):
         """transformers' own plan has to be one of columns and rows, and heads have to divide."""
         if tp == 1:
             return
+        if self.training_dropout:
+            yield f"expected 1: model_config.training_dropout is for ranks that compute whole tensors; found {tp}"
         config = self.transformers_config().get_text_config()
         styles = config.base_model_tp_plan or {}
         other = {name: style for name, style in styles.items() if style not in TP_STYLES}
@@ -153,6 +158,9 @@ def _values(config: Any, keys: Collection[str]) -> Iterator[Any]:
         yield from _values(value, keys)
 
 
+OF_TRAINER = ("family", "module", "blocks", "training_dropout")
+
+
 class UserModuleArchitecture(ForeignArchitecture):
     """A module of your own: every key goes to its constructor, except those that only the trainer reads."""
 
@@ -168,12 +176,12 @@ class UserModuleArchitecture(ForeignArchitecture):
         if not isinstance(value, dict):
             return value
         own = cls.model_fields.keys() - {"given"}
-        given = {name: each for name, each in value.items() if name not in ("family", "module", "blocks")}
+        given = {name: each for name, each in value.items() if name not in OF_TRAINER}
         return {name: each for name, each in value.items() if name in own} | {"given": given}
 
     @model_serializer
     def _as_given(self) -> dict[str, Any]:
-        return {"family": self.family, "module": self.module, "blocks": self.blocks, **self.given}
+        return {name: getattr(self, name) for name in OF_TRAINER} | self.given
 
     @model_validator(mode="after")
     def _check_arguments(self) -> UserModuleArchitecture:
@@ -277,7 +285,7 @@ def _longest_list(module: nn.Module) -> str | None:
 
 
 class HuggingFace(Foreign[HuggingFaceArchitecture]):
-    """A causal language model of transformers, in eval mode: without dropout."""
+    """A causal language model of transformers."""
 
     section = HuggingFaceArchitecture
     hf_class = "AutoModelForCausalLM"

@@ -9,7 +9,7 @@ Its parameters keep the names that they have in the module. What the field's wra
 * Buffers, such as rotary frequencies, are computed when the module is made, and are not lost with the meta device's
   weights. Those in the module's state_dict are saved and loaded with the weights; only a training step changes them.
 * Nothing else lasts from call to call: what forward leaves in attributes and other buffers is put back.
-* The module stays in eval mode: its dropout would draw from torch's global generator.
+* The module stays in eval mode, or has dropout of ours: its own would draw from torch's global generator.
 * Tied weights are tied again whenever parameters were replaced.
 * In bfloat16 it runs under autocast, with fp32 weights in every layout.
 * Whether it keeps packed documents apart is tried, before the first step that needs it.
@@ -18,8 +18,8 @@ Its parameters keep the names that they have in the module. What the field's wra
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +33,7 @@ from kenotron.kernels.tensor_shard import TensorShard
 from kenotron.models.context import Context
 from kenotron.models.decoder import Decoder, check_positions
 from kenotron.models.document_separation import check_documents, check_repeats
+from kenotron.models.dropout import CounterDropout
 from kenotron.models.foreign_decoding import next_logits
 from kenotron.models.init_rules import FilledBy, InitRule
 from kenotron.models.module_state import Recomputed, check_state, put_back, recomputed
@@ -48,14 +49,16 @@ if TYPE_CHECKING:
 class ForeignModel(Decoder):
     """`family` makes the module and calls it. Weights have no memory yet, buffers have their values."""
 
+    config: ForeignArchitecture
+
     def __init__(self, config: ForeignArchitecture, family: Foreign[Any]) -> None:
         nn.Module.__init__(self)
         self.config, self.family, self.foreign = config, family, family
         self.part = ModelPart.whole(config.num_hidden_layers)
         self.compute_dtype, self.separates_documents = torch.float32, False
-        self.repeats = not family.has_state
+        self.repeats = not (family.has_state or config.training_dropout)
         with torch.device("cpu"), _without_weights():
-            module = family.make().eval()
+            module = family.make().train(config.training_dropout)
         self._module = (module,)  # in a tuple, and its dictionaries shared: names are the module's own
         for own in ("_parameters", "_modules", "_buffers"):
             self.__dict__[own] = module.__dict__[own]
@@ -69,6 +72,20 @@ class ForeignModel(Decoder):
             names.setdefault(parameter, []).append(name)
         self._tied = [tied for tied in names.values() if len(tied) > 1]
         self._check_ties()
+        for name, block in modules(self, self.plan.blocks) if config.training_dropout else ():
+            block.forward = self._with_dropout(name, block.forward)  # type: ignore[method-assign]
+
+    def _with_dropout(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with self.dropout(name, self._ctx):  # the same in recomputation, before which no other forward is called
+                return forward(*args, **kwargs)
+
+        return call
+
+    def dropout(self, name: str, ctx: Context) -> AbstractContextManager[Any]:
+        """What the part `name` of the module runs under."""
+        on = self.training and self.config.training_dropout
+        return CounterDropout(name, ctx) if on else nullcontext()
 
     def _check_ties(self) -> None:
         blocks = [name for name, _ in modules(self, self.plan.blocks)]
@@ -85,6 +102,7 @@ class ForeignModel(Decoder):
             return next_logits(self, tokens, ctx)
         check_positions(self.config, ctx)
         if labels is not None and not self.repeats:
+            self._warn_of_dropout()
             with torch.compiler.set_stance("force_eager"):
                 check_repeats(self.foreign, ctx)
             self.repeats = True
@@ -99,7 +117,8 @@ class ForeignModel(Decoder):
 
     def logits(self, tokens: Tensor, ctx: Context, dtype: torch.dtype) -> Tensor:
         """``[sequences, length]`` → ``[sequences, length, vocab]``, computed in `dtype`."""
-        with self.autocast(tokens.device, dtype), self.state_kept():
+        self._ctx = ctx
+        with self.autocast(tokens.device, dtype), self.state_kept(), self.dropout("", ctx):
             return self.foreign.logits(self.foreign_module, tokens, ctx)
 
     def autocast(self, device: torch.device, dtype: torch.dtype | None = None) -> torch.autocast:
@@ -114,9 +133,20 @@ class ForeignModel(Decoder):
         return self._module[0]
 
     def train(self, mode: bool = True) -> ForeignModel:
-        """Only this wrapper changes its mode: see above."""
+        """Without dropout only this wrapper changes its mode: see above."""
         self.training = mode
+        if self.config.training_dropout:
+            self.foreign_module.train(mode)
         return self
+
+    def _warn_of_dropout(self) -> None:
+        dropouts = {name for name, each in self.named_modules() if isinstance(each, nn.Dropout) and each.p}
+        if dropouts and not self.config.training_dropout:
+            logging.getLogger("kenotron").warning(
+                "model.model_config: %s of %s is off: training_dropout: true trains with it",
+                min(dropouts),
+                self.config.title,
+            )
 
     def reset_buffers(self, device: torch.device | str) -> None:
         """The values, and dtypes, that the module's constructor computed."""
@@ -178,6 +208,8 @@ class ForeignModel(Decoder):
 
     def compile_blocks(self) -> None:
         """As in `Decoder`; the compiler would write what changes in a recomputed block twice, so it gets its inside."""
+        if self.config.training_dropout:
+            raise InputError("model.compile: expected false with model.model_config.training_dropout: true")
         for _, block in modules(self, self.plan.blocks):
             (block.forward if isinstance(block.forward, Recomputed) else block).compile()
 
