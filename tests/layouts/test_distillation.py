@@ -16,7 +16,9 @@ from kenotron.interop import to_hf
 from kenotron.kernels.attention import attention
 from kenotron.models import Context, MicroBatch
 from kenotron.models.token_loss import OwnLoss
+from kenotron.training import distillation
 from kenotron.training.distillation import teaching, token_losses
+from kenotron.training.teacher_cache import distance, top_k_of
 from support.layout_runs import Problem, train_alone, train_on_layout
 from support.ranks import run_ranks
 from support.tiny_run import tiny_config, train_quietly
@@ -88,6 +90,32 @@ def test_softmax_is_in_fp32() -> None:
     assert (rounded - exact).norm() < 0.005 * exact.norm()  # of its own rounding to bf16 alone
 
 
+def of_groups(logits: Any, theirs: Any, k: int, temperature: float) -> Any:
+    """The divergence over the k most probable tokens of `theirs`, each by itself, and the others as one; in float64."""
+    found = []
+    for ours, given in zip(logits.double() / temperature, theirs.double() / temperature):
+        p, q = ours.exp() / ours.exp().sum(), given.exp() / given.exp().sum()
+        best = q.argsort(descending=True)[:k]
+        others = [i for i in range(len(q)) if i not in best]
+        pairs = [(q[i], p[i]) for i in best] + [(q[others].sum(), p[others].sum())]
+        found.append(sum(a * (a / b).log() for a, b in pairs))
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize(("k", "temperature"), [(1, 1.0), (3, 2.0), (8, 0.7)])
+def test_of_the_most_probable_tokens_it_is_that_of_the_definition(k: int, temperature: float) -> None:
+    generator = torch.Generator().manual_seed(2)
+    logits = torch.randn(5, 9, generator=generator, requires_grad=True)
+    theirs = 2 * torch.randn(5, 9, generator=generator)
+    found = distance(logits / temperature, top_k_of(theirs / temperature, k))
+    expected = of_groups(logits, theirs, k, temperature)
+    assert torch.allclose(found.double(), expected, rtol=2e-3, atol=1e-5)  # they are kept in fp16
+    ours, exact = (torch.autograd.grad(each.sum(), logits)[0] for each in (found, expected))
+    assert torch.allclose(ours, exact, rtol=1e-2, atol=1e-3)
+    same = distance(theirs / temperature, top_k_of(theirs / temperature, k))
+    assert float(same.abs().max()) < 1e-5
+
+
 def problem(teacher: Path, **changes: Any) -> Problem:
     loss = f"model.loss={{name: distillation, teacher: {teacher}, weight: 0.75, temperature: 2.0}}"
     return Problem("distilled", (loss,), steps=2, model={"z_loss_enabled": False, "vocab_size": VOCAB}, **changes)
@@ -123,6 +151,49 @@ def test_a_model_becomes_its_teacher(tmp_path: Path) -> None:
     assert many.last_metrics["lm_loss"] < 0.95 * one.last_metrics["lm_loss"]
 
 
+def cached(folder: Path, teacher: Path, *overrides: str) -> Any:
+    """A run of two steps with a cache of its teacher's answers, in `folder`."""
+    loss = f"model.loss={{name: distillation, teacher: {teacher}, weight: 0.75, top_k: 5, cache: {folder}/answers}}"
+    return tiny_config(folder, loss, "tokens.train_steps=2", *overrides)
+
+
+def test_a_teacher_is_asked_once(teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another student of the same samples needs no teacher; without a cache the losses are the same bits."""
+
+    def loss(name: str, *overrides: str) -> float:
+        config = cached(tmp_path, teacher, f"checkpoints.checkpoints_path={tmp_path}/{name}", *overrides)
+        return float(train_quietly(config).last_metrics["lm_loss"])
+
+    found = loss("without", "model.loss.cache=null"), loss("with")
+    assert found[0] == found[1]
+    monkeypatch.setattr(distillation, "load_for_generation", None)
+    assert loss("again") == found[0]
+    assert loss("another", "model.model_config.hidden_size=32") != found[0]
+    with pytest.raises(InputError, match=r"model\.loss\.cache: sample \d+ there is of other tokens; expected a folder"):
+        loss("seed", "data_stages.0.data.seed=7")
+    with pytest.raises(InputError, match=r"model\.loss\.cache: .* was made with temperature 1\.0; expected 2\.0"):
+        loss("temperature", "model.loss.temperature=2.0")
+    with pytest.raises(InputError, match=r"model\.loss\.cache: .* was made with top_k 5; expected 4"):
+        loss("top_k", "model.loss.top_k=4")
+
+
+@pytest.mark.parametrize("layout", [(2, "dp=2 zero=3"), (2, "tp=2 mode=REDUCE_SCATTER"), (2, "pp=2 engine=1f1b")])
+def test_answers_serve_every_layout(layout: tuple[int, str], teacher: Path, tmp_path: Path) -> None:
+    """Those of one process, and where ranks write them."""
+    of_one, of_ranks = (
+        replace(
+            problem(teacher), overrides=(*problem(teacher).overrides, "model.loss.top_k=5", f"model.loss.cache={at}")
+        )
+        for at in (tmp_path / "one", tmp_path / "ranks")
+    )
+    alone = train_alone(of_one, tmp_path)
+    before = (tmp_path / "one" / "top_k.bin").read_bytes()
+    for number, each in enumerate((of_one, of_ranks, of_ranks)):
+        expect_the_same(run_ranks(layout[0], train_on_layout, each, layout[1], tmp_path / str(number), alone), alone)
+    assert (tmp_path / "one" / "top_k.bin").read_bytes() == before
+    assert len((tmp_path / "ranks" / "top_k.bin").read_bytes()) == len(before)
+
+
 def test_documents_are_apart_for_the_teacher_too(teacher: Path, tmp_path: Path) -> None:
     model: Any = load_for_generation(teacher, "float32").model
     loss = f"model.loss={{name: distillation, teacher: {teacher}, weight: 1.0}}"
@@ -155,6 +226,8 @@ def test_documents_are_apart_for_the_teacher_too(teacher: Path, tmp_path: Path) 
         ),
         (lambda teacher: (f"model.loss.teacher={teacher}/none",), r"^model.loss.teacher: .*none"),
         (lambda teacher: ("model.loss.weight=0",), r"model.loss.weight: expected"),
+        (lambda teacher: ("model.loss.top_k=64",), r"model.loss.top_k: expected fewer than the 64 tokens of the model"),
+        (lambda teacher: ("model.loss.cache=answers",), r"model.loss.top_k: missing: model.loss.cache keeps so many"),
     ],
 )
 def test_what_cannot_be_taught_is_refused(

@@ -465,14 +465,6 @@ MUTANTS = [
         ("models/test_foreign_models.py::test_loss_and_gradients_are_those_of_transformers",),
     ),
     Mutant(
-        "dropout-by-the-place-in-a-batch",
-        "models/dropout.py",
-        "hash_counters(key, ids)[:, None]",
-        "hash_counters(key, torch.arange(len(ids)))[:, None]",
-        "what is dropped of a sample depends on the micro-batch that it is in, and so on the layout",
-        ("models/test_dropout.py::test_a_sample_is_dropped_alike_in_any_batch_and_dtype",),
-    ),
-    Mutant(
         "foreign-ties-lost",
         "models/foreign_model.py",
         "                setattr(self.get_submodule(parent), leaf, self.get_parameter(owner))",

@@ -7,10 +7,26 @@ RESUME = "training/test_exact_resume.py"
 
 MUTANTS = [
     Mutant(
+        name="dropout-by-the-place-in-a-batch",
+        file="models/dropout.py",
+        find="hash_counters(key, ids)[:, None]",
+        replace="hash_counters(key, torch.arange(len(ids)))[:, None]",
+        why="what is dropped of a sample depends on the micro-batch that it is in, and so on the layout",
+        tests=("models/test_dropout.py::test_a_sample_is_dropped_alike_in_any_batch_and_dtype",),
+    ),
+    Mutant(
+        name="answers-about-other-samples",
+        file="training/teacher_cache.py",
+        find="record[:HASH_BYTES] != hashed",
+        replace="False",
+        why="a run of another seed learns what the teacher has said of other tokens",
+        tests=("layouts/test_distillation.py::test_a_teacher_is_asked_once",),
+    ),
+    Mutant(
         name="distillation-the-other-way-round",
         file="training/distillation.py",
-        find="F.kl_div(ours, theirs,",
-        replace="F.kl_div(theirs, ours,",
+        find="F.kl_div(ours.log_softmax(-1), logs,",
+        replace="F.kl_div(logs, ours.log_softmax(-1),",
         why="the reverse divergence: the student keeps one of the teacher's modes and drops the others",
         tests=("layouts/test_distillation.py::test_the_loss_is_that_of_the_definition",),
     ),

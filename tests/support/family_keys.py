@@ -58,7 +58,7 @@ TESTS = {
         "Evaluation",
     ): "tasks include_path eval_interval num_fewshot limit batch_size device srun",
     ("test_headless.py", "Headless"): "name negatives block_size temperature",
-    ("test_distillation.py", "Distillation"): "name teacher weight temperature",
+    ("test_distillation.py", "Distillation"): "name teacher weight temperature top_k cache",
     ("test_lion.py", "Lion"): "name lion_beta1 lion_beta2",
     ("test_muon.py", "Muon"): "muon_scale",
     ("test_muon.py", "NorMuon"): "name normuon_beta2 adam_eps adam_beta1 adam_beta2 torch_adam_is_fused "

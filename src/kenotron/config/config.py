@@ -200,6 +200,11 @@ def _check_loss(config: Config) -> Iterator[Problem]:
         yield "model.loss", "expected null with num_nextn_predict_layers, whose blocks learn by cross entropy"
     if isinstance(config.model.loss, Distillation) and config.parallelism.context_parallel_size > 1:
         yield "parallelism.context_parallel_size", "expected 1: the teacher of model.loss needs whole sequences"
+    if isinstance(config.model.loss, Distillation) and config.model.loss.cache:
+        if config.model.loss.top_k is None:
+            yield "model.loss.top_k", "missing: model.loss.cache keeps so many probabilities of each token"
+        if len(set(config.sequence_lengths.values())) > 1:
+            yield "model.loss.cache", "expected null where stages have sequences of different lengths"
 
 
 def _check_float16(config: Config) -> Iterator[Problem]:

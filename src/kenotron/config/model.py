@@ -90,6 +90,17 @@ class Distillation(Section):
         "Part of the distance from the teacher in the loss; the rest is cross entropy.", 0.5, gt=0, le=1
     )
     temperature: float = our_key("Logits of both are divided by it in the distance.", 1.0, gt=0)
+    top_k: int | None = our_key(
+        "Learn the probabilities of the teacher's so many most probable tokens, and of all others together; null: of "
+        "every token.",
+        None,
+        ge=1,
+    )
+    cache: LocalPath | None = our_key(
+        "Folder that keeps the teacher's answers, top_k of each token, by sample: the teacher reads each once, for "
+        "all runs with the same data, seed and batch. null: in every run.",
+        None,
+    )
 
 
 def _choose_loss(value: Any) -> str | None:

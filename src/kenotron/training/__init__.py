@@ -15,7 +15,7 @@ deterministic.py    the same bits from every run on the same devices
 
 metrics.py, console.py, report.py, nanotron_log.py     numbers and messages
 loss_scale.py       a hook that scales the loss of float16 runs
-distillation.py     a loss from another model's probabilities
+distillation.py     a loss from another model's probabilities; teacher_cache.py, which are kept
 guards.py           a hook that ends runs; those that only watch are in kenotron.observers
 expert_loads.py     how many tokens each expert got in a step
 compare.py          two layouts of one config, compared
