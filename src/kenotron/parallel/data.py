@@ -327,7 +327,7 @@ def _even_split_over(mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard | None]
     """
     from torch.distributed.tensor import Shard
 
-    ranks = mesh.size(-1)
+    ranks = mesh.shape[-1]  # size(-1) of flattened axes fails in torch 2.11
 
     def dimension(parameter: nn.Parameter) -> Shard | None:
         shape = local_tensor(parameter).shape
