@@ -177,7 +177,14 @@ def test_a_teacher_is_asked_once(teacher: Path, tmp_path: Path, monkeypatch: pyt
         loss("top_k", "model.loss.top_k=4")
 
 
-@pytest.mark.parametrize("layout", [(2, "dp=2 zero=3"), (2, "tp=2 mode=REDUCE_SCATTER"), (2, "pp=2 engine=1f1b")])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        (2, "dp=2 zero=3"),
+        pytest.param((2, "tp=2 mode=REDUCE_SCATTER"), marks=pytest.mark.slow),
+        pytest.param((2, "pp=2 engine=1f1b"), marks=pytest.mark.slow),
+    ],
+)
 def test_answers_serve_every_layout(layout: tuple[int, str], teacher: Path, tmp_path: Path) -> None:
     """Those of one process, and where ranks write them."""
     of_one, of_ranks = (
