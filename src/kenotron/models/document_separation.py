@@ -14,7 +14,7 @@ own, blocks are looked at one by one, in the same two ways: from a block's input
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -77,8 +77,9 @@ def check_repeats(family: Foreign[Any], ctx: Context) -> None:
         tokens = torch.randint(family.config.vocab_size, (1, length)).to(device)
         results = []
         for _ in range(2):
-            module.train(family.config.training_dropout)
-            with torch.no_grad(), put_back(module, _copies(module)), CounterDropout("", whole):
+            training = family.config.training_dropout
+            dropout = CounterDropout("", whole) if training else nullcontext()
+            with torch.no_grad(), put_back(module.train(training), _copies(module)), dropout:
                 results.append(family.logits(module, tokens, whole).float())
         module.eval()
         ahead = _gradient(family, module, whole, torch.arange(length).to(device)[None] >= (length + 1) // 2)

@@ -251,7 +251,8 @@ class BackgroundEngine(Engine):
             )
             return Unsaved(self.folder, self._problem() or late)
         size, at, notes = self.writer.committed
-        return Saved(self.folder, size, at - self.started, self.waited, notes)
+        seconds = at - self.started  # until it was complete: training has waited for the news, too
+        return Saved(self.folder, size, seconds, min(self.waited, seconds), notes)
 
 
 class AsyncEngine(BackgroundEngine):
