@@ -22,17 +22,6 @@ UNFINISHED, PLAN, MANIFEST = ".unfinished", "plan.json", "manifest.json"
 
 EXPECTED = ".ds, .bin with .idx, litdata's index.json, .npy, raw .bin"
 
-__all__ = [
-    "MANIFEST",
-    "PLAN",
-    "SUFFIX",
-    "UNFINISHED",
-    "TokenFile",
-    "find_token_files",
-    "is_one_file",
-    "open_token_files",
-]
-
 
 def open_token_files(path: str | AnyPath, where: str, dtype: str | None = None) -> list[TokenFile]:
     """The token files at `path`, a file or a folder, here or on another machine, in order of path.
