@@ -15,12 +15,13 @@ import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from kenotron.config.dotted import search_path
 from kenotron.doctor.settings import anonymous
 from kenotron.launch.environment import cores, end_with_parent
-from kenotron.launch.functions import function_at, function_path
+from kenotron.launch.functions import function_path
 
 # A job's ranks are not ours: what is called here starts its own, or none.
 OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "SLURM", "TORCHELASTIC", "KENOTRON_LAUNCH")
@@ -90,7 +91,7 @@ def main() -> None:
     """Call the function of the first argument with the second one's values; the result goes to the third one's file."""
     end_with_parent()
     path, arguments, result = sys.argv[1:]
-    found = function_at(path)(*json.loads(arguments))
+    found = resolve_name(path)(*json.loads(arguments))
     Path(result).write_text(json.dumps(found))
 
 

@@ -1,12 +1,10 @@
 """Functions by name, for processes that do not share memory."""
 
-import pkgutil
 from collections.abc import Callable
-from typing import Any
 
 
 def function_path(function: Callable[..., object]) -> str:
-    """``module:name`` of a function or class at the top of a module, as pickle names it.
+    """``module:name`` of a function or class at the top of a module, as pickle names it, for `pkgutil.resolve_name`.
 
     Raises ValueError for any other function: another process could not find it.
     """
@@ -14,8 +12,3 @@ def function_path(function: Callable[..., object]) -> str:
     if function.__module__ == "__main__" or "." in function.__qualname__:
         raise ValueError(f"{path} cannot be called in other processes; move it to the top of a module they can import")
     return path
-
-
-def function_at(path: str) -> Any:
-    """The function of a `function_path`."""
-    return pkgutil.resolve_name(path)

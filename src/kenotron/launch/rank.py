@@ -14,12 +14,12 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from kenotron.config.errors import PeerFailed
 from kenotron.launch.environment import end_with_parent
 from kenotron.launch.error_records import ENDED_BY_ANOTHER, record
-from kenotron.launch.functions import function_at
 from kenotron.storage.files import replace_file
 
 if TYPE_CHECKING:
@@ -62,8 +62,8 @@ def run(folder: Path) -> int:
 def read_work(folder: Path) -> tuple[RankConfig, Callable[..., Any], dict[str, Any]]:
     """Config, function and options of the launcher's `local.write_work`."""
     given = json.loads((folder / "work.json").read_text(encoding="utf-8"))
-    config = function_at(given["config_class"]).model_validate(given["config"])
-    return config, function_at(given["work"]), given["options"]
+    config = resolve_name(given["config_class"]).model_validate(given["config"])
+    return config, resolve_name(given["work"]), given["options"]
 
 
 def note(text: str) -> None:
