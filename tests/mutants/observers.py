@@ -51,8 +51,8 @@ MUTANTS = [
     Mutant(
         name="the-signal-of-slurm-is-not-handled",
         file="observers/signals.py",
-        find='NAMES = ("SIGTERM", "SIGUSR1", "SIGINT")',
-        replace='NAMES = ("SIGTERM", "SIGINT")',
+        find="NUMBERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)",
+        replace="NUMBERS = (signal.SIGTERM, signal.SIGINT)",
         why="SIGUSR1 before the time limit kills the run, and hours since the last checkpoint are lost",
         tests=(f"{SIGNALLED}[SIGUSR1]",),
     ),

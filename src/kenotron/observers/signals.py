@@ -27,7 +27,7 @@ class Signals(Hook):
     """
 
     priority = -40
-    NAMES = ("SIGTERM", "SIGUSR1", "SIGINT")
+    NUMBERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
     SAME_REQUEST_SECONDS = 2.0
 
     def __init__(self) -> None:
@@ -43,10 +43,8 @@ class Signals(Hook):
             logger.warning("not in the main thread: SIGTERM does not save this run; its checkpoints go to %s", path)
             return
         self.run = run
-        for name in self.NAMES:
-            number = getattr(signal, name, None)
-            if number is not None:
-                self.previous[number] = signal.signal(number, self._handle)
+        for number in self.NUMBERS:
+            self.previous[number] = signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
