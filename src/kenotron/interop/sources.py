@@ -151,9 +151,7 @@ def skeleton(model: Model) -> Decoder:
         return build(model.model_copy(update={"make_vocab_size_divisible_by": 1}))
 
 
-def hf_architecture(
-    source: str | Path, overrides: Mapping[str, Any] | None = None, report: Report = quiet
-) -> DecoderArchitecture:
+def hf_architecture(source: str | Path, overrides: Mapping[str, Any] | None = None) -> DecoderArchitecture:
     """The architecture of ``model_config: {hf: source, …overrides}``. Only `config.json` is read.
 
     Raises InputError: missing, hub unreachable, a family or a setting that is not supported.
@@ -162,7 +160,7 @@ def hf_architecture(
         file = find_config(source)
     except InputError as error:
         raise InputError(f"model.model_config.hf: {error}") from error
-    return architecture_from_hf(read_json(file), str(file), report, overrides)
+    return architecture_from_hf(read_json(file), str(file), overrides=overrides)
 
 
 def resolve_architecture(config: Config) -> Config:
