@@ -18,7 +18,7 @@ import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -152,15 +152,7 @@ def encoding_errors() -> Iterator[None]:
         raise InputError(f"tokenizer: cannot encode a text: {first_line(error)}") from None
 
 
-class HasEndOfText(Protocol):
-    """What knows of a token that ends a text, or that there is none."""
-
-    @property
-    def eos_token_id(self) -> int | None:
-        """The id, or None."""
-
-
-def end_of_text(tokenizer: HasEndOfText | None, architecture: Any) -> int:
+def end_of_text(tokenizer: TextTokenizer | None, architecture: Any) -> int:
     """The token that ends a text in training, generation and exports: the tokenizer's, else the model config's."""
     eos = tokenizer.eos_token_id if tokenizer else None
     return architecture.eos_token_id if eos is None else eos
