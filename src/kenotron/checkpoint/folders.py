@@ -31,6 +31,7 @@ LATEST = "latest.txt"
 NANOTRON_METADATA = "checkpoint_metadata.json"  # in every checkpoint of nanotron
 Report = Callable[[str], None]
 Progress = Callable[[int, int], None]
+Check = Callable[[str, FileRecord], str | None]
 
 
 def quiet(line: str) -> None:
@@ -131,11 +132,18 @@ def verify(path: Path | str, progress: Progress | None = None) -> list[str]:
 
 def check_files(path: Path, files: dict[str, FileRecord], progress: Progress | None = None) -> list[str]:
     """Compare files with their records; one line for each that is missing, cut, or changed."""
-    problems = []
-    done, total = 0, sum(record.bytes for record in files.values())
+
+    def check(name: str, record: FileRecord) -> str | None:
+        return _wrong_size(path / name, record) or _wrong_content(path / name, record)
+
+    return problems_of(files, check, progress)
+
+
+def problems_of(files: dict[str, FileRecord], check: Check, progress: Progress | None) -> list[str]:
+    """What `check(name, record)` says of each of `files`, where it is not None; `progress` is told the bytes."""
+    problems, done, total = list[str](), 0, sum(record.bytes for record in files.values())
     for name, record in files.items():
-        problem = _wrong_size(path / name, record) or _wrong_content(path / name, record)
-        if problem:
+        if problem := check(name, record):
             problems.append(problem)
         done += record.bytes
         if progress:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -93,15 +94,8 @@ class RemoteCheckpoints:
             _, manifest = self.manifest(step)
         except CheckpointError as error:
             return [str(error)]
-        problems, done = [], 0
-        for name, record in manifest.files.items():
-            problem = self._receive(step, name, record, lambda piece: None)
-            if problem is not None:
-                problems.append(problem)
-            done += record.bytes
-            if progress:
-                progress(done, manifest.bytes)
-        return problems
+        check = partial(self._receive, step, write=lambda piece: None)
+        return folders.problems_of(manifest.files, check, progress)
 
     def _receive(self, step: int, name: str, record: FileRecord, write: Callable[[bytes], None]) -> str | None:
         """Read a file of a checkpoint from end to end, for `write` as well; what is wrong with it, None if nothing."""
