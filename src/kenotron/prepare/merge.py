@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -147,21 +148,17 @@ def _documents(files: Sequence[TokenFile], with_loss: bool) -> Iterator[Document
                 release(file.tokens)
 
 
+@dataclass
 class _Files:
     """A writer of documents that begins another file before one grows beyond `max_tokens`."""
 
-    def __init__(
-        self,
-        folder: Path,
-        dtype: np.dtype,
-        tokenizer: str | None,
-        stem: str | None,
-        max_tokens: int | None,
-    ) -> None:
-        self.folder, self.dtype, self.tokenizer = folder, dtype, tokenizer
-        self.stem, self.max_tokens = stem, max_tokens
-        self.written: list[Json] = []
-        self._writer: TokenWriter | None = None
+    folder: Path
+    dtype: np.dtype
+    tokenizer: str | None
+    stem: str | None
+    max_tokens: int | None
+    written: list[Json] = field(default_factory=list)
+    _writer: TokenWriter | None = None
 
     def write(self, ids: NDArray[np.integer], lengths: NDArray[np.int64], loss: Loss = None) -> None:
         ends = np.cumsum(lengths)
