@@ -58,6 +58,7 @@ class Failure:
         return PeerFailed(f"rank {self.rank} on {self.machine}: {self.message}", self.machine)
 
 
+@dataclass
 class Watch:
     """Watches the other ranks during a run: ``with Watch(timeout_seconds): train(…)``.
 
@@ -69,20 +70,15 @@ class Watch:
     `look_every_s` shorter, as all ranks wait for the last one to notice.
     """
 
-    def __init__(
-        self,
-        timeout_seconds: float,
-        report_hang: Callable[[Sequence[int], str], None] | None = None,
-        release: Callable[[], None] | None = None,
-        leave_within_s: float = LEAVE_WITHIN_S,
-        look_every_s: float = LOOK_EVERY_S,
-    ) -> None:
+    timeout_seconds: float
+    report_hang: Callable[[Sequence[int], str], None] | None = None
+    release: Callable[[], None] | None = None
+    leave_within_s: float = LEAVE_WITHIN_S
+    look_every_s: float = LOOK_EVERY_S
+
+    def __post_init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.timeout_seconds = timeout_seconds
-        self.report_hang = report_hang
-        self.release = release
-        self.leave_within_s = leave_within_s
-        self.look_every_s = max(look_every_s, self.size / RANKS_LOOKING_PER_S)
+        self.look_every_s = max(self.look_every_s, self.size / RANKS_LOOKING_PER_S)
         self.store = _store(self.rank)
         self.found: Failure | None = None
         self.over = threading.Event()

@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -71,23 +72,21 @@ def start_ranks_with_spares(
                 ranks.end()
 
 
+@dataclass
 class ReplacedRanks:
     """The processes of all ranks, and spare ones."""
 
-    def __init__(
-        self,
-        count: int,
-        spares: int,
-        folder: Path,
-        logs: Path,
-        forwarded: Sequence[int],
-        progress: Callable[[], object],
-        why_killed: Callable[[int], str | None] | None,
-    ) -> None:
+    count: int
+    spares: int
+    folder: Path
+    logs: Path
+    forwarded: Sequence[int]
+    progress: Callable[[], object]
+    why_killed: Callable[[int], str | None] | None
+
+    def __post_init__(self) -> None:
         from torch.distributed import TCPStore
 
-        self.count, self.spares, self.folder, self.logs = count, spares, folder, logs
-        self.forwarded, self.progress, self.why_killed = forwarded, progress, why_killed
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.processes: list[subprocess.Popen[bytes]] = []  # all that were started, by number
         self.places: list[int] = []  # rank → number of its process, in this generation
