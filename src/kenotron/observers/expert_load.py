@@ -33,10 +33,8 @@ class ExpertLoad(Hook):
     """Records the numbers above; on all ranks."""
 
     priority = 70  # before the spike guard, whose snapshots hold the loads
-
-    def __init__(self) -> None:
-        self.steps_without_a_token: Tensor | None = None  # [layers, experts]
-        self.previous_load: Tensor | None = None  # [layers, experts], where the balance loss takes it
+    steps_without_a_token: Tensor | None = None  # [layers, experts]
+    previous_load: Tensor | None = None  # [layers, experts], where the balance loss takes it
 
     def on_train_start(self, run: Run) -> None:
         """Give routers the loads that a checkpoint has."""

@@ -41,10 +41,8 @@ class ExportHook(Hook):
     """Exports each checkpoint when it is saved: all ranks in the call, or a process of rank 0's in the background."""
 
     priority = -55
-
-    def __init__(self) -> None:
-        self.background: BackgroundExport | None = None  # on rank 0: the export in flight
-        self.started = 0.0
+    background: BackgroundExport | None = None  # on rank 0: the export in flight
+    started = 0.0
 
     def on_train_start(self, run: Run) -> None:
         """Refuse now what cannot be exported later, and make up for an export that was interrupted."""

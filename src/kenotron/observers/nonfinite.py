@@ -61,9 +61,7 @@ class NonFiniteCause(Hook):
     """See the module; on all ranks."""
 
     priority = 65  # before anything touches the weights
-
-    def __init__(self) -> None:
-        self.known = False
+    known = False
 
     def on_train_start(self, run: Run) -> None:
         """Drop the lines of steps that are done again after a resume."""

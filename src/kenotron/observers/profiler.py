@@ -25,10 +25,8 @@ class ProfilerHook(Hook):
     """`profiler`: a torch trace of the steps that its schedule names, under `profiler_export_path`."""
 
     priority = 50
-
-    def __init__(self) -> None:
-        self.profile: Any = None
-        self.written = False
+    profile: Any = None
+    written = False
 
     def on_train_start(self, run: Run) -> None:
         """Start the profiler."""

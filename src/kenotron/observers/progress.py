@@ -19,9 +19,7 @@ class Progress(Hook):
     """A bar with loss and ETA, on a terminal; log lines scroll above it. It counts tokens: steps may grow."""
 
     priority = -30
-
-    def __init__(self) -> None:
-        self.bar: Any = None
+    bar: Any = None
 
     def on_train_start(self, run: Run) -> None:
         """Show the bar."""
