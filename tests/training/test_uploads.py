@@ -154,7 +154,7 @@ def test_nanotrons_section_uploads_the_checkpoints_of_a_local_folder(
     local = (NANOTRON, f"checkpoints.checkpoints_path={tmp_path}/own")
     config = machine("a", *local)
     made, _ = uploader(config, URL)
-    assert (made._files_at_once, made.store._parts_at_once, made.remove) == (3, 7, True)
+    assert (made.files_at_once, made.store._parts_at_once, made.remove) == (3, 7, True)
     _, said = train_and_listen(config)
     assert complete() == [2, 4]
     assert steps_of(tmp_path / "own") == []  # remove_after_upload

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -51,6 +51,7 @@ class Loaded(NamedTuple):
     hooks: dict[str, Tensor]
 
 
+@dataclass
 class Checkpoints:
     """See the module. All ranks call every method together, except `finish_alone` and `close`.
 
@@ -58,18 +59,16 @@ class Checkpoints:
     `resume_checkpoint_path` names (`restart.py`).
     """
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        fresh: bool = False,
-        local: LocalTier | None = None,
-        start_elsewhere: StartElsewhere | None = None,
-    ) -> None:
-        self.config, self.fresh, self.local, self.start_elsewhere = config, fresh, local, start_elsewhere
-        self.root = config.checkpoint_folder
-        self.engine_class = find_engine(config.checkpoints.checkpointing_engine)
-        self.engine: Engine = Engine(config)  # until `open`
+    config: Config
+    _: KW_ONLY
+    fresh: bool = False
+    local: LocalTier | None = None
+    start_elsewhere: StartElsewhere | None = None
+
+    def __post_init__(self) -> None:
+        self.root = self.config.checkpoint_folder
+        self.engine_class = find_engine(self.config.checkpoints.checkpointing_engine)
+        self.engine: Engine = Engine(self.config)  # until `open`
         self.durable_step = 0  # of the newest checkpoint in checkpoints_path
         self.problem: str | None = None  # why the last save there failed
         self.protected: set[tuple[str, int]] = set()  # on rank 0: who reads a step, which retention leaves alone

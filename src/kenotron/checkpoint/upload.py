@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import KW_ONLY, InitVar, dataclass
 from pathlib import Path
 
 from kenotron.checkpoint.durable import FileRecord, discard, hash_file
@@ -40,31 +41,29 @@ RETRY_EVERY_S = 60.0
 """Seconds between two attempts, after one in which something could not be uploaded."""
 
 
+@dataclass
 class Uploader:
-    """Uploads what is complete in the folder `root` to `url`, and applies retention there."""
+    """Uploads what is complete in the folder `root` to `url`, and applies retention there.
 
-    def __init__(
-        self,
-        root: Path,
-        url: str,
-        settings: RemoteData | None = None,
-        *,
-        remove: bool = False,
-        keep: Keep = KEEP_ALL,
-        beside: str | None = None,
-        files_at_once: int = FILES_AT_ONCE,
-        parts_at_once: int = PARTS_AT_ONCE,
-        report: Report = quiet,
-    ) -> None:
-        """`remove`: local checkpoints that are uploaded are removed, except the newest until `finish`.
+    `remove`: local checkpoints that are uploaded are removed, except the newest until `finish`.
+    `beside`: a folder that a checkpoint gets after it is complete (``hf``), and that is uploaded with it.
+    `report` gets a line for each checkpoint that is uploaded or could not be; in the uploading thread.
+    """
 
-        `beside`: a folder that a checkpoint gets after it is complete (``hf``), and that is uploaded with it.
-        `report` gets a line for each checkpoint that is uploaded or could not be; in the uploading thread.
-        """
-        self.root, self.remote = root, RemoteCheckpoints(url, settings, parts_at_once)
+    root: Path
+    url: InitVar[str]
+    settings: InitVar[RemoteData | None] = None
+    _: KW_ONLY
+    remove: bool = False
+    keep: Keep = KEEP_ALL
+    beside: str | None = None
+    files_at_once: int = FILES_AT_ONCE
+    parts_at_once: InitVar[int] = PARTS_AT_ONCE
+    report: Report = quiet
+
+    def __post_init__(self, url: str, settings: RemoteData | None, parts_at_once: int) -> None:
+        self.remote = RemoteCheckpoints(url, settings, parts_at_once)
         self.store = self.remote.store
-        self.remove, self.keep, self.beside = remove, keep, beside
-        self.report, self._files_at_once = report, files_at_once
         self.may_prune = True
         self.protected: set[tuple[str, int]] = set()  # as in `Checkpoints`
         self.problems: dict[int, str] = {}  # step → why it is not uploaded
@@ -247,7 +246,7 @@ class Uploader:
                 except BaseException as error:
                     errors.append(error)
 
-        threads = [threading.Thread(target=work, daemon=True) for _ in range(self._files_at_once)]
+        threads = [threading.Thread(target=work, daemon=True) for _ in range(self.files_at_once)]
         for thread in threads:
             thread.start()
         for thread in threads:
