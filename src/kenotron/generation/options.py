@@ -9,6 +9,7 @@ A new option is a field here, a keyword of `kn.generate`, and an option of the t
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from math import inf
 from numbers import Integral, Real
 
 from kenotron.config.errors import InputError
@@ -48,20 +49,17 @@ class SamplingOptions:
             found, (kind, expected) = getattr(self, option.name), _KINDS[type(option.default)]
             if not isinstance(found, kind) or (isinstance(found, bool) and kind is not bool):
                 raise InputError(f"{option.name}: expected {expected}, found {found!r:.60}")
-        if self.max_new_tokens < 1:
-            raise InputError(f"max_new_tokens: expected 1 or more, found {self.max_new_tokens}")
-        if not 0 <= self.temperature < float("inf"):
-            raise InputError(f"temperature: expected 0 (greedy) or more, found {self.temperature}")
-        if self.top_k < 0:
-            raise InputError(f"top_k: expected 0 (no cut) or more, found {self.top_k}")
-        if not 0 < self.top_p <= 1:
-            raise InputError(f"top_p: expected more than 0 and at most 1 (no cut), found {self.top_p}")
-        if not 0 <= self.min_p <= 1:
-            raise InputError(f"min_p: expected 0 (no cut) to 1, found {self.min_p}")
-        if not 0 < self.repetition_penalty < float("inf"):
-            raise InputError(
-                f"repetition_penalty: expected 1 (none) or another number > 0, found {self.repetition_penalty}"
-            )
+        ranges = {
+            "max_new_tokens": (self.max_new_tokens >= 1, "1 or more"),
+            "temperature": (0 <= self.temperature < inf, "0 (greedy) or more"),
+            "top_k": (self.top_k >= 0, "0 (no cut) or more"),
+            "top_p": (0 < self.top_p <= 1, "more than 0 and at most 1 (no cut)"),
+            "min_p": (0 <= self.min_p <= 1, "0 (no cut) to 1"),
+            "repetition_penalty": (0 < self.repetition_penalty < inf, "1 (none) or another number > 0"),
+        }
+        for name, (inside, expected) in ranges.items():
+            if not inside:
+                raise InputError(f"{name}: expected {expected}, found {getattr(self, name)}")
         cuts = {"top_k": self.top_k > 0, "top_p": self.top_p < 1, "min_p": self.min_p > 0}
         if self.temperature == 0 and any(cuts.values()):
             name = next(name for name, is_set in cuts.items() if is_set)
