@@ -103,8 +103,6 @@ def status(log_dir: LogDir = Path("logs")) -> None:
     """List the jobs submitted from here: their state in Slurm, and the step that each has reached."""
 
     found = jobs.records(log_dir)
-    if not found:
-        raise InputError(f"no job was submitted with logging.log_dir {log_dir}; --log-dir names another")
     for record, state in zip(found, jobs.states(found)):
         lines = [line for path in record.metrics if (line := _last_step(Path(path)))]
         print("  ".join([record.id, record.name, state, *lines]))

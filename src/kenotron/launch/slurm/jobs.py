@@ -46,13 +46,15 @@ def submit(folder: Path, name: str, log: str, metrics: Sequence[Path], after: st
 
 
 def records(logs: Path) -> list[JobRecord]:
-    """The jobs submitted with `logs` as `logging.log_dir`, the newest last."""
+    """The jobs submitted with `logs` as `logging.log_dir`, the newest last. Raises InputError: none was."""
     found = []
     for path in (logs / "slurm").glob("**/job*.json"):
         try:
             found.append(JobRecord(**json.loads(path.read_text())))
         except (ValueError, TypeError):  # a disk was full
             print(f"warning: skipping {path}: it is not a record of a job", file=sys.stderr)
+    if not found:
+        raise InputError(f"no job was submitted with logging.log_dir {logs}; --log-dir names another")
     return sorted(found, key=lambda record: int(record.id))
 
 
@@ -62,8 +64,6 @@ def find(logs: Path, job: str | None) -> JobRecord:
     """
     found = records(logs)
     fitting = [record for record in found if job in (None, record.id, record.name)]
-    if not found:
-        raise InputError(f"no job was submitted with logging.log_dir {logs}; --log-dir names another")
     if not fitting:
         names = sorted({name for record in found for name in (record.id, record.name)})
         raise InputError(f"no job {job!r} in {logs}{nearest(str(job), names)}")
