@@ -47,7 +47,7 @@ def list_(folder: Folder, as_json: AsJson = False) -> None:
     """List the checkpoints of a folder, the newest last. `verify` checks their contents."""
     found = _all_in(folder)
     if as_json:
-        _print_json([_summary(entry) for entry in found])
+        print(json.dumps([_summary(entry) for entry in found], indent=2))
         return
     rows = [
         [str(entry.step), _date(entry.manifest), _size(entry.manifest), entry.problem or "complete"] for entry in found
@@ -86,7 +86,7 @@ def verify(
     checks = _remote_checks(path) if is_remote(path) else _local_checks(Path(path))
     problems = {step: _verify_one(step, check, show_progress=not as_json) for step, check in checks.items()}
     if as_json:
-        _print_json(problems)
+        print(json.dumps(problems, indent=2))
     else:
         for step, lines in problems.items():
             print("\n".join(lines) if lines else f"{step} is intact")
@@ -233,7 +233,3 @@ def _date(manifest: Manifest | None) -> str:
 
 def _size(manifest: Manifest | None) -> str:
     return byte_size(manifest.bytes) if manifest else "?"
-
-
-def _print_json(value: Any) -> None:
-    print(json.dumps(value, indent=2))
