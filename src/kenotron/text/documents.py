@@ -13,6 +13,7 @@ Sources: `file_documents.FileDocuments`, `hub_datasets.HubDocuments`, `sft.SftDo
 
 import re
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -181,6 +182,15 @@ def split_long_chunk(chunk: DocumentChunk, longest: int) -> Iterator[DocumentChu
             yield chunk._replace(text=waiting, last=False)
         waiting = text
     yield chunk._replace(text=waiting)
+
+
+@contextmanager
+def no_text_is_bad(bad: Callable[[str], None], where: str) -> Iterator[None]:
+    """Within, `bad` is called with `where` and why a row has no text; if it returns, the row is left out."""
+    try:
+        yield
+    except NoText as error:
+        bad(f"{where}: {error}")
 
 
 def whole_characters(text: str) -> str:

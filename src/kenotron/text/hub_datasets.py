@@ -26,12 +26,11 @@ from kenotron.text.documents import (
     ByteRange,
     DocumentChunk,
     MayBeBad,
-    NoText,
     RowHook,
     missing_column,
+    no_text_is_bad,
     split_long_chunk,
     texts_of_row,
-    whole_characters,
 )
 
 ROWS_AT_ONCE, BYTES_AT_ONCE = 1000, 1 << 25
@@ -139,11 +138,10 @@ class HubDocuments(MayBeBad):
             return
         with _explained(self.name):
             for number, row in enumerate(rows.skip(place), start=place + 1):
-                if not isinstance(text := row.get(self.column), str):
-                    problem = missing_column(self.column, row)
-                    self.bad(f"dataset.text_column_name: dataset {self.name}, shard {part}, row {number}: {problem}")
-                    continue
-                yield DocumentChunk(whole_characters(text), number)
+                where = f"dataset.text_column_name: dataset {self.name}, shard {part}, row {number}"
+                with no_text_is_bad(self.bad, where):
+                    for text in texts_of_row(row, self.column, self.hook, self.name):
+                        yield DocumentChunk(text, number)
 
     def fingerprint(self, times: bool) -> str:
         """By name and fraction of every dataset, and its commit or the files of its folder."""
@@ -182,12 +180,8 @@ class HubDocuments(MayBeBad):
             batches = rows.select_columns([self.column]).iter(at_once)
             rows = ({self.column: text} for batch in batches for text in batch[self.column])
         for number, row in enumerate(rows, start=1):
-            try:
-                texts = texts_of_row(row, self.column, self.hook, self.name)
-            except NoText as error:
-                self.bad(f"dataset.text_column_name: dataset {self.name}, row {number}: {error}")
-                continue
-            yield from ((number, text) for text in texts)
+            with no_text_is_bad(self.bad, f"dataset.text_column_name: dataset {self.name}, row {number}"):
+                yield from ((number, text) for text in texts_of_row(row, self.column, self.hook, self.name))
 
     @cached_property
     def _parts(self) -> list[Any]:

@@ -6,7 +6,7 @@ from typing import IO
 
 from kenotron.config.errors import InputError
 from kenotron.storage.paths import AnyPath
-from kenotron.text.documents import NoText, RowHook, texts_of_row
+from kenotron.text.documents import NoText, RowHook, no_text_is_bad, texts_of_row
 
 LONGEST_LINE = 32 << 20
 """Bytes of a JSON line; it is parsed as a whole, in several times its memory."""
@@ -42,12 +42,8 @@ def json_documents(
             place += _to_line_end(stream)
             bad(f"{where}: a line of more than {LONGEST_LINE >> 20} MiB (it ends at byte {place:,})")
         elif not line.isspace():
-            try:
-                texts = texts_of_row(_row(line), column, hook, str(file))
-            except NoText as error:
-                bad(f"{where}: {error}")
-                continue
-            yield from texts
+            with no_text_is_bad(bad, where):
+                yield from texts_of_row(_row(line), column, hook, str(file))
 
 
 def _other_form(first: bytes) -> str:

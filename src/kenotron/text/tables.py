@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kenotron.config.errors import InputError
 from kenotron.storage.hub import first_line
 from kenotron.storage.paths import AnyPath, RemotePath
-from kenotron.text.documents import NoText, RowHook, missing_column, whole_characters
+from kenotron.text.documents import NoText, RowHook, missing_column, no_text_is_bad, whole_characters
 
 if TYPE_CHECKING:
     from pyarrow import parquet as pq
@@ -75,13 +75,10 @@ class RowReader(ABC):
             for some in self._rows(file, column if hook is None else None, start, stop):
                 values: Any = _records_of(some.batch) if hook else _values_of(some.batch, column, file)
                 for row, value in enumerate(values, start=some.first):
-                    try:
+                    with no_text_is_bad(bad, f"{file}, row {row:,}"):
                         texts = map(whole_characters, hook(value, str(file))) if hook else [_text_of(value, column)]
-                    except NoText as error:
-                        bad(f"{file}, row {row:,}: {error}")
-                        continue
-                    for text in texts:
-                        yield RowDocument(text, row, some.share)
+                        for text in texts:
+                            yield RowDocument(text, row, some.share)
 
     @abstractmethod
     def _rows(self, file: AnyPath, column: str | None, start: int, stop: int | None) -> Iterator[_Rows]:
