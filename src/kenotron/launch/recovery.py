@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING
 from kenotron.config.errors import RunFailed
 from kenotron.launch.environment import check_cores, check_devices
 from kenotron.launch.local import cause, fresh_log, rank_variables, show_cursor, signals_forwarded, write_work
+from kenotron.launch.machine_memory import system_file
 
 if TYPE_CHECKING:
     from kenotron.launch import RankConfig
@@ -174,12 +175,8 @@ class ReplacedRanks:
 
     def _is_stopped(self, number: int) -> bool:
         """Whether the process has been stopped by a signal for `STOPPED_FOR_S`; never outside of Linux."""
-        status = Path(f"/proc/{self.processes[number].pid}/stat")
-        try:
-            state = status.read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            return False
-        if state not in "Tt":
+        status = system_file(f"/proc/{self.processes[number].pid}/stat")
+        if status is None or status.rpartition(")")[2].split()[0] not in "Tt":
             self.stopped_since.pop(number, None)
             return False
         return time.monotonic() - self.stopped_since.setdefault(number, time.monotonic()) > STOPPED_FOR_S
