@@ -22,7 +22,7 @@ from typing import Generic, TypeAlias, TypeVar
 
 from kenotron.checkpoint.durable import FileRecord, hash_file, replace_text
 from kenotron.checkpoint.manifest import MANIFEST, Manifest, read_manifest
-from kenotron.config.errors import CheckpointError, nearest
+from kenotron.config.errors import CheckpointError, first_of, nearest
 from kenotron.parallel.ranks import gather, raise_on_any_rank, rank_and_size, ranks_with, run_on_rank0
 from kenotron.storage.files import sync_folder
 
@@ -202,11 +202,6 @@ def newest_complete(root: Path | str, report: Report = quiet) -> Path | None:
         if rank_and_size()[0] == 0:
             report(f"skipping checkpoint {entry.step}: {first_of(problems)}")
     return None
-
-
-def first_of(problems: list[str]) -> str:
-    """The first of `problems`, and how many more there are."""
-    return problems[0] + (f" (and {len(problems) - 1} more)" if len(problems) > 1 else "")
 
 
 def _in_order(entries: list[CheckpointFolder]) -> list[CheckpointFolder]:

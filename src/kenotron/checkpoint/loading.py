@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from kenotron.checkpoint.durable import refusing
-from kenotron.checkpoint.folders import check_together, first_of
+from kenotron.checkpoint.folders import check_together
 from kenotron.checkpoint.index import DTYPES, Entry, Index, read_index
 from kenotron.checkpoint.manifest import Manifest, read_manifest
-from kenotron.config.errors import CheckpointError, nearest
+from kenotron.config.errors import CheckpointError, first_of, nearest
 from kenotron.parallel.ranks import gather, raise_on_any_rank
 
 if TYPE_CHECKING:

@@ -31,9 +31,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kenotron.checkpoint import durable, leftovers
 from kenotron.checkpoint.durable import FileRecord, hash_file, refusing
-from kenotron.checkpoint.folders import CheckpointFolder, Report, check_files, first_of, list_checkpoints, share_of
+from kenotron.checkpoint.folders import CheckpointFolder, Report, check_files, list_checkpoints, share_of
 from kenotron.checkpoint.saving import commit, in_order
-from kenotron.config.errors import CheckpointError, os_errors
+from kenotron.config.errors import CheckpointError, first_of, os_errors
 from kenotron.parallel.ranks import describe, gather, raise_on_any_rank, rank_and_size, run_on_rank0
 from kenotron.storage.files import remove_leftovers, temporary_beside
 

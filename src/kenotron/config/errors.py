@@ -10,7 +10,7 @@ valid name if there is one:
 """
 
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -52,6 +52,11 @@ def os_errors(what: str, remedy: str = "") -> Iterator[None]:
         yield
     except OSError as error:
         raise InputError(f"{what}: {error.strerror or error}{remedy}") from error
+
+
+def first_of(problems: Sequence[str]) -> str:
+    """The first of `problems`, and how many more there are."""
+    return problems[0] + (f" (and {len(problems) - 1} more)" if len(problems) > 1 else "")
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:

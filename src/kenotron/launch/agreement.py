@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import xxhash
 
-from kenotron.config.errors import InputError
+from kenotron.config.errors import InputError, first_of
 from kenotron.config.writing import differences, flatten
 from kenotron.parallel.ranks import gather, run_on_rank0
 
@@ -36,9 +36,8 @@ def check_started_alike(config: RankConfig, options: Mapping[str, object]) -> No
         return
     first = run_on_rank0(lambda: mine)
     found = [f"{name} is {here} and not {there}" for name, there, here in differences(first, mine)]
-    more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
     place = f" on {socket.gethostname()} was started differently from rank 0: "
-    for rank, difference in enumerate(gather(place + found[0] + more if found else None)):
+    for rank, difference in enumerate(gather(place + first_of(found) if found else None)):
         if difference:
             raise InputError(f"rank {rank}{difference}")
 

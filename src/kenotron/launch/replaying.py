@@ -15,9 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kenotron.checkpoint.folders import CheckpointFolder, first_of, list_checkpoints, verify
+from kenotron.checkpoint.folders import CheckpointFolder, list_checkpoints, verify
 from kenotron.config import Config, load
-from kenotron.config.errors import InputError, counted
+from kenotron.config.errors import InputError, counted, first_of
 from kenotron.config.packaged import packaged
 from kenotron.config.resolved import read_resolved
 from kenotron.config.writing import inline, to_dict

@@ -18,7 +18,7 @@ import numpy as np
 from pydantic import Field, TypeAdapter, ValidationError
 
 from kenotron.config.data import NanosetDataset, TokenFilesDataset, as_list
-from kenotron.config.errors import InputError, counted
+from kenotron.config.errors import InputError, counted, first_of
 from kenotron.config.remote import RemoteData, is_remote
 from kenotron.data.formats import TokenFile, open_token_files
 from kenotron.data.manifest import manifests_beside
@@ -309,9 +309,8 @@ def check_fit(folder: TokenFolder, wanted: TokenPath, run: RunSettings) -> None:
         )
     unknown = [str(file.path) for file in files if file.ends is None]
     if run.config.model.document_masking and wanted.return_positions and unknown:
-        more = f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else ""
         run.report(
-            f"warning: {unknown[0]}{more} does not have the ends of documents: under model.document_masking each of "
+            f"warning: {first_of(unknown)} does not have the ends of documents: under model.document_masking each of "
             "its sequences counts as one document"
         )
     for file in files:
