@@ -302,13 +302,12 @@ def _explained(name: str, *library_errors: type[Exception]) -> Iterator[None]:
         yield
     except failures as error:
         key = "dataset.hf_dataset_or_datasets"
-        if Path(name).exists() or not isinstance(error, OSError):
-            raise InputError(f"{key}: cannot load '{name}': {first_line(error)}") from None
-        if offline := offline_variable():
+        asked = isinstance(error, OSError) and not Path(name).exists()
+        if asked and (offline := offline_variable()):
             raise InputError(
                 f"{key}: '{name}' is not in the local Hugging Face caches, and {offline}=1 forbids fetching it"
             ) from None
-        if reason := unreachable():
+        if asked and (reason := unreachable()):
             raise InputError(_unreachable(name, reason)) from None
         raise InputError(f"{key}: cannot load '{name}': {first_line(error)}") from None
 
