@@ -31,28 +31,23 @@ class _Activation(NamedTuple):
     backward: Callable[..., Tensor]  # (grad, x, grad_input=)
 
 
-_GELU = _Activation(F.gelu, aten.gelu.out, aten.gelu_backward.grad_input)
 _GELU_TANH = _Activation(
     partial(F.gelu, approximate="tanh"),
     partial(aten.gelu.out, approximate="tanh"),
     partial(aten.gelu_backward.grad_input, approximate="tanh"),
 )
-_RELU = _Activation(F.relu, aten.relu.out, partial(aten.threshold_backward.grad_input, threshold=0))
-# The square of ReLU (So et al. 2021, arXiv 2109.08668).
-_RELU2 = _Activation(
-    lambda x: F.relu(x).square(),
-    lambda x, out: aten.relu.out(x, out=out).square_(),
-    lambda grad, x, grad_input: torch.mul(grad, F.relu(x), out=grad_input).mul_(2.0),
-)
-
 ACTIVATIONS = {
     "silu": _Activation(F.silu, aten.silu.out, aten.silu_backward.grad_input),
-    "gelu": _GELU,
+    "gelu": _Activation(F.gelu, aten.gelu.out, aten.gelu_backward.grad_input),
     "gelu_new": _GELU_TANH,
     "gelu_pytorch_tanh": _GELU_TANH,
     "gelu_fast": _GELU_TANH,
-    "relu": _RELU,
-    "relu2": _RELU2,
+    "relu": _Activation(F.relu, aten.relu.out, partial(aten.threshold_backward.grad_input, threshold=0)),
+    "relu2": _Activation(  # the square of ReLU (So et al. 2021, arXiv 2109.08668)
+        lambda x: F.relu(x).square(),
+        lambda x, out: aten.relu.out(x, out=out).square_(),
+        lambda grad, x, grad_input: torch.mul(grad, F.relu(x), out=grad_input).mul_(2.0),
+    ),
 }
 ACTIVATIONS["swish"] = ACTIVATIONS["silu"]
 
