@@ -275,12 +275,11 @@ class RunData:
                     f"[{stage.name}] from step {stage.start} on: not reached, the run has {counted(steps, 'step')}"
                 )
                 continue
-            future = self._opened.get(stage.number)
+            opened = self._open_by_now().get(stage.number)
             head = f"[{stage.name}] steps {max(stage.start, 1)}-{stage.stop - 1}, {stage.describe_shape()}"
-            if future is None or not future.done() or future.exception():
+            if opened is None:
                 lines.append(f"{head}: opened when its turn comes")
                 continue
-            opened = future.result()
             mixing, total = opened.order.mixing, sum(opened.order.mixing.weights)
             for weight, source in zip(mixing.weights, opened.sources):
                 lines.append(f"{head}: {weight / total:.2%} {source.describe()}")
@@ -322,12 +321,8 @@ class RunData:
         found: dict[str, str] = {}
         if self.tokenizer is not None:
             found["tokenizer"] = self.tokenizer.hash
-        with self._lock:
-            opened = [future for _, future in sorted(self._opened.items())]
-        for future in opened:
-            if not future.done() or future.exception():
-                continue
-            for source in future.result().sources:
+        for opened in self._open_by_now().values():
+            for source in opened.sources:
                 if (fingerprint := source.fingerprint) is None:
                     continue
                 name, number = source.name, 2
@@ -353,6 +348,12 @@ class RunData:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _open_by_now(self) -> dict[int, OpenStage]:
+        """By their numbers, in order."""
+        with self._lock:
+            futures = sorted(self._opened.items())
+        return {number: each.result() for number, each in futures if each.done() and not each.exception()}
 
     def _open(self, number: int) -> Future[OpenStage]:
         with self._lock:
