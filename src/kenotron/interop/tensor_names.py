@@ -57,14 +57,16 @@ def in_our_names(theirs: Weights, family: Family[Any], shapes: Mapping[str, Shap
             f"{theirs.where}: weights of something other than {family.hf_class} (the first: {first!r})"
         )
     missing = sorted(set(groups) - set(theirs) - set(family.hf_copies()))
-    unknown = set(theirs) - set(groups) - {family.hf_name(HEAD)}
+    head, embedding = family.hf_name(HEAD), family.hf_name(EMBEDDING)
+    unknown = set(theirs) - set(groups) - {head}
     extra = sorted(name for name in unknown if not name.endswith(family.hf_unread))
     if missing:
         raise InputError(f"{theirs.where} has no tensor {missing[0]!r}, which its config.json requires")
     if extra:
         raise NotSupportedYet(f"{theirs.where}: tensor {extra[0]!r}, which its config.json does not describe")
-    if HEAD not in shapes:
-        _check_tied(theirs, family.hf_name(HEAD), family.hf_name(EMBEDDING))
+    # A head of its own beside a config that ties it would be dropped in silence.
+    if HEAD not in shapes and head in theirs and embedding in theirs and not _same(theirs, head, embedding):
+        raise untied_head(theirs.where, head, embedding)
     for copy, ours in family.hf_copies().items():
         if copy in theirs and not _same(theirs, copy, family.hf_name(ours)):
             raise NotSupportedYet(f"{theirs.where}: {copy!r} differs from {family.hf_name(ours)!r}, which it repeats")
@@ -112,14 +114,6 @@ def their_tensor(ours: Weights, family: Family[Any], hf_name: str, names: list[s
 def _experts_by_name(family: Family[Any], name: str, shape: Shape) -> dict[str, int]:
     """Numbers of the experts in our tensor `name`, by what their matrices are called there."""
     return {theirs: number for number, theirs in enumerate(their_names(family, name, shape))}
-
-
-def _check_tied(theirs: Weights, head: str, embedding: str) -> None:
-    """A head of its own beside a config that ties it would be dropped in silence."""
-    if head not in theirs or embedding not in theirs:
-        return
-    if not _same(theirs, head, embedding):
-        raise untied_head(theirs.where, head, embedding)
 
 
 def untied_head(where: str, head: str, embedding: str) -> InputError:
