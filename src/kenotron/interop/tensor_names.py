@@ -84,8 +84,7 @@ def in_our_names(theirs: Weights, family: Family[Any], shapes: Mapping[str, Shap
 
 
 def _part(theirs: Weights, family: Family[Any], hf_name: str, number: int, box: Box) -> Tensor:
-    part = family.hf_split(hf_name, theirs[hf_name])[number]
-    return part[box] if box else part
+    return family.hf_split(hf_name, theirs[hf_name])[number][box]
 
 
 def _stack(matrices: list[Stored]) -> Stored:

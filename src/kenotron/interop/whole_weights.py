@@ -32,8 +32,7 @@ def read_whole(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> Weights:
 
 
 def _box(tensors: Callable[[], Mapping[str, Tensor]], name: str, box: Box) -> Tensor:
-    tensor = tensors()[name]
-    return tensor[box] if box else tensor
+    return tensors()[name][box]
 
 
 def _tensors(folder: Path) -> dict[str, Tensor]:
