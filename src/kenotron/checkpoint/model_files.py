@@ -11,14 +11,14 @@ from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
 from shutil import copyfile
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from kenotron.checkpoint import folders
 from kenotron.checkpoint.manifest import MANIFEST
 from kenotron.config import Config
-from kenotron.config.errors import InputError, nearest, os_errors
+from kenotron.config.errors import InputError, nearest
 from kenotron.config.model import ExistingCheckpointInit
-from kenotron.storage.hub import hub_file
+from kenotron.storage.hub import hub_file, read_json
 from kenotron.text.tokenizer import GENERATION, TOKENIZER_FILES, TextTokenizer, load_tokenizer
 
 INDEX = "model.safetensors.index.json"
@@ -172,15 +172,3 @@ def shard_names(index: Path) -> list[str]:
         if not isinstance(name, str) or Path(name).name != name or "\0" in name:
             raise InputError(f"{index}: expected names of files beside it, found {name!r}")
     return sorted(set(files.values()))
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object from `file`, or InputError."""
-    try:
-        with os_errors(f"cannot read {file}"):
-            content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise InputError(f"{file} is not JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise InputError(f"{file}: expected a JSON object, found {type(content).__name__}")
-    return content

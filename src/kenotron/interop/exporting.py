@@ -20,7 +20,7 @@ from typing import Annotated, Any
 from pydantic import ByteSize, Field, TypeAdapter, ValidationError
 
 from kenotron.checkpoint.folders import Progress, Report, quiet
-from kenotron.checkpoint.model_files import INDEX, read_json
+from kenotron.checkpoint.model_files import INDEX
 from kenotron.config.decoder import DecoderArchitecture, RopeArchitecture
 from kenotron.config.errors import InputError, nearest
 from kenotron.config.model import WEIGHT_DTYPES
@@ -35,6 +35,7 @@ from kenotron.models.family import Family, family_of
 from kenotron.models.foreign import HuggingFaceArchitecture
 from kenotron.parallel.ranks import raise_on_any_rank, rank_and_size, run_on_rank0
 from kenotron.storage.files import publish_folder, temporary_beside
+from kenotron.storage.hub import read_json
 from kenotron.text.tokenizer import GENERATION, TextTokenizer, end_of_text, load_tokenizer
 
 

@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kenotron.checkpoint import engine, folders, saving
 from kenotron.checkpoint.folders import NANOTRON_METADATA, Progress, Report, quiet
-from kenotron.checkpoint.model_files import read_json
 from kenotron.config import Config, dump, load
 from kenotron.config.decoder import AttentionArchitecture, DecoderArchitecture
 from kenotron.config.document import read
@@ -34,6 +33,7 @@ from kenotron.interop.nanotron_files import MASTER, Merged, OptimizerFiles, read
 from kenotron.interop.sources import skeleton
 from kenotron.kernels.tensor_shard import TensorShard
 from kenotron.models.family import EMBEDDING, HEAD
+from kenotron.storage.hub import read_json
 from kenotron.text.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:

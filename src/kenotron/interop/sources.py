@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from kenotron.checkpoint import folders, reading
 from kenotron.checkpoint.folders import Report, quiet
-from kenotron.checkpoint.model_files import find_config, find_model, locate, read_json
+from kenotron.checkpoint.model_files import find_config, find_model, locate
 from kenotron.config.architecture import HFArchitecture
 from kenotron.config.config import problems_of
 from kenotron.config.decoder import DecoderArchitecture, RopeArchitecture
@@ -32,6 +32,7 @@ from kenotron.interop.whole_weights import read_whole
 from kenotron.models import named_state
 from kenotron.models.family import EMBEDDING, HEAD, family_of
 from kenotron.models.foreign import HuggingFaceArchitecture
+from kenotron.storage.hub import read_json
 from kenotron.text.tokenizer import GENERATION, TOKENIZER_FILES
 
 if TYPE_CHECKING:

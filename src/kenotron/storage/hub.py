@@ -1,12 +1,14 @@
 """Files of Hugging Face repositories: from the local cache, else from the hub, else one clear line."""
 
+import json
 import logging
 import os
 from pathlib import Path
 from ssl import SSLError
+from typing import Any
 from urllib.parse import urlsplit
 
-from kenotron.config.errors import InputError, nearest_sibling
+from kenotron.config.errors import InputError, nearest_sibling, os_errors
 
 OFFLINE_VARIABLES = ("HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_HUB_OFFLINE")
 HUB_CREDENTIALS = "`hf auth login`, or HF_TOKEN"
@@ -126,3 +128,15 @@ def cached_revision(repo: str, revision: str | None, repo_type: str) -> str | No
 def first_line(error: BaseException) -> str:
     """The first line of an error's text."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON object from `file`, or InputError."""
+    try:
+        with os_errors(f"cannot read {file}"):
+            content = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{file} is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise InputError(f"{file}: expected a JSON object, found {type(content).__name__}")
+    return content

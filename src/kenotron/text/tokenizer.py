@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from kenotron.config.errors import InputError, is_a_path
 from kenotron.config.remote import is_remote
-from kenotron.storage.hub import configure_hub, first_line, hub_file
+from kenotron.storage.hub import configure_hub, first_line, hub_file, read_json
 
 if TYPE_CHECKING:
     import tokenizers
@@ -212,15 +212,8 @@ def _read(file: Path, folder: Path) -> TextTokenizer:
     backend.no_padding()
     config: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        try:
-            found = json.loads((folder / name).read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            continue
-        except (OSError, ValueError, RecursionError) as error:
-            raise InputError(f"tokenizer: {folder / name} is not JSON: {error}") from None
-        if not isinstance(found, dict):
-            raise InputError(f"tokenizer: {folder / name}: expected a JSON object, found {type(found).__name__}")
-        config |= found
+        if (folder / name).exists():
+            config |= read_json(folder / name)
     return TextTokenizer(backend, config, folder)
 
 
