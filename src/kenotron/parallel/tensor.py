@@ -33,6 +33,7 @@ as ALL_REDUCE does, and hidden states are whole.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,9 +43,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from kenotron.config.errors import InputError
-from kenotron.kernels.linear_cross_entropy import VocabularyRanks, linear_cross_entropy
+from kenotron.kernels.linear_cross_entropy import VocabularyRanks
 from kenotron.kernels.products import linear, rows_by_matrix, rows_by_rows
-from kenotron.models import Context, Plan
+from kenotron.models import Plan
 from kenotron.models.blocks.head import LMHead, bounded
 from kenotron.models.blocks.linear import Embedding, Linear
 from kenotron.models.blocks.norm import GroupRMSNorm, RMSNorm
@@ -122,7 +123,7 @@ def apply(
     tied: dict[Any, nn.Parameter] = {}
     for name, module in modules(model, *plan.vocab):
         vocabulary = _vocab_parallel(module, settings, name)
-        vocabulary.tie(tied.setdefault(module.weight, vocabulary.weight))
+        vocabulary.weight = tied.setdefault(module.weight, vocabulary.weight)
         _replace(model, name, vocabulary)
     for name, module in list(model.named_modules()):
         if any(not isinstance(parameter, DTensor) for parameter in module.parameters(recurse=False)):
@@ -382,15 +383,11 @@ class _VocabParallel(nn.Module):
     """Holds ``rows / tp`` vocabulary rows: those from `first` on."""
 
     def __init__(self, module: Any, settings: TensorParallelSettings, name: str) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         self.settings = settings
         self.weight = settings.parameter(module.weight, Shard(0), name=name)
         self.rows = module.weight.shape[0] // settings.degree
         self.first = self.rows * settings.rank
-
-    def tie(self, weight: nn.Parameter) -> None:
-        """Share another module's matrix: one parameter, one gradient, saved once."""
-        self.weight = weight
 
 
 class VocabParallelEmbedding(_VocabParallel):
@@ -412,42 +409,25 @@ class VocabParallelEmbedding(_VocabParallel):
         return leave(rows, self.settings.group)
 
 
-class VocabParallelHead(_VocabParallel):
+class VocabParallelHead(_VocabParallel, LMHead):
     """The loss over logits that no rank holds whole: a maximum, a sum of exponentials and a logit a token travel.
 
-    Without labels (generation) the logits of the tokens in `ctx.logits_to_keep` are gathered, for every rank.
+    It is the same on every rank. Where logits are asked for, those of all of the vocabulary are gathered, for every
+    rank.
     """
 
     def __init__(self, head: LMHead, settings: TensorParallelSettings, name: str) -> None:
         super().__init__(head, settings, name)
         self.vocab_size, self.z_loss, self.softcap = head.vocab_size, head.z_loss, head.softcap
+        largest = partial(all_reduce, group=settings.group, op=dist.ReduceOp.MAX)
+        self.ranks = VocabularyRanks(self.first, largest, partial(all_reduce, group=settings.group))
 
-    def forward(self, hidden: Tensor, ctx: Context, labels: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
-        """Logits of all of the vocabulary without labels; with them (loss, its z part), the same on every rank."""
-        group = self.settings.group
-        hidden = (gather_tokens if self.settings.sequence and self.training else copy_to)(hidden, group)
-        weight = local_part(self.weight).to(hidden.dtype)
-        if labels is None:
-            hidden = hidden if ctx.logits_to_keep is None else hidden[ctx.logits_to_keep]
-            return bounded(unshard_columns(linear(hidden, weight), group)[:, : self.vocab_size], self.softcap)
-        if ctx.loss is not None:
-            logits = bounded(unshard_columns(linear(hidden, weight), group)[:, : self.vocab_size], self.softcap)
-            return ctx.loss.of_logits(logits, labels, ctx)
-        ranks = VocabularyRanks(
-            self.first, lambda x: all_reduce(x, group, dist.ReduceOp.MAX), lambda x: all_reduce(x, group)
-        )
-        return linear_cross_entropy(
-            hidden,
-            weight,
-            labels,
-            scale=ctx.loss_scale,
-            z_loss=self.z_loss,
-            valid_rows=self.vocab_size,
-            softcap=self.softcap,
-            token_weights=ctx.token_weights,
-            ranks=ranks,
-        )
+    def operands(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """As in `LMHead`, of all tokens."""
+        enter = gather_tokens if self.settings.sequence and self.training else copy_to
+        return enter(hidden, self.settings.group), local_part(self.weight).to(hidden.dtype)
 
-    def flops_per_token(self, sequence_length: int, causal: bool) -> float:
-        """FLOPs of the full head, without the rows that pad the vocabulary."""
-        return 2.0 * self.vocab_size * self.weight.shape[1]
+    def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """``[tokens, vocab]`` on every rank."""
+        logits = unshard_columns(linear(hidden, weight), self.settings.group)
+        return bounded(logits[:, : self.vocab_size], self.softcap)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kenotron.kernels.linear_cross_entropy import linear_cross_entropy
+from kenotron.kernels.linear_cross_entropy import VocabularyRanks, linear_cross_entropy
 from kenotron.kernels.products import linear
 from kenotron.models.context import Context
 
@@ -25,6 +25,8 @@ class LMHead(nn.Module):
     `softcap` c bounds the logits s: ``c tanh(s / c)`` (Gemma 2, arXiv 2408.00118); None: they are not bounded.
     """
 
+    ranks: VocabularyRanks | None = None  # that share the rows: `parallel.tensor`
+
     def __init__(
         self, hidden_size: int, vocab_size: int, rows: int, z_loss: float, softcap: float | None = None
     ) -> None:
@@ -38,14 +40,14 @@ class LMHead(nn.Module):
 
     def forward(self, hidden: Tensor, ctx: Context, labels: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
         """Logits ``[logits_to_keep, vocab]`` without labels; with them (loss to call backward on, its z part)."""
-        weight = self.weight.to(hidden.dtype)
+        hidden, weight = self.operands(hidden)
         if labels is None:
-            logits = linear(hidden if ctx.logits_to_keep is None else hidden[ctx.logits_to_keep], weight)
-            return bounded(logits if logits.shape[1] == self.vocab_size else logits[:, : self.vocab_size], self.softcap)
-        if of_hidden := getattr(ctx.loss, "of_hidden", None):
+            return self.logits(hidden if ctx.logits_to_keep is None else hidden[ctx.logits_to_keep], weight)
+        of_hidden = getattr(ctx.loss, "of_hidden", None)
+        if of_hidden is not None and self.ranks is None:
             return of_hidden(hidden, weight, labels, ctx)
         if ctx.loss is not None:
-            return ctx.loss.of_logits(bounded(linear(hidden, weight)[:, : self.vocab_size], self.softcap), labels, ctx)
+            return ctx.loss.of_logits(self.logits(hidden, weight), labels, ctx)
         return linear_cross_entropy(
             hidden,
             weight,
@@ -55,7 +57,17 @@ class LMHead(nn.Module):
             valid_rows=self.vocab_size,
             softcap=self.softcap,
             token_weights=ctx.token_weights,
+            ranks=self.ranks,
         )
+
+    def operands(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """The two factors of the logits: hidden states, and the rows of the matrix that are here, in one dtype."""
+        return hidden, self.weight.to(hidden.dtype)
+
+    def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """``[tokens, vocab]`` from `operands`."""
+        logits = linear(hidden, weight)
+        return bounded(logits if logits.shape[1] == self.vocab_size else logits[:, : self.vocab_size], self.softcap)
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
         """FLOPs of one token's forward pass."""
