@@ -27,7 +27,7 @@ from torch import Tensor
 from kenotron.kernels.attention import Borders, attention
 from kenotron.kernels.blockwise_attention import block_attention, block_backward, merge_, unit_stride
 from kenotron.parallel.collectives import Group, finish, start_gather, start_reduce_scatter
-from kenotron.parallel.cp_schedule import ScoreBlock, earlier_blocks, local_blocks, zigzag
+from kenotron.parallel.cp_schedule import Chunks, ScoreBlock, earlier_blocks, local_blocks, zigzag
 
 Documents = tuple[int, ...] | None  # borders, flat
 KEYS_AND_VALUES, THEIR_GRADIENTS = 1, 2  # tags of messages (gloo; NCCL keeps the order in which they were posted)
@@ -64,7 +64,7 @@ class _Ring(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, cu_seqlens: Documents, scale: float
     ) -> Tensor:
-        own, earlier = _ring_steps(q, group, cu_seqlens)
+        own, earlier = _steps(q, group, cu_seqlens)
         kv = torch.stack((k, v))
         under_way = send_on(kv, group, KEYS_AND_VALUES)
         out, lse = _own_forward(q, k, v, own, scale)
@@ -82,7 +82,7 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> Any:
         q, k, v, out, lse = ctx.saved_tensors
-        own, earlier = _ring_steps(q, ctx.group, ctx.cu_seqlens)
+        own, earlier = _steps(q, ctx.group, ctx.cu_seqlens)
         kv = torch.stack((k, v))
         under_way = send_on(kv, ctx.group, KEYS_AND_VALUES)
         saved = (unit_stride(upstream[0]), q, out, lse)
@@ -107,7 +107,7 @@ class _AllGather(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, cu_seqlens: Documents, scale: float
     ) -> Tensor:
-        own, earlier = _gathered_steps(q, group, cu_seqlens)
+        own, (earlier,) = _steps(q, group, cu_seqlens, gathered=True)
         under_way = start_gather(torch.stack((k, v)), group)
         out, lse = _own_forward(q, k, v, own, scale)
         gathered = _in_order(finish(under_way), group.size())
@@ -120,10 +120,8 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> Any:
         q, k, v, out, lse = ctx.saved_tensors
-        own, earlier = _gathered_steps(q, ctx.group, ctx.cu_seqlens)
-        under_way = start_gather(
-            torch.stack((k, v)), ctx.group
-        )  # gathered again: keeping it would store the full sequence
+        own, (earlier,) = _steps(q, ctx.group, ctx.cu_seqlens, gathered=True)
+        under_way = start_gather(torch.stack((k, v)), ctx.group)  # again: keeping it would store the full sequence
         saved = (unit_stride(upstream[0]), q, out, lse)
         dq, dkv = _own_backward(saved, k, v, own, ctx.scale)
         gathered = _in_order(finish(under_way), ctx.group.size())
@@ -183,25 +181,20 @@ Saved = tuple[Tensor, Tensor, Tensor, Tensor]  # the output's gradient, q, the o
 Shares = list[tuple[ScoreBlock, Tensor, Tensor]]  # what each block adds to the gradients of the keys and values at hand
 
 
-def _ring_steps(
-    q: Tensor, group: dist.ProcessGroup, cu_seqlens: Documents
+def _steps(
+    q: Tensor, group: dist.ProcessGroup, cu_seqlens: Documents, gathered: bool = False
 ) -> tuple[list[ScoreBlock], list[list[ScoreBlock]]]:
-    """Blocks of the chunks with themselves, and for each step those with the earlier keys that are at hand then."""
+    """Blocks of the chunks with themselves, and for each step those with the earlier keys that are at hand then.
+
+    Those are another rank's in every step of the ring; `gathered`: those of the full sequence, in a single step.
+    """
     rank, degree = group.rank(), group.size()
     sequences, length = q.shape[0], q.shape[2] * degree
     chunks = zigzag(length, degree, rank)
-    sources = [zigzag(length, degree, (rank - step) % degree) for step in range(degree)]
+    sources: list[Chunks] = [((0, length),)]
+    if not gathered:
+        sources = [zigzag(length, degree, (rank - step) % degree) for step in range(degree)]
     earlier = [earlier_blocks(chunks, source, sequences, length, cu_seqlens) for source in sources]
-    return local_blocks(chunks, sequences, length, cu_seqlens), earlier
-
-
-def _gathered_steps(
-    q: Tensor, group: dist.ProcessGroup, cu_seqlens: Documents
-) -> tuple[list[ScoreBlock], list[ScoreBlock]]:
-    """Blocks of the chunks with themselves, and with all earlier keys of the full sequence."""
-    sequences, length = q.shape[0], q.shape[2] * group.size()
-    chunks = zigzag(length, group.size(), group.rank())
-    earlier = earlier_blocks(chunks, ((0, length),), sequences, length, cu_seqlens)
     return local_blocks(chunks, sequences, length, cu_seqlens), earlier
 
 
