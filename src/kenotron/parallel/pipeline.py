@@ -105,28 +105,23 @@ class _Scheduled(PipelineStage):
     def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
         prepared = super()._prepare_backward_infra(*args, **kwargs)
         for received in (*self.args_recv_info.values(), *self.grad_recv_info.values()):
-            _free(received)
+            _place(received, "meta")
         return prepared
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        self._allocate(self.args_recv_info[fwd_chunk_id])
+        _place(self.args_recv_info[fwd_chunk_id], self.device)
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        self._allocate(self.grad_recv_info[bwd_chunk_id])
+        _place(self.grad_recv_info[bwd_chunk_id], self.device)
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
-        _free((*self.args_recv_info[bwd_chunk_id], *self.grad_recv_info[bwd_chunk_id]))
+        _place((*self.args_recv_info[bwd_chunk_id], *self.grad_recv_info[bwd_chunk_id]), "meta")
 
     def finish(self) -> None:
         """After a step, wait for whatever has been sent and not been waited for."""
-
-    def _allocate(self, received: Iterable[Any]) -> None:
-        for each in received:
-            if isinstance(buffer := getattr(each, "buffer", None), Tensor):
-                each.buffer = torch.empty_like(buffer, device=self.device, requires_grad=buffer.requires_grad)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self.submod.micro_batch = self.micro_batches[fwd_chunk_id]  # type: ignore[assignment]
@@ -180,11 +175,11 @@ class _OneOfSeveral(_Scheduled):
             work.wait()
 
 
-def _free(received: Iterable[Any]) -> None:
-    """Leave of buffers what `_Scheduled._allocate` makes them of. What the first stage reads, tokens, has none."""
+def _place(received: Iterable[Any], device: torch.device | str) -> None:
+    """New buffers on `device`, on "meta" without memory. What the first stage reads, tokens, has none."""
     for each in received:
         if isinstance(buffer := getattr(each, "buffer", None), Tensor):
-            each.buffer = torch.empty_like(buffer, device="meta", requires_grad=buffer.requires_grad)
+            each.buffer = torch.empty_like(buffer, device=device, requires_grad=buffer.requires_grad)
 
 
 class Pipeline:
