@@ -271,24 +271,19 @@ def _shard(
     assert shards is not None
     offload = CPUOffloadPolicy() if cpu_offload and shards.device_type != "cpu" else OffloadPolicy()
     options: dict[str, Any] = {"mp_policy": precision, "offload_policy": offload}
+    options["reshard_after_forward"] = zero_stage == 3
     # Biases of routers, which no gradient reaches, stay whole and in fp32, and so do experts that no ranks split.
     apart = {parameter for parameter in root.parameters() if not parameter.requires_grad}
     for experts in experts_apart(root):
         if of_experts is None:
             apart.update(experts.parameters())
         else:
-            fully_shard(
-                experts,
-                mesh=of_experts,
-                reshard_after_forward=zero_stage == 3,
-                shard_placement_fn=_even_split_over(of_experts),
-                **options,
-            )
+            fully_shard(experts, mesh=of_experts, shard_placement_fn=_even_split_over(of_experts), **options)
     options |= {"mesh": shards, "ignored_params": apart, "shard_placement_fn": _even_split_over(shards)}
     for block in blocks:
-        fully_shard(block, reshard_after_forward=zero_stage == 3, **options)
+        fully_shard(block, **options)
     # The root's weights are needed from the first forward to the last backward: dropping them between buys nothing.
-    fully_shard(root, reshard_after_forward=False, **options | {"mp_policy": outside_blocks})
+    fully_shard(root, **options | {"mp_policy": outside_blocks, "reshard_after_forward": False})
     root.zero_stage = zero_stage  # type: ignore[assignment]
     set_sum_reduction(root)
     if shards.device_type != "cpu":  # where a gather is a wait, and would only hold one block's weights more
