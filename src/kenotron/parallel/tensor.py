@@ -72,7 +72,7 @@ from kenotron.parallel.tensor_labels import (
     TensorParallelSettings,
     local_part,
     rows_here,
-    rows_of_the_head,
+    split_by_heads,
 )
 
 
@@ -194,8 +194,8 @@ class ColumnParallelLinear(Linear):
 
     def __init__(self, linear: Any, settings: TensorParallelSettings, name: str, head_dim: int, kv: bool) -> None:
         nn.Module.__init__(self)
-        self.settings, self.rows = settings, rows_of_the_head(linear, settings, head_dim) if kv else None
-        placement = Shard(0) if self.rows is None else Replicate()
+        self.settings = settings
+        placement, self.rows = split_by_heads(linear, settings, head_dim, kv)
         self.weight = settings.parameter(linear.weight, placement, head_dim, name)
         self.bias = None if linear.bias is None else settings.parameter(linear.bias, placement, head_dim, name)
 
@@ -225,8 +225,7 @@ class ColumnParallelRMSNorm(nn.Module):
     def __init__(self, norm: Any, settings: TensorParallelSettings, name: str, head_dim: int, kv: bool) -> None:
         super().__init__()
         self.settings, self.eps = settings, norm.eps
-        self.rows = rows_of_the_head(norm, settings, head_dim) if kv else None
-        placement = Shard(0) if self.rows is None else Replicate()
+        placement, self.rows = split_by_heads(norm, settings, head_dim, kv)
         self.weight = settings.parameter(norm.weight, placement, head_dim, name)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -246,8 +245,7 @@ class ColumnParallelEmbedding(nn.Module):
 
     def __init__(self, embedding: Any, settings: TensorParallelSettings, name: str, head_dim: int, kv: bool) -> None:
         super().__init__()
-        self.columns = rows_of_the_head(embedding, settings, head_dim, dim=1) if kv else None
-        placement = Shard(1) if self.columns is None else Replicate()
+        placement, self.columns = split_by_heads(embedding, settings, head_dim, kv, dim=1)
         self.weight = settings.parameter(embedding.weight, placement, head_dim, name)
 
     def forward(self, tokens: Tensor) -> Tensor:

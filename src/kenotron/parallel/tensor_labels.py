@@ -64,16 +64,20 @@ def local_part(parameter: Tensor, partial: bool = False) -> Tensor:
     return parameter.to_local(grad_placements=[Partial()] if partial else None)
 
 
-def rows_of_the_head(module: Any, settings: TensorParallelSettings, head_dim: int, dim: int = 0) -> slice | None:
-    """Where there are fewer key-value heads than ranks: rows of the one that this rank works with. Otherwise None.
+def split_by_heads(
+    module: Any, settings: TensorParallelSettings, head_dim: int, kv: bool, dim: int = 0
+) -> tuple[Placement, slice | None]:
+    """How a weight is split that has heads along `dim` (1 for the columns of an embedding), and None.
 
-    `dim` of the weight is the one with the heads: 0, or 1 for the columns of an embedding.
+    Where there are fewer key-value heads (`kv`) than ranks, it is whole on each: then the rows of the one that this
+    rank works with.
     """
-    heads = module.weight.shape[dim] // head_dim
-    if heads >= settings.degree or settings.degree % heads:
-        return None
-    first = settings.rank * heads // settings.degree * head_dim
-    return slice(first, first + head_dim)
+    if kv:
+        heads = module.weight.shape[dim] // head_dim
+        if heads < settings.degree and settings.degree % heads == 0:
+            first = settings.rank * heads // settings.degree * head_dim
+            return Replicate(), slice(first, first + head_dim)
+    return Shard(dim), None
 
 
 def rows_here(parameter: Tensor, rows: slice | None) -> Tensor:
@@ -136,8 +140,7 @@ class ChannelParallel(OwnMaths):
     """
 
     def __init__(self, module: nn.Module, settings: TensorParallelSettings, name: str, together: int, kv: bool) -> None:
-        rows = rows_of_the_head(module, settings, together) if kv else None
-        placement = Shard(0) if rows is None else Replicate()
+        placement, rows = split_by_heads(module, settings, together, kv)
         super().__init__(module, lambda parameter: settings.parameter(parameter, placement, together, name))
         self.rows = rows
 
