@@ -192,8 +192,8 @@ MUTANTS = [
     Mutant(
         name="rope-turns-the-wrong-way-back",
         file="kernels/rope.py",
-        find="        return _rotate(grad, cos, sin, -1.0, ctx.interleaved, out), None, None, None\n",
-        replace="        return _rotate(grad, cos, sin, 1.0, ctx.interleaved, out), None, None, None\n",
+        find="ctx.turned(upstream[0], *ctx.saved_tensors, -1.0, ctx.interleaved)",
+        replace="ctx.turned(upstream[0], *ctx.saved_tensors, 1.0, ctx.interleaved)",
         why="the hand-written backward of RoPE has the sign of its forward",
         tests=("kernels/test_elementwise_kernels.py",),
     ),

@@ -10,6 +10,7 @@ The backward is the same rotation by the opposite angle, so nothing is saved but
 fp32. At ``[8, 256, 6, 64]`` on CPU, forward and backward: 3.3 ms → 1.6 in fp32, 2.3 → 1.8 in bf16.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -
         return kernel(x, cos, sin, interleaved)
     if torch.compiler.is_compiling() or is_small(x):
         return _plain(x, cos, sin, interleaved)
-    return _Rotation.apply(x, cos, sin, interleaved)
+    return Rotation.apply(x, cos, sin, interleaved, _turned)
 
 
 def apply_rope_to_both(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
@@ -61,21 +62,28 @@ def _pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
     return a, b
 
 
-class _Rotation(torch.autograd.Function):
+class Rotation(torch.autograd.Function):
+    """``turned(x, cos, sin, sign, interleaved)``, with the opposite sign on the way back."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, turned: Callable[..., Tensor]
+    ) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        ctx.interleaved = interleaved
-        sequences, length, heads, head_dim = x.shape
-        out = x.new_empty(sequences, heads, length, head_dim).transpose(1, 2)
-        return _rotate(x, cos, sin, 1.0, interleaved, out)
+        ctx.interleaved, ctx.turned = interleaved, turned
+        return turned(x, cos, sin, 1.0, interleaved)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> Any:
-        grad = upstream[0]
-        out = grad.new_empty(grad.shape)  # the layout of the projection that x came from
-        cos, sin = ctx.saved_tensors
-        return _rotate(grad, cos, sin, -1.0, ctx.interleaved, out), None, None, None
+        return ctx.turned(upstream[0], *ctx.saved_tensors, -1.0, ctx.interleaved), None, None, None, None
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, sign: float, interleaved: bool) -> Tensor:
+    """Laid out as attention reads it; on the way back, as the projection that x came from."""
+    sequences, length, heads, head_dim = x.shape
+    shape = (sequences, heads, length, head_dim)
+    out = x.new_empty(shape).transpose(1, 2) if sign > 0 else x.new_empty(x.shape)
+    return _rotate(x, cos, sin, sign, interleaved, out)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: float, interleaved: bool, out: Tensor) -> Tensor:

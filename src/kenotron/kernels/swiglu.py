@@ -54,13 +54,13 @@ ACTIVATIONS["swish"] = ACTIVATIONS["silu"]
 
 def swiglu(gate: Tensor, up: Tensor, act: str = "silu") -> Tensor:
     """gate and up of one shape and dtype → ``act(gate) * up``. `act` is a name of Hugging Face's `hidden_act`."""
-    plain = _activation(act).plain
-    if plain is F.silu and (kernel := fused("swiglu.silu_and_multiply", gate)):
+    activation = _activation(act)
+    if activation.plain is F.silu and (kernel := fused("swiglu.silu_and_multiply", gate)):
         return kernel(gate, up)
     slow = gate.device.type == "cpu" and gate.dtype != torch.float32
     if slow or torch.compiler.is_compiling() or is_small(gate):
-        return plain(gate) * up
-    return _Gate.apply(gate, up, act)
+        return activation.plain(gate) * up
+    return Gate.apply(gate, up, partial(_forward, activation), partial(_backward, activation))
 
 
 def activate(x: Tensor, act: str) -> Tensor:
@@ -76,26 +76,36 @@ def _activation(name: str) -> _Activation:
     return ACTIVATIONS[name]
 
 
-class _Gate(torch.autograd.Function):
+class Gate(torch.autograd.Function):
+    """``there(gate, up)``, and on the way back the two gradients, ``back(dy, gate, up)``."""
+
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, act: str) -> Tensor:
+    def forward(
+        ctx: Any, gate: Tensor, up: Tensor, there: Callable[..., Tensor], back: Callable[..., tuple[Tensor, Tensor]]
+    ) -> Tensor:
         gate, up = gate.contiguous(), up.contiguous()
         ctx.save_for_backward(gate, up)
-        ctx.act = act
-        out = torch.empty_like(gate)
-        for g, u, y in _blocks(gate, up, out):
-            ACTIVATIONS[act].forward(g, out=y).mul_(u)
-        return out
+        ctx.back = back
+        return there(gate, up)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> Any:
-        gate, up = ctx.saved_tensors
-        act = ACTIVATIONS[ctx.act]
-        dgate, dup = torch.empty_like(gate), torch.empty_like(up)
-        for dy, g, u, dg, du in _blocks(upstream[0].contiguous(), gate, up, dgate, dup):
-            act.forward(g, out=du).mul_(dy)
-            act.backward(torch.mul(dy, u, out=dg), g, grad_input=dg)
-        return dgate, dup, None
+        return *ctx.back(upstream[0].contiguous(), *ctx.saved_tensors), None, None
+
+
+def _forward(act: _Activation, gate: Tensor, up: Tensor) -> Tensor:
+    out = torch.empty_like(gate)
+    for g, u, y in _blocks(gate, up, out):
+        act.forward(g, out=y).mul_(u)
+    return out
+
+
+def _backward(act: _Activation, dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    dgate, dup = torch.empty_like(gate), torch.empty_like(up)
+    for d, g, u, dg, du in _blocks(dy, gate, up, dgate, dup):
+        act.forward(g, out=du).mul_(d)
+        act.backward(torch.mul(d, u, out=dg), g, grad_input=dg)
+    return dgate, dup
 
 
 def _blocks(*tensors: Tensor) -> Any:

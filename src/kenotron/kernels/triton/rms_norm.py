@@ -6,43 +6,37 @@ registers; the sums of the groups are added at the end. Their number depends on 
     rows 0 … 5, 2 groups       program 0: rows 0 2 4       program 1: rows 1 3 5       dweight = sum 0 + sum 1
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from kenotron.kernels.rms_norm import RMSNorm
 
 GROUPS, WIDE = 256, 4096  # programs of the backward for rows of 4096: enough to fill today's GPUs
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """As `kernels.rms_norm.rms_norm`: x ``[..., hidden]``, weight ``[hidden]`` → x's shape and dtype."""
-    return _RMSNorm.apply(x, weight, eps)
+    return RMSNorm.apply(x.contiguous(), weight, eps, _forward, _backward)
 
 
-class _RMSNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1]).contiguous()
-        y, r = torch.empty_like(rows), torch.empty(len(rows), dtype=torch.float32, device=x.device)
-        hidden = rows.shape[1]
-        block = triton.next_power_of_2(hidden)
-        forward_kernel[(len(rows),)](rows, weight, y, r, hidden, eps, BLOCK=block, num_warps=_warps(block))
-        ctx.save_for_backward(rows, weight, r)
-        return y.view(x.shape)
+def _forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    rows, hidden = x.shape
+    y, r = torch.empty_like(x), torch.empty(rows, dtype=torch.float32, device=x.device)
+    block = triton.next_power_of_2(hidden)
+    forward_kernel[(rows,)](x, weight, y, r, hidden, eps, BLOCK=block, num_warps=_warps(block))
+    return y, r
 
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> Any:
-        x, weight, r = ctx.saved_tensors
-        dy = upstream[0].reshape(x.shape).contiguous()
-        count, hidden = x.shape
-        block = triton.next_power_of_2(hidden)
-        groups = min(GROUPS * max(1, WIDE // block), count)
-        dx = torch.empty_like(x)
-        sums = torch.empty(groups, hidden, dtype=torch.float32, device=x.device)
-        backward_kernel[(groups,)](dy, x, weight, r, dx, sums, count, hidden, BLOCK=block, num_warps=_warps(block))
-        return dx.view(upstream[0].shape), sums.sum(0).to(weight.dtype), None
+
+def _backward(dy: Tensor, x: Tensor, weight: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+    rows, hidden = x.shape
+    block = triton.next_power_of_2(hidden)
+    groups = min(GROUPS * max(1, WIDE // block), rows)
+    dx = torch.empty_like(x)
+    sums = torch.empty(groups, hidden, dtype=torch.float32, device=x.device)
+    backward_kernel[(groups,)](dy, x, weight, r, dx, sums, rows, hidden, BLOCK=block, num_warps=_warps(block))
+    return dx, sums.sum(0)
 
 
 def _warps(block: int) -> int:

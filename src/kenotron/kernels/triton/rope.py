@@ -4,30 +4,17 @@ A program turns all heads of a token, which share its angles. The backward is th
 The result is laid out token by token, as varlen attention reads it.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from kenotron.kernels.rope import Rotation
+
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """As `kernels.rope.apply_rope`: x ``[sequences, length, heads, head_dim]``, tables ``[…, head_dim / 2]`` fp32."""
-    return _Rotation.apply(x, cos, sin, interleaved)
-
-
-class _Rotation(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        ctx.interleaved = interleaved
-        return _turned(x, cos, sin, 1.0, interleaved)
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> Any:
-        cos, sin = ctx.saved_tensors
-        return _turned(upstream[0], cos, sin, -1.0, ctx.interleaved), None, None, None
+    return Rotation.apply(x, cos, sin, interleaved, _turned)
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor, sign: float, interleaved: bool) -> Tensor:

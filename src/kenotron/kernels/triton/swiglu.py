@@ -3,37 +3,31 @@
 With s = sigmoid(gate):   silu = gate s     dup = dy silu     dgate = dy up s (1 + gate (1 - s))
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from kenotron.kernels.swiglu import Gate
 
 BLOCK = 1024  # elements of a program
 
 
 def silu_and_multiply(gate: Tensor, up: Tensor) -> Tensor:
     """As `kernels.swiglu.swiglu` with silu: gate and up of one shape and dtype → the same."""
-    return _Gate.apply(gate, up)
+    return Gate.apply(gate, up, _forward, _backward)
 
 
-class _Gate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        gate, up = gate.contiguous(), up.contiguous()
-        ctx.save_for_backward(gate, up)
-        y, count = torch.empty_like(gate), gate.numel()
-        forward_kernel[(triton.cdiv(count, BLOCK),)](gate, up, y, count, BLOCK=BLOCK)
-        return y
+def _forward(gate: Tensor, up: Tensor) -> Tensor:
+    y, count = torch.empty_like(gate), gate.numel()
+    forward_kernel[(triton.cdiv(count, BLOCK),)](gate, up, y, count, BLOCK=BLOCK)
+    return y
 
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> Any:
-        gate, up = ctx.saved_tensors
-        dgate, dup, count = torch.empty_like(gate), torch.empty_like(up), gate.numel()
-        grid = (triton.cdiv(count, BLOCK),)
-        backward_kernel[grid](upstream[0].contiguous(), gate, up, dgate, dup, count, BLOCK=BLOCK)
-        return dgate, dup
+
+def _backward(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    dgate, dup, count = torch.empty_like(gate), torch.empty_like(up), gate.numel()
+    backward_kernel[(triton.cdiv(count, BLOCK),)](dy, gate, up, dgate, dup, count, BLOCK=BLOCK)
+    return dgate, dup
 
 
 @triton.jit
