@@ -161,10 +161,7 @@ class DeepseekV3(SparseStyle[DeepseekV3Architecture]):
 
     def shared_expert(self) -> tuple[nn.Module, None]:
         """A gated MLP as wide as `n_shared_experts` experts."""
-        from kenotron.models.blocks.mlp import GatedMLP
-
-        config = self.config
-        return GatedMLP(config.hidden_size, config.n_shared_experts * config.expert_width, config.hidden_act), None
+        return self.gated_mlp(self.config.n_shared_experts * self.config.expert_width), None
 
     def init_rules(self, std: float, scaling: str) -> list[InitRule]:
         """Biases of experts begin at 0."""

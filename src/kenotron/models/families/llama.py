@@ -92,15 +92,16 @@ class LlamaStyle(Family[C]):
 
     def block(self, layer: int) -> nn.Module:
         """``x + attention(norm(x))``, then ``x + mlp(norm(x))``."""
-        from kenotron.models.blocks.mlp import GatedMLP
         from kenotron.models.blocks.pre_norm import PreNormBlock
 
-        return PreNormBlock(
-            self.final_norm(),
-            self.attention(layer),
-            self.final_norm(),
-            GatedMLP(self.config.hidden_size, self.config.intermediate_size, self.config.hidden_act),
-        )
+        mlp = self.gated_mlp(self.config.intermediate_size)
+        return PreNormBlock(self.final_norm(), self.attention(layer), self.final_norm(), mlp)
+
+    def gated_mlp(self, width: int) -> nn.Module:
+        """A gated MLP, `width` wide inside."""
+        from kenotron.models.blocks.mlp import GatedMLP
+
+        return GatedMLP(self.config.hidden_size, width, self.config.hidden_act)
 
     def final_norm(self) -> nn.Module:
         """RMSNorm, as before attention and MLP."""

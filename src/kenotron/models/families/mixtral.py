@@ -161,6 +161,12 @@ class SparseStyle(LlamaStyle[S]):
         """(the shared expert, the linear whose sigmoid weights it), where the family has them."""
         return None, None
 
+    def gated_expert(self, width: int) -> tuple[nn.Module, nn.Module]:
+        """A shared expert `width` wide inside, and the linear that weights it."""
+        from kenotron.models.blocks.linear import Linear
+
+        return self.gated_mlp(width), Linear(self.config.hidden_size, 1)
+
     def block(self, layer: int) -> nn.Module:
         """Layer number `layer`."""
         from kenotron.models.blocks.moe import MoEBlock

@@ -45,13 +45,7 @@ class Olmo2(LlamaStyle[Olmo2Architecture]):
 
     def block(self, layer: int) -> nn.Module:
         """Layer number `layer`."""
-        from kenotron.models.blocks.mlp import GatedMLP
         from kenotron.models.blocks.post_norm import PostNormBlock
 
-        config = self.config
-        return PostNormBlock(
-            self.attention(layer),
-            self.final_norm(),
-            GatedMLP(config.hidden_size, config.intermediate_size, config.hidden_act),
-            self.final_norm(),
-        )
+        mlp = self.gated_mlp(self.config.intermediate_size)
+        return PostNormBlock(self.attention(layer), self.final_norm(), mlp, self.final_norm())

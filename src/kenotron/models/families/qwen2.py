@@ -125,14 +125,10 @@ class Qwen2(SparseStyle[Qwen2Architecture]):
 
     def shared_expert(self) -> tuple[nn.Module | None, nn.Module | None]:
         """A gated MLP and its gate, if they are asked for."""
-        from kenotron.models.blocks.linear import Linear
-        from kenotron.models.blocks.mlp import GatedMLP
-
-        config, experts = self.config, self.config.moe_config
+        experts = self.config.moe_config
         if experts is None or not experts.enable_shared_expert:
             return None, None
-        shared = GatedMLP(config.hidden_size, experts.shared_expert_intermediate_size, config.hidden_act)
-        return shared, Linear(config.hidden_size, 1)
+        return self.gated_expert(experts.shared_expert_intermediate_size)
 
     @classmethod
     def from_hf(cls, values: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:

@@ -54,9 +54,4 @@ class Qwen2Moe(SparseStyle[Qwen2MoeArchitecture]):
 
     def shared_expert(self) -> tuple[nn.Module, nn.Module]:
         """A gated MLP, and its gate."""
-        from kenotron.models.blocks.linear import Linear
-        from kenotron.models.blocks.mlp import GatedMLP
-
-        config = self.config
-        shared = GatedMLP(config.hidden_size, config.shared_expert_intermediate_size, config.hidden_act)
-        return shared, Linear(config.hidden_size, 1)
+        return self.gated_expert(self.config.shared_expert_intermediate_size)
