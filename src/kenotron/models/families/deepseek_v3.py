@@ -14,7 +14,6 @@ from kenotron.config.decoder import Problem
 from kenotron.config.section import key, our_key
 from kenotron.models.families.mixtral import BiasedMixtureArchitecture, SparseArchitecture, SparseStyle
 from kenotron.models.family import EMBEDDING, HEAD
-from kenotron.models.init_rules import Constant, InitRule
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -162,10 +161,6 @@ class DeepseekV3(SparseStyle[DeepseekV3Architecture]):
     def shared_expert(self) -> tuple[nn.Module, None]:
         """A gated MLP as wide as `n_shared_experts` experts."""
         return self.gated_mlp(self.config.n_shared_experts * self.config.expert_width), None
-
-    def init_rules(self, std: float, scaling: str) -> list[InitRule]:
-        """Biases of experts begin at 0."""
-        return [InitRule("*.e_score_correction_bias", Constant(0.0)), *super().init_rules(std, scaling)]
 
     @classmethod
     def from_hf(cls, values: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
 from kenotron.config.decoder import DecoderArchitecture, Problem
 from kenotron.config.section import key, our_key
 from kenotron.models.families.llama import LlamaStyle, LlamaStyleArchitecture
-from kenotron.models.init_rules import InitRule, Normal
+from kenotron.models.init_rules import Constant, InitRule, Normal
 
 if TYPE_CHECKING:
     from torch import nn
@@ -184,9 +184,9 @@ class SparseStyle(LlamaStyle[S]):
         return MixtureOfExperts(*shapes, config.hidden_act, self.routing(), *self.shared_expert())
 
     def init_rules(self, std: float, scaling: str) -> list[InitRule]:
-        """What writes into the residual stream is damped by depth, in experts as elsewhere."""
+        """What writes into the residual stream is damped by depth, in experts as elsewhere; their biases begin at 0."""
         rows = self.damped(scaling, ("model.layers.*.*down_proj",), lambda by: Normal(std / by))
-        return [*rows, *super().init_rules(std, scaling)]
+        return [InitRule("*.e_score_correction_bias", Constant(0.0)), *rows, *super().init_rules(std, scaling)]
 
 
 class MixtralArchitecture(SparseArchitecture):
