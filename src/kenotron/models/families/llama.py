@@ -116,6 +116,10 @@ class LlamaStyle(Family[C]):
         return Rope.of(self.config)
 
 
+# Those of relatives whose feed-forward has no gate.
+UNGATED_COLUMNS = tuple(name for name in LlamaStyle.plan.column if not name.endswith("gate_proj"))
+
+
 class Llama(LlamaStyle[LlamaArchitecture]):
     """The blocks above, as they are."""
 

@@ -25,7 +25,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from kenotron.config.section import key, our_key
-from kenotron.models.families.llama import LlamaStyle, LlamaStyleArchitecture
+from kenotron.models.families.llama import UNGATED_COLUMNS, LlamaStyle, LlamaStyleArchitecture
 from kenotron.models.init_rules import Constant, InitRule
 
 if TYPE_CHECKING:
@@ -55,11 +55,7 @@ class Nano(LlamaStyle[NanoArchitecture]):
     """Its norms have no parameters, so no module but the matrices has to be split."""
 
     section = NanoArchitecture
-    plan = replace(
-        LlamaStyle.plan,
-        column=tuple(name for name in LlamaStyle.plan.column if not name.endswith("gate_proj")),
-        sequence=(),
-    )
+    plan = replace(LlamaStyle.plan, column=UNGATED_COLUMNS, sequence=())
     hf_model_type = "kenotron_nano"
     hf_class = "KenotronNanoForCausalLM"
     hf_code = {  # noqa: RUF012

@@ -17,7 +17,7 @@ from pydantic import ValidationInfo, field_validator
 
 from kenotron.config.decoder import Problem, RopeArchitecture
 from kenotron.config.section import NO_EFFECT, key, our_key
-from kenotron.models.families.llama import LlamaStyle
+from kenotron.models.families.llama import UNGATED_COLUMNS, LlamaStyle
 from kenotron.models.family import Family
 
 if TYPE_CHECKING:
@@ -106,15 +106,7 @@ class Starcoder2(Family[Starcoder2Architecture]):
     """A Llama's residual branches around other norms and another feed-forward."""
 
     section = Starcoder2Architecture
-    plan = replace(
-        LlamaStyle.plan,
-        column=(
-            "model.layers.*.self_attn.q_proj",
-            "model.layers.*.self_attn.k_proj",
-            "model.layers.*.self_attn.v_proj",
-            "model.layers.*.mlp.up_proj",
-        ),
-    )
+    plan = replace(LlamaStyle.plan, column=UNGATED_COLUMNS)
     hf_model_type = "starcoder2"
     hf_class = "Starcoder2ForCausalLM"
     hf_names = {"mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"}  # noqa: RUF012
