@@ -86,10 +86,7 @@ class Attention(nn.Module):
         if self.rotary:
             q, k = apply_rope_to_both(q, k, *rope, self.rope_interleaved)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        if self.window is None:
-            y = ctx.attention(q, k, v, ctx, self)
-        else:
-            y = ctx.attention(q, k, v, ctx, self, window=self.window)
+        y = ctx.attention(q, k, v, ctx, self, window=self.window)
         return self.o_proj(y.transpose(1, 2).flatten(2).flatten(0, 1))
 
     def _heads(self, x: Tensor, ctx: Context) -> Tensor:
