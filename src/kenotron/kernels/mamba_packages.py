@@ -95,19 +95,12 @@ class _WithoutGradient(torch.autograd.Function):
         raise RuntimeError("mamba_ssm's selective_scan_fn has no gradient of the last state: use scan_by_chunks")
 
 
+_OPS = "mamba_ssm.ops"
 # name → the function here, the module with the code for CUDA, the package's function
 PACKAGES: dict[str, tuple[Kernel, str, str]] = {
     "causal_conv": (causal_conv, "causal_conv1d_cuda", "causal_conv1d.causal_conv1d_fn"),
-    "selective_scan": (
-        selective_scan,
-        "selective_scan_cuda",
-        "mamba_ssm.ops.selective_scan_interface.selective_scan_fn",
-    ),
-    "state_space_dual": (
-        state_space_dual,
-        "mamba_ssm",
-        "mamba_ssm.ops.triton.ssd_combined.mamba_chunk_scan_combined",
-    ),
+    "selective_scan": (selective_scan, "selective_scan_cuda", f"{_OPS}.selective_scan_interface.selective_scan_fn"),
+    "state_space_dual": (state_space_dual, "mamba_ssm", f"{_OPS}.triton.ssd_combined.mamba_chunk_scan_combined"),
 }
 
 
