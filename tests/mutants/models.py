@@ -43,7 +43,7 @@ MUTANTS = [
     Mutant(
         name="headless-counts-what-has-no-label",
         file="models/headless.py",
-        find="scores.masked_fill(here == IGNORED, ABSENT).logsumexp(1)",
+        find="scores.masked_fill(labels == IGNORED, ABSENT).logsumexp(1)",
         replace="scores.logsumexp(1)",
         why="masked tokens and padding are negatives of the headless loss, all as token 0",
         tests=("models/test_headless.py",),

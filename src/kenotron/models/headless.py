@@ -29,6 +29,8 @@ from kenotron.kernels.products import linear
 from kenotron.models.context import Context
 from kenotron.models.token_loss import sum_of_losses
 
+# Scores of some tokens beside those in the second argument, as next ones; None: beside all of the vocabulary.
+Score = Callable[[slice, Tensor | None], Tensor]
 ABSENT = -1e30  # in the place of minus infinity, whose softmax alone is not a number
 
 
@@ -42,36 +44,31 @@ class HeadlessLoss:
     def of_hidden(self, hidden: Tensor, weight: Tensor, labels: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
         """(the loss of hidden states ``[tokens, hidden]`` under embeddings `weight` ``[vocab, hidden]``, 0)."""
 
-        def among(rows: slice) -> Tensor:
-            return linear(hidden[rows], F.embedding(labels[rows].clamp(min=0), weight))
+        def score(rows: slice, among: Tensor | None) -> Tensor:
+            return linear(hidden[rows], weight if among is None else F.embedding(among, weight))
 
-        return self._sum(among, lambda rows: linear(hidden[rows], weight), labels, ctx)
+        return self._sum(score, labels, ctx)
 
     def of_logits(self, logits: Tensor, labels: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
         """The same, where ranks have parts of the embeddings: from all logits ``[tokens, vocab]``."""
 
-        def among(rows: slice) -> Tensor:
-            return logits[rows].index_select(1, labels[rows].clamp(min=0))
+        def score(rows: slice, among: Tensor | None) -> Tensor:
+            return logits[rows] if among is None else logits[rows].index_select(1, among)
 
-        return self._sum(among, lambda rows: logits[rows], labels, ctx)
+        return self._sum(score, labels, ctx)
 
-    def _sum(
-        self, among: Callable[[slice], Tensor], every: Callable[[slice], Tensor], labels: Tensor, ctx: Context
-    ) -> tuple[Tensor, Tensor]:
-        losses = [self._losses(among, every, labels, rows) for rows in self._sets(ctx)]
+    def _sum(self, score: Score, labels: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
+        losses = [self._losses(score, labels[rows], rows) for rows in self._sets(ctx)]
         return sum_of_losses(torch.cat(losses), labels, ctx)
 
-    def _losses(
-        self, among: Callable[[slice], Tensor], every: Callable[[slice], Tensor], labels: Tensor, rows: slice
-    ) -> Tensor:
+    def _losses(self, score: Score, labels: Tensor, rows: slice) -> Tensor:
         """Of the tokens `rows`, of which those that have a label are the set."""
-        here = labels[rows]
+        right, temperature = labels.clamp(min=0), self.settings.temperature
         if self.counts is not None:
-            scores = every(rows)[:, : len(self.counts)].float() / self.settings.temperature
-            right = scores.gather(1, here.clamp(min=0)[:, None])[:, 0]
-            return (scores + self.counts.log().clamp(min=ABSENT)).logsumexp(1) - right
-        scores = among(rows).float() / self.settings.temperature
-        return scores.masked_fill(here == IGNORED, ABSENT).logsumexp(1) - scores.diagonal()
+            scores = score(rows, None)[:, : len(self.counts)].float() / temperature
+            return (scores + self.counts.log().clamp(min=ABSENT)).logsumexp(1) - scores.gather(1, right[:, None])[:, 0]
+        scores = score(rows, right).float() / temperature
+        return scores.masked_fill(labels == IGNORED, ABSENT).logsumexp(1) - scores.diagonal()
 
     def _sets(self, ctx: Context) -> list[slice]:
         sequences, length = ctx.shape
