@@ -15,15 +15,14 @@ causally (`local_blocks`), and those of a document that began before the chunk s
 block: no work is done for them.
 """
 
+from collections.abc import Iterable
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from kenotron.kernels.attention import document_lengths
 
-Chunks = tuple[
-    tuple[int, int], ...
-]  # (begin, end) of each chunk of a sequence, in the order in which a rank holds them
+Chunks = tuple[tuple[int, int], ...]  # (begin, end) of each of a sequence, in the order in which a rank holds them
 Corners = tuple[int, int, int, int]  # queries from, to, keys from, to: local indices
 
 
@@ -56,13 +55,11 @@ def local_blocks(chunks: Chunks, sequences: int, length: int, cu_seqlens: tuple[
     """Every chunk with itself, document by document. These blocks cover each query and each key once."""
     corners: dict[Corners, list[int]] = {}
     for row, documents in enumerate(_documents(sequences, length, cu_seqlens)):
-        at = 0
-        for begin, end in chunks:
+        for begin, end, at in _placed(chunks):
             for from_, to in documents:
                 first, last = max(begin, from_) - begin + at, min(end, to) - begin + at
                 if first < last:
                     corners.setdefault((first, last, first, last), []).append(row)
-            at += end - begin
     return _merge_sequences(corners, causal=True)
 
 
@@ -74,12 +71,10 @@ def earlier_blocks(
     corners: dict[Corners, list[int]] = {}
     for row, documents in enumerate(_documents(sequences, length, cu_seqlens)):
         found: list[Corners] = []
-        at = 0
-        for begin, end in chunks:
+        for begin, end, at in _placed(chunks):
             from_, to = next(document for document in documents if document[1] > begin)
             for first, last in _held(key_chunks, from_, begin):
                 _extend(found, (at, at + min(end, to) - begin, first, last))
-            at += end - begin
         for corner in found:
             corners.setdefault(corner, []).append(row)
     return _merge_sequences(corners, causal=False)
@@ -93,18 +88,16 @@ def _documents(sequences: int, length: int, cu_seqlens: tuple[int, ...] | None) 
     return [list(pairwise(accumulate(row, initial=0))) for row in rows]
 
 
+def _placed(chunks: Chunks) -> list[tuple[int, int, int]]:
+    """(begin, end) of each chunk, and where it begins among the rank's tokens."""
+    places = accumulate((end - begin for begin, end in chunks), initial=0)
+    return [(begin, end, at) for (begin, end), at in zip(chunks, places)]
+
+
 def _held(chunks: Chunks, begin: int, end: int) -> list[tuple[int, int]]:
     """Local ranges of the tokens from `begin` to `end`; chunks that are adjacent in memory are one range."""
-    stretches: list[tuple[int, int]] = []
-    at = 0
-    for from_, to in chunks:
-        first, last = max(begin, from_) - from_ + at, min(end, to) - from_ + at
-        if first < last:
-            if stretches and stretches[-1][1] == first:
-                first = stretches.pop()[0]
-            stretches.append((first, last))
-        at += to - from_
-    return stretches
+    ranges = ((max(begin, from_) - from_ + at, min(end, to) - from_ + at) for from_, to, at in _placed(chunks))
+    return _joined((first, last) for first, last in ranges if first < last)
 
 
 def _extend(found: list[Corners], corner: Corners) -> None:
@@ -118,17 +111,16 @@ def _merge_sequences(corners: dict[Corners, list[int]], causal: bool) -> list[Sc
     """One block for neighbouring sequences that have the same rectangle."""
     blocks = []
     for (q_from, q_to, k_from, k_to), rows in corners.items():
-        for first, last in _runs(rows):
+        for first, last in _joined((row, row + 1) for row in rows):
             blocks.append(ScoreBlock(slice(first, last), slice(q_from, q_to), slice(k_from, k_to), causal))
     return blocks
 
 
-def _runs(rows: list[int]) -> list[tuple[int, int]]:
-    """[0, 1, 2, 5] → [(0, 3), (5, 6)]."""
-    runs: list[tuple[int, int]] = []
-    for row in rows:
-        if runs and runs[-1][1] == row:
-            runs[-1] = (runs[-1][0], row + 1)
-        else:
-            runs.append((row, row + 1))
-    return runs
+def _joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """[(0, 1), (1, 3), (5, 6)] → [(0, 3), (5, 6)]."""
+    joined: list[tuple[int, int]] = []
+    for first, last in ranges:
+        if joined and joined[-1][1] == first:
+            first = joined.pop()[0]
+        joined.append((first, last))
+    return joined
