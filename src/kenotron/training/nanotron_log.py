@@ -48,7 +48,7 @@ class NanotronLog(RunLog):
     def model_size(self, skeleton: Decoder, parts: Sequence[Decoder], device: torch.device) -> None:
         """Parameters of the model and of this rank, and the memory of `device`."""
         super().model_size(skeleton, parts, device)
-        logger.info("[After model building]%s", _memory_line(devices.memory(device)))
+        logger.info("[After model building]%s", _memory_line(device))
 
     def first_weights(self) -> None:
         """The parametrization and its rule of learning rates."""
@@ -62,11 +62,11 @@ class NanotronLog(RunLog):
             logger.info(
                 "[Training Plan] Stage %s has %d remaining training steps and has consumed %d samples",
                 stage.name,
-                self._remaining(run, stage),
+                _remaining(run, stage),
                 stage.samples_before(run.step + 1),
             )
             if isinstance(section.data.dataset, PretrainDataset):
-                self._libraries(run)
+                _log_libraries(run)
         for line in run.data.describe():
             logger.info("%s", line)
         logger.info("[Training Plan] There are %d training stages", len(run.data.stages))
@@ -91,34 +91,30 @@ class NanotronLog(RunLog):
             "Resuming training from stage %s, it has trained for %d samples and has %d remaining train steps",
             now.name,
             now.samples_before(run.step + 1),
-            self._remaining(run, now),
+            _remaining(run, now),
         )
-        self._memory(run)
-
-    @staticmethod
-    def _remaining(run: Run, stage: StagePlan) -> int:
-        return stage.steps - min(max(run.step - stage.start + 1, 0), stage.steps)
-
-    @staticmethod
-    def _libraries(run: Run) -> None:
-        versions = tuple(version(name) for name in ("transformers", "huggingface_hub"))
-        tokenizer = run.config.tokenizer.tokenizer_name_or_path
-        logger.info("Using `datasets` library")
-        logger.info("Loading tokenizer from %s and transformers/hf_hub versions %s", tokenizer, versions)
-
-    @staticmethod
-    def _memory(run: Run) -> None:
-        logger.info("%s", _memory_line(devices.memory(run.device)))
+        logger.info("%s", _memory_line(run.device))
 
     def step(self, run: Run, fields: Mapping[str, float], recorded: Mapping[str, float]) -> None:
         """The iteration line, below the memory where that has it."""
         if "hd_total_memory_tb" in fields:
-            self._memory(run)
+            logger.info("%s", _memory_line(run.device))
         logger.info("%s", _iteration_line({**fields, **recorded}, run.last_step))
 
     def saving(self, folder: Path) -> None:
         """Before a checkpoint is written: a warning, as there."""
         logger.warning("Saving checkpoint at %s", folder)
+
+
+def _remaining(run: Run, stage: StagePlan) -> int:
+    return stage.steps - min(max(run.step - stage.start + 1, 0), stage.steps)
+
+
+def _log_libraries(run: Run) -> None:
+    versions = tuple(version(name) for name in ("transformers", "huggingface_hub"))
+    tokenizer = run.config.tokenizer.tokenizer_name_or_path
+    logger.info("Using `datasets` library")
+    logger.info("Loading tokenizer from %s and transformers/hf_hub versions %s", tokenizer, versions)
 
 
 def _iteration_line(fields: Mapping[str, float], last_step: int) -> str:
@@ -128,9 +124,7 @@ def _iteration_line(fields: Mapping[str, float], last_step: int) -> str:
     return " | ".join(shown)
 
 
-def _memory_line(memory: dict[str, int]) -> str:
+def _memory_line(device: torch.device) -> str:
     """One line of `device.memory`'s numbers, in nanotron's words."""
-    return (
-        f" Memory usage: {mebibytes(memory['allocated'])}. Peak allocated {mebibytes(memory['peak_allocated'])}. "
-        f"Peak reserved: {mebibytes(memory['peak_reserved'])}"
-    )
+    line = " Memory usage: {allocated}. Peak allocated {peak_allocated}. Peak reserved: {peak_reserved}"
+    return line.format(**{name: mebibytes(count) for name, count in devices.memory(device).items()})
