@@ -80,23 +80,14 @@ def linear_cross_entropy(
     With `ranks`, `weight` is this rank's rows, `valid_rows` counts those of the logical matrix (all must pass it),
     hidden, labels and result are the same on every rank, and the gradient of hidden is this rank's summand.
     """
-    needs_gradient = torch.is_grad_enabled()
     rows = weight.shape[0] if valid_rows is None else valid_rows
     if ranks is not None:
         known = (labels >= 0) & (labels < rows) | (labels == IGNORED)
         torch._assert_async(known.all(), "a label outside the vocabulary")  # no rank would miss it
         rows = min(max(rows - ranks.first, 0), weight.shape[0])
-    options = _Options(
-        scale,
-        z_loss,
-        rows,
-        _tokens_in_chunk(hidden, weight.shape[0], chunk_bytes),
-        needs_gradient and hidden.requires_grad,
-        needs_gradient and weight.requires_grad,
-        softcap,
-        token_weights,
-        ranks,
-    )
+    chunk = _tokens_in_chunk(hidden, weight.shape[0], chunk_bytes)
+    for_hidden, for_weight = (torch.is_grad_enabled() and each.requires_grad for each in (hidden, weight))
+    options = _Options(scale, z_loss, rows, chunk, for_hidden, for_weight, softcap, token_weights, ranks)
     return _LinearCrossEntropy.apply(hidden, weight, labels, options)
 
 
