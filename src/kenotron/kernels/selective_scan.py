@@ -58,14 +58,7 @@ def selective_scan(
 
 
 def scan_by_chunks(
-    x: Tensor,
-    dt: Tensor,
-    a: Tensor,
-    b: Tensor,
-    c: Tensor,
-    d: Tensor,
-    starts: Tensor | None = None,
-    state: Tensor | None = None,
+    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, starts: Tensor | None, state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """The same in torch; the last state has a gradient."""
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32

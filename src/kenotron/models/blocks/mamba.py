@@ -98,7 +98,7 @@ class ChannelScan(nn.Module):
         """As `kernels.selective_scan`. The rates are rounded to x's dtype as all weights are, and then used in fp32."""
         rates, skip = -self.A_log.to(x.dtype).float().exp(), self.D.to(x.dtype)
         if passing is not None:
-            _, added = scan_by_chunks(x, dt, rates, b, c, skip, starts)
+            _, added = scan_by_chunks(x, dt, rates, b, c, skip, starts, None)
             state = passing.state_before(added, kept(dt.sum(1)[..., None] * rates, starts))
         return selective_scan(x, dt, rates, b, c, skip, starts, state)
 
