@@ -194,29 +194,26 @@ def distances(a: Path, other: Path, names: Sequence[str]) -> Distances:
     """From A to another run, by what `record` wrote to their folders, of the parameters in `names`."""
     start, updated, end = (_pairs(a / kind, other / kind) for kind in ("start", "updated", "end"))
     gradient_of = _pairs(a / "gradients", other / "gradients")
-    starts: dict[str, float] = {}
-    gradients: dict[str, float] = {}
-    updates: dict[str, float] = {}
-    movements: dict[str, float] = {}
+    kinds = ("start", "gradients", "outputs", "update", "movement")
+    found: dict[str, dict[str, float]] = {kind: {} for kind in kinds}
     squares = torch.zeros(2, dtype=torch.float64)
     for name in names:
         ours, theirs = start(name)
-        starts[name] = _relative((theirs - ours).norm(), ours.norm())
-        for later, into in ((updated, updates), (end, movements)):
+        found["start"][name] = _relative((theirs - ours).norm(), ours.norm())
+        for later, kind in ((updated, "update"), (end, "movement")):
             moved, moved_there = (after - before for after, before in zip(later(name), (ours, theirs)))
-            into[name] = _relative(_trimmed_norm(moved_there - moved), moved.norm())
+            found[kind][name] = _relative(_trimmed_norm(moved_there - moved), moved.norm())
         ours, theirs = gradient_of(f"state.{name}.gradient")
         difference, norm = (theirs - ours).norm(), ours.norm()
-        gradients[name] = _relative(difference, norm)
+        found["gradients"][name] = _relative(difference, norm)
         squares += torch.stack((difference, norm)).square()
     shapes, _ = reading.block_reader(a / "gradients" / "1")
     layers = dict.fromkeys(layer_of(name) for name in reversed(names))
-    outputs = {}
     for layer in (layer for layer in layers if f"output.{layer}" in shapes):
         ours, theirs = gradient_of(f"output.{layer}")
-        outputs[layer] = _relative((theirs - ours).norm(), ours.norm())
+        found["outputs"][layer] = _relative((theirs - ours).norm(), ours.norm())
     numbers = json.loads((other / "end" / "1" / "manifest.json").read_text())["state"]["numbers"]
-    return Distances(numbers, starts, gradients, _relative(*squares.sqrt()), outputs, updates, movements)
+    return Distances(numbers, gradient=_relative(*squares.sqrt()), **found)
 
 
 def backward_order(config: Config) -> list[str]:
