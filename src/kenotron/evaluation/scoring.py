@@ -23,6 +23,7 @@ from kenotron.models.decoder import Decoder
 from kenotron.text.progress import Report, progress
 
 Pair = tuple[Sequence[int], Sequence[int]]  # context, continuation
+Input = tuple[tuple[int, ...], int]  # tokens, and how many of the last are scored
 MOST_LOGITS = 1 << 28  # of a forward pass: 1 GiB in fp32
 UNLIMITED = 2048  # tokens that a model without a limit of its own reads at once, as lm_eval has it
 
@@ -47,7 +48,7 @@ def log_likelihoods(model: Decoder, pairs: Sequence[Pair], batch_size: int, repo
     progress where there is no terminal for a bar.
     """
     longest = longest_input(model.config)
-    inputs: dict[tuple[tuple[int, ...], int], list[int]] = {}  # (tokens, how many of the last are scored) → pairs
+    inputs: dict[Input, list[int]] = {}  # → pairs
     for number, (context, continuation) in enumerate(pairs):
         tokens = (*context, *continuation)[-(longest + 1) : -1]
         inputs.setdefault((tokens, len(continuation)), []).append(number)
@@ -66,11 +67,9 @@ def log_likelihoods(model: Decoder, pairs: Sequence[Pair], batch_size: int, repo
     return [found[number] for number in range(len(pairs))]
 
 
-def _batches(
-    inputs: Sequence[tuple[tuple[int, ...], int]], batch_size: int, config: DecoderArchitecture
-) -> list[list[tuple[tuple[int, ...], int]]]:
+def _batches(inputs: Sequence[Input], batch_size: int, config: DecoderArchitecture) -> list[list[Input]]:
     """Inputs of a forward pass: at most `batch_size`, of a bounded number of logits."""
-    batches: list[list[tuple[tuple[int, ...], int]]] = []
+    batches: list[list[Input]] = []
     most_rows = max(1, MOST_LOGITS // config.vocab_size)
     rows = 0
     for each in inputs:
@@ -83,7 +82,7 @@ def _batches(
     return batches
 
 
-def _logits(ranks: ModelOnRanks, batch: Sequence[tuple[tuple[int, ...], int]]) -> Tensor:
+def _logits(ranks: ModelOnRanks, batch: Sequence[Input]) -> Tensor:
     """Logits ``[scored positions, vocab]`` in fp32, of the sequences of a batch one after the other."""
     lengths = [len(tokens) for tokens, _ in batch]
     kept: list[int] = []
