@@ -130,17 +130,11 @@ class Metrics(Hook):
         with writing(path):
             self.file = path.open("a", buffering=1)
         recompute = run.config.parallelism.recompute_layer
-        lengths = {stage.sequence_length for stage in run.data.stages}
         sequences, loss = run.config.tokens.micro_batch_size, run.config.model.loss
-        self.work = {
-            length: FlopsPerToken.of(
-                run.skeleton,
-                length,
-                recompute,
-                loss.tokens_of_a_set(sequences, length) if isinstance(loss, Headless) else None,
-            )
-            for length in lengths
-        }
+        self.work: dict[int, FlopsPerToken] = {}
+        for length in {stage.sequence_length for stage in run.data.stages}:
+            scored = loss.tokens_of_a_set(sequences, length) if isinstance(loss, Headless) else None
+            self.work[length] = FlopsPerToken.of(run.skeleton, length, recompute, scored)
         self.world = run.config.parallelism.world_size
 
     def after_validation(self, run: Run, result: ValidationResult) -> None:
