@@ -153,8 +153,8 @@ MUTANTS = [
     Mutant(
         name="attention-border-off-by-one",
         file="training/step.py",
-        find="    inner = [int(row) * length + int(column) + 1 for",
-        replace="    inner = [int(row) * length + int(column) for",
+        find="    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]\n",
+        replace="    begins[:, 1:-1] = documents[:, 2:] != documents[:, 1:-1]\n",
         why="the last token of a document attends with the next one",
         tests=(f"{STEP}::test_micro_batches_with_uneven_real_tokens_weigh_every_token_the_same",),
     ),

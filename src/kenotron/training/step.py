@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kenotron.kernels.attentions.documents import bound_of_documents
 from kenotron.models import Context, MicroBatch, named_parameters
@@ -227,10 +228,8 @@ def to_device(
     return context.shard(micro_batch, run.mesh, run.config.parallelism.context_parallel_method)
 
 
-def document_borders(documents) -> tuple[int, ...]:  # type: ignore[no-untyped-def]
+def document_borders(documents: NDArray[np.integer]) -> tuple[int, ...]:
     """Flat indices where a document or a sequence begins, and the end: ``[[0, 0, 1], [1, 1, 1]]`` → (0, 2, 3, 6)."""
-    starts = documents[:, 1:] != documents[:, :-1]
-    length = documents.shape[1]
-    inner = [int(row) * length + int(column) + 1 for row, column in zip(*starts.nonzero())]
-    rows = [row * length for row in range(documents.shape[0] + 1)]
-    return tuple(sorted({*inner, *rows}))
+    begins = np.ones(documents.shape, dtype=bool)
+    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    return (*np.flatnonzero(begins).tolist(), documents.size)
