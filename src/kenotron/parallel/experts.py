@@ -35,7 +35,7 @@ from kenotron.kernels.products import linear
 from kenotron.kernels.token_slots import Collect, Spread
 from kenotron.models.blocks.linear import Linear
 from kenotron.models.plan import Plan, modules
-from kenotron.parallel.collectives import copy_to, exchange_rows, gather_tokens, reduce_from, scatter_tokens
+from kenotron.parallel.collectives import exchange_rows
 from kenotron.parallel.tensor_labels import Replicated, TensorParallelSettings, local_part
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def split_experts(moe: Any, settings: TensorParallelSettings, name: str) -> None
 
     Raises InputError: tp does not divide the width of an expert or of the shared one.
     """
-    group, shared = settings.group, moe.shared_expert
+    shared = moe.shared_expert
     weights = {
         path: settings.parameter(parameter, INSIDE[path], name=f"{name}.experts.{path}")
         for path, parameter in moe.experts.named_parameters()
@@ -67,14 +67,7 @@ def split_experts(moe: Any, settings: TensorParallelSettings, name: str) -> None
     if moe.shared_expert_gate is not None:
         moe.shared_expert_gate = Replicated(moe.shared_expert_gate, settings, on_shards=False, per_head=True)
     moe.equal_ranks = settings.degree
-
-    def enter(x: Tensor, training: bool) -> Tensor:
-        return gather_tokens(x, group) if settings.sequence and training else copy_to(x, group)
-
-    def leave(y: Tensor, training: bool) -> Tensor:
-        return scatter_tokens(y, group) if settings.sequence and training else reduce_from(y, group)
-
-    moe.enter, moe.leave = enter, leave
+    moe.enter, moe.leave = settings.enter, settings.leave
 
 
 class LocalLinear(Linear):

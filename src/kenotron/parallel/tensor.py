@@ -56,9 +56,7 @@ from kenotron.parallel.collectives import (
     all_reduce,
     copy_to,
     finish,
-    gather_tokens,
     reduce_from,
-    scatter_tokens,
     start_gather,
     start_reduce_scatter,
     start_sum,
@@ -402,9 +400,7 @@ class VocabParallelEmbedding(_VocabParallel):
         local = tokens - self.first
         elsewhere = (local < 0) | (local >= self.rows)
         rows = F.embedding(local.masked_fill(elsewhere, 0), local_part(self.weight))
-        rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0.0)
-        leave = scatter_tokens if self.settings.sequence and self.training else reduce_from
-        return leave(rows, self.settings.group)
+        return self.settings.leave(rows.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.training)
 
 
 class VocabParallelHead(_VocabParallel, LMHead):
@@ -422,8 +418,7 @@ class VocabParallelHead(_VocabParallel, LMHead):
 
     def operands(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """As in `LMHead`, of all tokens."""
-        enter = gather_tokens if self.settings.sequence and self.training else copy_to
-        return enter(hidden, self.settings.group), local_part(self.weight).to(hidden.dtype)
+        return self.settings.enter(hidden, self.training), local_part(self.weight).to(hidden.dtype)
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
         """``[tokens, vocab]`` on every rank."""

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.func import functional_call
 
 from kenotron.config.errors import InputError
+from kenotron.parallel.collectives import copy_to, gather_tokens, reduce_from, scatter_tokens
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,14 @@ class TensorParallelSettings:
     def rank(self) -> int:
         """This process's rank along the tp axis."""
         return self.group.rank()
+
+    def enter(self, x: Tensor, training: bool) -> Tensor:
+        """All tokens, of the residual stream as a rank has it, for what computes something different on each."""
+        return gather_tokens(x, self.group) if self.sequence and training else copy_to(x, self.group)
+
+    def leave(self, y: Tensor, training: bool) -> Tensor:
+        """The residual stream as a rank has it, of what each adds to all tokens."""
+        return scatter_tokens(y, self.group) if self.sequence and training else reduce_from(y, self.group)
 
     def parameter(self, whole: Tensor, placement: Placement, together: int = 1, name: str = "") -> nn.Parameter:
         """This rank's part of `whole`, labelled. `together` neighbours along the split dimension stay on one rank.
