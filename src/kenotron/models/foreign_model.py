@@ -57,7 +57,8 @@ class ForeignModel(Decoder):
         self.part = ModelPart.whole(config.num_hidden_layers)
         self.compute_dtype, self.separates_documents = torch.float32, False
         self.repeats = not (family.has_state or config.training_dropout)
-        with torch.device("cpu"), _without_weights():
+        # Parameters that are made within are on the meta device, buffers have their values.
+        with torch.device("cpu"), register_module_parameter_registration_hook(_to_meta):  # type: ignore[arg-type]
             module = family.make().train(config.training_dropout)
         self._module = (module,)  # in a tuple, and its dictionaries shared: names are the module's own
         for own in ("_parameters", "_modules", "_buffers"):
@@ -252,16 +253,6 @@ class ForeignModel(Decoder):
         matrices = sum(p.numel() for p in self.parameters() if p.dim() > 1)
         attended = 4.0 * self.config.num_hidden_layers * self.config.hidden_size * sequence_length
         return 2.0 * (matrices - looked_up + heads) + attended / (2 if causal else 1)
-
-
-@contextmanager
-def _without_weights() -> Iterator[None]:
-    """Modules that are made here have parameters on the meta device, and buffers with their values."""
-    handle = register_module_parameter_registration_hook(_to_meta)  # type: ignore[arg-type]
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def _to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
