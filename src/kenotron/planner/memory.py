@@ -144,12 +144,10 @@ class Naming(Hook):
     @contextmanager
     def beginnings(self, run: Run, trace: Trace) -> Iterator[None]:
         """Within, tell the `trace` what happens, and which micro-batch or update begins."""
-        first = run.parts[0].register_forward_pre_hook(lambda *_: trace.begin("micro-batch"), prepend=True)
         self.trace = trace
-        with trace:
+        with run.parts[0].register_forward_pre_hook(lambda *_: trace.begin("micro-batch"), prepend=True), trace:
             yield
         self.trace = None
-        first.remove()
 
     def before_update(self, run: Run) -> None:
         if self.trace is not None:
