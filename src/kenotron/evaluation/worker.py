@@ -79,8 +79,7 @@ class Worker:
         if not select.select([stdout], [], [], wait_s)[0]:
             return None
         if line := stdout.readline():
-            found: dict[str, Any] = json.loads(line)
-            return found
+            return json.loads(line)
         code = self._process.wait()
         return {"problem": f"the process ended with exit code {code}; {self.output} has what it printed"}
 

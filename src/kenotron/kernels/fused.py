@@ -34,8 +34,7 @@ def fused(name: str, x: Tensor) -> Callable[..., Any] | None:
     """
     if not suits(x) or (chosen() or _measured(x.device)) != "triton":
         return None
-    function: Callable[..., Any] = import_dotted(f"kenotron.kernels.triton.{name}", f"{KEY}: triton")
-    return function
+    return import_dotted(f"kenotron.kernels.triton.{name}", f"{KEY}: triton")
 
 
 def suits(x: Tensor) -> bool:

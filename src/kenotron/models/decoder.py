@@ -75,8 +75,7 @@ class Body(nn.Module):
         block = self.layers[str(layer)]
         if self.recompute and self.training:
             return self.again(block, x, rope, ctx, self.how)
-        result: Tensor = block(x, rope, ctx)
-        return result
+        return block(x, rope, ctx)
 
 
 def _again(
@@ -84,8 +83,7 @@ def _again(
 ) -> Tensor:
     """block(x, rope, ctx), computed again in backward. Compiled, both passes are parts of one graph."""
     call = partial(block, ctx=ctx) if torch.compiler.is_compiling() else _Recomputed(block, ctx)
-    result: Tensor = checkpoint(call, x, rope, **how)
-    return result
+    return checkpoint(call, x, rope, **how)
 
 
 class _Recomputed:
@@ -99,8 +97,7 @@ class _Recomputed:
 
     def __call__(self, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> Tensor:
         ctx, self.counted = replace(self.ctx, counted=x.new_full((), self.counted)), 0.0
-        result: Tensor = self.block(x, rope, ctx)
-        return result
+        return self.block(x, rope, ctx)
 
 
 def check_positions(config: DecoderArchitecture, ctx: Context) -> None:

@@ -310,8 +310,7 @@ class HuggingFace(Foreign[HuggingFaceArchitecture]):
         """Documents are given by their positions, which begin at 0 in each: so transformers masks packed sequences."""
         positioned = ctx.has_documents and "position_ids" in inspect.signature(module.forward).parameters
         positions = {"position_ids": ctx.positions.view(ctx.shape)} if positioned else {}
-        logits: Tensor = module(input_ids=tokens, **positions).logits
-        return logits
+        return module(input_ids=tokens, **positions).logits
 
     def has_cache(self, module: nn.Module, padded: bool) -> bool:
         """Only for keys and values, all rotated by the same angles; with padding, where positions can be given.

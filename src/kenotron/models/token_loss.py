@@ -68,8 +68,7 @@ def load_loss(setting: str | Headless | Distillation | None) -> TrainingLoss | N
     if setting is None or isinstance(setting, Distillation):
         return None
     if not isinstance(setting, str):
-        loss: TrainingLoss = import_dotted(HEADLESS, "model.loss")(setting)
-        return loss
+        return import_dotted(HEADLESS, "model.loss")(setting)
     found = import_dotted(setting, "model.loss")
     if not callable(found):
         raise InputError(f"model.loss: expected a function at '{setting}', found {found!r}")

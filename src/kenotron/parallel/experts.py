@@ -105,8 +105,7 @@ class ExpertShards(nn.Module):
         tensors = {path: local_part(parameter) for path, parameter in self.named_parameters()}
 
         def compute(x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-            y: Tensor = functional_call(self.maths[0], tensors, (x, experts, weights))
-            return y
+            return functional_call(self.maths[0], tensors, (x, experts, weights))
 
         if self.exchange_over is None:
             return compute(x, experts, weights)

@@ -193,8 +193,7 @@ def load(name: str) -> Callable[..., Tensor]:
     """The function of `IMPLEMENTATIONS`; FlashAttention 3 and 4 take the place of torch's own in this process."""
     if name in ("flash_3", "flash_4"):
         import_dotted(f"{_HERE}.packed.activate", KEY)("FA3" if name == "flash_3" else "FA4")
-    function: Callable[..., Tensor] = import_dotted(IMPLEMENTATIONS[name].function, KEY)
-    return function
+    return import_dotted(IMPLEMENTATIONS[name].function, KEY)
 
 
 def by_documents(whole: Callable[..., Tensor], packed: Callable[..., Tensor]) -> Callable[..., Tensor]:
