@@ -81,11 +81,9 @@ def build_run(
     if "model" not in start.loads:
         log.first_weights()
 
-    teach = (
-        import_dotted(TEACHING, "model.loss")(config, parts, device)
-        if isinstance(config.model.loss, Distillation)
-        else None
-    )
+    teach = None
+    if isinstance(config.model.loss, Distillation):
+        teach = import_dotted(TEACHING, "model.loss")(config, parts, device)
     data = open_data(config, start)
     checkpoints.open()
     run = Run(
