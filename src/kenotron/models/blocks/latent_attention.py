@@ -63,7 +63,10 @@ class LatentAttention(nn.Module):
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], ctx: Context) -> Tensor:
         """x ``[tokens, hidden]``; rope (cos, sin) each ``[sequences, length, turning / 2]``."""
-        q, k_turning = self._queries_and_turning_keys(x)
+        if hasattr(self, "q_proj"):
+            q, k_turning = self.q_proj.grouped(x, self.q_proj, self.k_rope_proj)
+        else:
+            q, k_turning = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))), self.k_rope_proj(x)
         kv = self.kv_b_proj(self.kv_a_layernorm(self.kv_a_proj(x)))
         q_still, q_turning = _heads(q, self.still + self.turning, ctx).split((self.still, self.turning), dim=-1)
         k_still, v = _heads(kv, self.still + self.v_dim, ctx).split((self.still, self.v_dim), dim=-1)
@@ -74,12 +77,6 @@ class LatentAttention(nn.Module):
         q, k, v = (F.pad(part, (0, width - part.shape[-1])).transpose(1, 2) for part in (q, k, v))
         y = ctx.attention(q, k, v, ctx, self, self.scale)[..., : self.v_dim]
         return self.o_proj(y.transpose(1, 2).flatten(2).flatten(0, 1))
-
-    def _queries_and_turning_keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        if hasattr(self, "q_proj"):
-            q, k_turning = self.q_proj.grouped(x, self.q_proj, self.k_rope_proj)
-            return q, k_turning
-        return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))), self.k_rope_proj(x)
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
         """Scores and weighted sum, without the zeros; a causal mask needs half of the square."""

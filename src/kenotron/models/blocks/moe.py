@@ -171,13 +171,10 @@ class MixtureOfExperts(nn.Module):
         if self.training:
             experts, weights = self._in_training(experts, weights, logits, scores, ctx)
         y = self.experts(x, experts, weights)
-        y = y if self.shared_expert is None else y + self._shared(x)
+        if self.shared_expert is not None:
+            shared = self.shared_expert(x)
+            y = y + (shared if self.shared_expert_gate is None else shared * self.shared_expert_gate(x).sigmoid())
         return y if self.leave is None else self.leave(y, self.training)
-
-    def _shared(self, x: Tensor) -> Tensor:
-        assert self.shared_expert is not None
-        y = self.shared_expert(x)
-        return y if self.shared_expert_gate is None else y * self.shared_expert_gate(x).sigmoid()
 
     def _in_training(
         self, experts: Tensor, weights: Tensor, logits: Tensor, scores: Tensor, ctx: Context
