@@ -47,16 +47,13 @@ class Rope(nn.Module):
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """(cos, sin) of the angles, in fp32."""
-        length = int(positions.max()) + 1 if self.grows else 0
-        angles = positions.unsqueeze(-1).float() * self._frequencies(positions.device, length)
-        return angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
-
-    def _frequencies(self, device: torch.device, length: int) -> Tensor:
-        key = (device, max(length, self.max_positions) if self.grows else 0)
+        longest = max(int(positions.max()) + 1, self.max_positions) if self.grows else 0
+        key = (positions.device, longest)
         if key not in self._tables:
-            values, _ = frequencies(self.head_dim, self.theta, self.scaling, self.max_positions, length)
-            self._tables = {key: torch.tensor(values, dtype=torch.float32, device=device)}
-        return self._tables[key]
+            values, _ = frequencies(self.head_dim, self.theta, self.scaling, self.max_positions, longest)
+            self._tables = {key: torch.tensor(values, dtype=torch.float32, device=positions.device)}
+        angles = positions.unsqueeze(-1).float() * self._tables[key]
+        return angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
 
 
 def frequencies(
