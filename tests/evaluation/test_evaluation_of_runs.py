@@ -197,7 +197,7 @@ def test_by_srun_the_process_has_a_job_of_its_own(
 
 def test_an_srun_that_is_not_there_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(InputError, match=r"evaluation\.srun: srun was not found on the machine of rank 0; expected Sl"):
+    with pytest.raises(InputError, match=r"evaluation\.srun: srun was not found on rank 0's machine; expected Slurm"):
         Worker(Evaluation(tasks=["sums"], srun={}), tmp_path)
 
 

@@ -44,9 +44,7 @@ class Worker:
         command = [sys.executable, "-c", MAIN, settings.model_dump_json()]
         if settings.srun is not None:
             if shutil.which("srun") is None:
-                raise InputError(
-                    "evaluation.srun: srun was not found on the machine of rank 0; expected Slurm, or null"
-                )
+                raise InputError("evaluation.srun: srun was not found on rank 0's machine; expected Slurm, or null")
             options = (name if value is None else f"{name}={value}" for name, value in settings.srun.items())
             command = ["srun", "--ntasks=1", *(f"--{option}" for option in options), *command]
             # With those of the job that trains srun would start a step of that; SLURM_CONF says where Slurm is.

@@ -134,14 +134,11 @@ class Family(ABC, Generic[C]):
         raise NotImplementedError(f"{type(self).__name__} does not say how {hf_name} is split")
 
 
-def family_named(name: str, where: str = KEY) -> type[Family[Any]]:
-    """The family of this name, dotted path or entry point.
-
-    Raises InputError: missing, or not a `Family`. `where` is the key to blame.
-    """
-    found = find_family(name, where)
+def family_named(name: str) -> type[Family[Any]]:
+    """The family of this name, dotted path or entry point. Raises InputError: missing, or not a `Family`."""
+    found = find_family(name, KEY)
     if not issubclass(found, Family):
-        raise InputError(f"{where}: '{name}': expected a subclass of kenotron.models.family.Family, found {found!r}")
+        raise InputError(f"{KEY}: '{name}': expected a subclass of kenotron.models.family.Family, found {found!r}")
     return found
 
 
