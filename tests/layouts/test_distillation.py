@@ -175,6 +175,21 @@ def test_a_teacher_is_asked_once(teacher: Path, tmp_path: Path, monkeypatch: pyt
         loss("temperature", "model.loss.temperature=2.0")
     with pytest.raises(InputError, match=r"model\.loss\.cache: .* was made with top_k 5; expected 4"):
         loss("top_k", "model.loss.top_k=4")
+    (tmp_path / "answers" / "top_k.json").write_text("{")
+    with pytest.raises(InputError, match=r"answers/top_k\.json is not JSON: "):
+        loss("damaged")
+
+
+def test_a_record_that_was_cut_is_written_again(teacher: Path, tmp_path: Path) -> None:
+    """Where a disk was full, and records behind it were written later."""
+    first = train_quietly(cached(tmp_path, teacher)).last_metrics["lm_loss"]
+    file = tmp_path / "answers" / "top_k.bin"
+    whole = file.read_bytes()
+    size = len(whole) // (2 * tiny_config(tmp_path).global_batch_size)  # of the records of two steps
+    file.write_bytes(whole[: size // 2] + bytes(size - size // 2) + whole[size:])
+    again = cached(tmp_path, teacher, f"checkpoints.checkpoints_path={tmp_path}/again")
+    assert train_quietly(again).last_metrics["lm_loss"] == first
+    assert file.read_bytes() == whole
 
 
 @pytest.mark.parametrize(

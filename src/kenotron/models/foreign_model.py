@@ -85,8 +85,7 @@ class ForeignModel(Decoder):
 
     def dropout(self, name: str, ctx: Context) -> AbstractContextManager[Any]:
         """What the part `name` of the module runs under."""
-        on = self.training and self.config.training_dropout
-        return CounterDropout(name, ctx) if on else nullcontext()
+        return CounterDropout(name, ctx) if self.training and self.config.training_dropout else nullcontext()
 
     def _check_ties(self) -> None:
         blocks = [name for name, _ in modules(self, self.plan.blocks)]

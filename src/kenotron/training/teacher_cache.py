@@ -1,11 +1,11 @@
 """A teacher's most probable tokens, kept in a file: it reads each sample once, and other runs look its answers up.
 
-    record of sample i, at i * bytes:    hash of its tokens | ids [length, k] | log-probabilities [length, k + 1], fp16
+    record of sample i, at i * bytes:    ids [length, k] | log-probabilities [length, k + 1], fp16 | hash of its tokens
 
 The last log-probability is that of all other tokens together, so that each row is a distribution, and the distance from
 it that of two distributions over k + 1 outcomes. Samples have the same numbers on every layout and in every run with
-the same data, seed and batch; the hash tells others. Ranks write records of their own, each by one call: a record that
-is there is whole.
+the same data, seed and batch; the hash tells others. It comes last: a record that a full disk has cut has none, and is
+written again. Ranks write records of their own.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch import Tensor
 from kenotron.config.errors import InputError, os_errors
 from kenotron.models import MicroBatch
 from kenotron.storage.files import replace_file
+from kenotron.storage.hub import read_json
 
 AT = "model.loss.cache"
 HASH_BYTES = 8
@@ -67,30 +68,30 @@ class TeacherCache:
             folder.mkdir(parents=True, exist_ok=True)
             if not said.exists():
                 replace_file(said, json.dumps(facts, indent=2).encode())
-            for name, there in json.loads(said.read_text(encoding="utf-8")).items():
+            for name, there in read_json(said).items():
                 if there != facts.get(name):
                     raise InputError(f"{AT}: {folder} was made with {name} {there}; expected {facts.get(name)}")
             self.begun = file.exists()
             self._file = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
         self._ids = np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
         self._shapes = (length, k), (length, k + 1)
-        self._ids_end = HASH_BYTES + length * k * self._ids.itemsize
-        self._bytes = self._ids_end + 2 * length * (k + 1)
+        self._ids_end = length * k * self._ids.itemsize
+        self._bytes = self._ids_end + 2 * length * (k + 1) + HASH_BYTES
 
     def read(self, micro_batch: MicroBatch) -> TopK | None:
         """What is known of the samples; None if one is missing. Raises InputError where they are others."""
         ids, logs = [], []
         for number, hashed in _samples(micro_batch):
             record = os.pread(self._file, self._bytes, number * self._bytes)
-            if len(record) < self._bytes or not any(record[:HASH_BYTES]):
+            if len(record) < self._bytes or not any(record[-HASH_BYTES:]):
                 return None
-            if record[:HASH_BYTES] != hashed:
+            if record[-HASH_BYTES:] != hashed:
                 raise InputError(
                     f"{AT}: sample {number} there is of other tokens; expected a folder of its own for other data, "
                     "another seed, sequence_length or global batch"
                 )
-            ids.append(np.frombuffer(record[HASH_BYTES : self._ids_end], self._ids).reshape(self._shapes[0]))
-            logs.append(np.frombuffer(record[self._ids_end :], np.float16).reshape(self._shapes[1]))
+            ids.append(np.frombuffer(record[: self._ids_end], self._ids).reshape(self._shapes[0]))
+            logs.append(np.frombuffer(record[self._ids_end : -HASH_BYTES], np.float16).reshape(self._shapes[1]))
         device = micro_batch.tokens.device
         numbers = torch.from_numpy(np.concatenate(ids).astype(np.int64)).to(device)
         return TopK(numbers, torch.from_numpy(np.concatenate(logs)).to(device))
@@ -102,7 +103,7 @@ class TeacherCache:
         rows = zip(samples, np.split(ids, len(samples)), np.split(logs, len(samples)), strict=True)
         with os_errors(f"{AT}: cannot write"):
             for (number, hashed), of_ids, of_logs in rows:
-                os.pwrite(self._file, hashed + of_ids.tobytes() + of_logs.tobytes(), number * self._bytes)
+                os.pwrite(self._file, of_ids.tobytes() + of_logs.tobytes() + hashed, number * self._bytes)
 
 
 def _samples(micro_batch: MicroBatch) -> list[tuple[int, bytes]]:
