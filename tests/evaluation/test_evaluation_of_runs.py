@@ -126,15 +126,21 @@ def test_an_evaluation_that_fails_is_said_and_the_interval_is_kept(tmp_path: Pat
     assert [(each.step, each.metrics["eval/sums/acc"]) for each in Listener.found] == [(6, 0.6), (7, 0.7)]
 
 
+@pytest.mark.parametrize("gone", ["the dataset is gone", "evaluation.srun: srun was not found"])
 def test_a_worker_that_cannot_be_started_again_leaves_training_alone(
-    tmp_path: Path, pretend: type[Pretender], monkeypatch: pytest.MonkeyPatch
+    gone: str, tmp_path: Path, pretend: type[Pretender], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Dying(Pretender):
         """Ends after its first evaluation; the next ones do not start."""
 
+        def __init__(self, settings: Any, folder: Path) -> None:
+            super().__init__(settings, folder)
+            if "srun" in gone and len(self.made) > 1:
+                raise InputError(gone)
+
         def answer(self, wait_s: float | None = 0) -> dict[str, Any] | None:
             if len(self.made) > 1:
-                return {"problem": "the dataset is gone"}
+                return {"problem": gone}
             self.ended = bool(self.asked)
             return super().answer(wait_s)
 
@@ -143,7 +149,7 @@ def test_a_worker_that_cannot_be_started_again_leaves_training_alone(
     config = tiny_config(tmp_path, *keys(tmp_path, "checkpoints.keep_last=1"))
     _, said = train_and_listen(config)
     for step in (4, 6):
-        assert f"evaluation of step {step}: the dataset is gone; training goes on" in said
+        assert f"evaluation of step {step}: {gone}; training goes on" in said
     assert max(metrics(config), key=lambda line: line["iteration"])["iteration"] == 6
     kept = {path.name for path in (tmp_path / "checkpoints").iterdir() if path.is_dir()}
     assert kept == {"6"}  # nothing is protected any more

@@ -92,9 +92,12 @@ class EvaluationHook(Hook):
         if self.current is not None or self.waiting is None:
             return
         self.current, self.waiting = self.waiting, None
-        if self.worker is None or self.worker.ended:
-            self.worker = Worker(self.settings, log_folder(run.config) / "evaluation")
-        self.worker.ask(self.current)
+        try:
+            if self.worker is None or self.worker.ended:
+                self.worker = Worker(self.settings, log_folder(run.config) / "evaluation")
+            self.worker.ask(self.current)
+        except (InputError, OSError) as error:  # a full disk, no process left, a machine without srun
+            self._finish(run, self.current, {"problem": str(error)})
 
     def _poll(self, run: Run, wait_s: float = 0) -> None:
         if self.current is None or self.worker is None or (answer := self.worker.answer(wait_s)) is None:
