@@ -76,11 +76,11 @@ def test_a_source_of_the_users_own_and_a_stream_to_train_on(texts: Any) -> None:
 @pytest.mark.parametrize(
     ("dataset", "message"),
     [
-        ({"weight": 1}, "weight: has no effect: validation reads all of a dataset, once and in order; remove it"),
+        ({"weight": 1}, "weight: has no effect: validation and test read all of a dataset, in order; remove it"),
         ({"max_epochs": 2}, "max_epochs: has no effect"),
         ({"packing": "best_fit"}, "packing: has no effect"),
         ({"streaming": {}}, "streaming: has no effect"),
-        ({"text_files": {"a.txt": 1, "b.txt": 2}}, "text_files: expected a path or a list, found a map"),
+        ({"text_files": {"a.txt": 1, "b.txt": 2}}, "text_files: expected a path or a list, found a map: shares"),
     ],
 )
 def test_keys_without_effect_are_refused(texts: Any, dataset: dict[str, Any], message: str) -> None:
@@ -97,7 +97,7 @@ def test_missing_paths_tokenizers_and_intervals_are_reported(texts: Any, tmp_pat
     with pytest.raises(InputError, match=r"tokenizer_name_or_path: missing: tokens\.val_datasets\.0 is text"):
         run_config({"tokens": str(tmp_path / "own.npy")}, val_datasets=[texts])
     np.save(tmp_path / "short.npy", np.arange(LENGTH, dtype=np.uint16))
-    message = r"^tokens\.val_datasets\.0: .*short\.npy has less than a sequence to validate on: 32 tokens"
+    message = r"^tokens\.val_datasets\.0: .*short\.npy has less than a sequence: 32 tokens"
     with (
         pytest.raises(InputError, match=message),
         opened(texts, val_datasets=[{"tokens": str(tmp_path / "short.npy")}]),

@@ -82,7 +82,7 @@ def _field(section: type[Section], name: str, field: Any) -> st.SearchStrategy[A
     if name in ("pattern", "weight_decay_exclude_named_params"):
         regex = st.sampled_from([".*norm.*", r"model\.embed_tokens", "a|b"])
         return regex if name == "pattern" else st.none() | st.lists(regex, max_size=2)
-    if name == "val_datasets":  # most keys of a dataset are refused there
+    if name in ("val_datasets", "test_datasets"):  # most keys of a dataset are refused there
         return st.none() | st.just([{"text_files": "a"}, {"tokens": ["b", "c"]}])
     if name == "val_check_interval":
         return st.just(-1) | st.integers(1, 1000)
@@ -148,6 +148,8 @@ def _agree(config: dict[str, Any]) -> dict[str, Any]:
             stage["data"]["dataset"] = {"mixture": [{"tokens": [path], "weight": 1.0} for path in ("s3://a/b", "c")]}
     _stages(config["data_stages"])
     _ramps(config)
+    if not config["tokens"].get("test_datasets"):
+        config["tokens"]["limit_test_batches"] = 0
     if config["tokens"].get("val_samples"):
         config["tokens"]["limit_val_batches"] = -1
     if config["checkpoints"].get("local"):
@@ -162,7 +164,7 @@ def _agree(config: dict[str, Any]) -> dict[str, Any]:
     if config.get("s3_upload"):
         config["s3_upload"]["upload_s3_path"] = "gs://a/b"
     if config["checkpoints"].get("keep_best"):
-        config["tokens"].update(limit_val_batches=-1, val_check_interval=1)
+        config["tokens"].update(limit_val_batches=-1, val_check_interval=1, val_check_unit="steps")
     if config["checkpoints"].get("keep_every") or config["checkpoints"].get("keep_best"):
         config["checkpoints"]["keep_last"] = 2
     if config["checkpoints"].get("datastates"):

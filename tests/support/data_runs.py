@@ -103,8 +103,10 @@ def opened(*stages: Any, start_step: int = 1, **changes: Any) -> RunData:
 
 def validation_texts(data: RunData) -> Iterator[str]:
     """The documents that validation reads as text."""
-    run, reserved = data.validation_settings, data.sources.reserved
-    for source, _ in data.validated:
+    data.held_out()
+    run = data.whole_settings if data.config.tokens.val_datasets else data.settings
+    reserved = data.sources.reserved
+    for source, _ in data.evaluated["val"]:
         if isinstance(source.spec, TextDataset):
             texts = source.spec.documents(run.config.remote_data)
             limit = hash_threshold(texts.documents(), run.val_fraction)

@@ -165,7 +165,7 @@ class Row:
 # Refused as not supported yet.
 REFUSED: dict[str, str] = {**family_keys.REFUSED}
 # Not in the schema, and refused by name.
-UNSERVED = ["tokens.limit_test_batches=1", "lighteval={}", "lighteval={slurm: {qos: low}}"]
+UNSERVED = ["lighteval={}", "lighteval={slurm: {qos: low}}"]
 
 
 def owner(row: SchemaRow) -> str:
@@ -211,6 +211,7 @@ VALIDATION = ("tokens.val_check_interval=3", "tokens.limit_val_batches=3")
 # Of three steps at this rate the first gives the lowest validation loss.
 WORSE = ("checkpoints.checkpoint_interval=1", "checkpoints.keep_last=1", "tokens.val_check_interval=1")
 WORSE += ("tokens.limit_val_batches=3", "optimizer.learning_rate_scheduler.learning_rate=0.5")
+TEST = ("tokens.test_datasets=[{source: support.user_parts.counting}]", "tokens.limit_test_batches=1")
 OWN_VALIDATION = "tokens.val_datasets=[{source: support.user_parts.counting}]"
 TEXT = (
     f"{DATASET}={{text_files: '{{folder}}/a.jsonl'}}",
@@ -365,9 +366,12 @@ ROWS: dict[str, Row] = {
     "Tokens.micro_batch_size": Row(micro_batches, "tokens.micro_batch_size=2"),
     "Tokens.batch_accumulation_per_replica": Row(micro_batches, "tokens.batch_accumulation_per_replica=2"),
     "Tokens.val_check_interval": Row(metric("val_loss"), "tokens.val_check_interval=2", VALIDATION),
+    "Tokens.val_check_unit": Row(metric("val_loss"), "tokens.val_check_unit=tokens", VALIDATION),
     "Tokens.limit_val_batches": Row(metric("val_tokens"), "tokens.limit_val_batches=2", VALIDATION),
     "Tokens.val_samples": Row(metric("val_tokens"), "tokens.val_samples=3", VALIDATION),
     "Tokens.val_datasets": Row(metric("val_loss"), OWN_VALIDATION, VALIDATION),
+    "Tokens.limit_test_batches": Row(metric("test_tokens"), "tokens.limit_test_batches=2", TEST),
+    "Tokens.test_datasets": Row(metric("test_loss"), TEST[0].replace("counting", "counting_down"), TEST),
     "Tokens.val_fraction": Row(
         metric("val_tokens"),
         "tokens.val_fraction=0.5",

@@ -149,6 +149,46 @@ def test_the_last_step_is_validated_whatever_the_interval(tmp_path: Path) -> Non
     assert [step["iteration"] for step in metrics(config) if "val_loss" in step] == [2, 4, 5]
 
 
+@pytest.mark.parametrize(
+    ("unit", "steps"),
+    [
+        ({"unit": "tokens", "interval": 150}, [3, 5, 8, 9]),  # 64 tokens a step
+        ({"unit": "epochs", "interval": 2}, [5, 9]),  # 9 samples, one is held out; 4 a step
+        ({"unit": "epochs", "interval": 1}, [3, 5, 7, 9]),
+    ],
+)
+def test_validations_after_so_many_tokens_or_epochs(unit: dict[str, Any], steps: list[int], tmp_path: Path) -> None:
+    rows = "{source: support.user_parts.counting, kwargs: {rows: 10}}"
+    run = train_quietly(
+        tiny_config(
+            tmp_path,
+            f"data_stages.0.data.dataset={rows}",
+            "tokens.val_datasets=[{source: support.user_parts.counting}]",
+            f"tokens.val_check_interval={unit['interval']}",
+            f"tokens.val_check_unit={unit['unit']}",
+            "tokens.limit_val_batches=1",
+            "tokens.train_steps=9",
+        )
+    )
+    assert [step["iteration"] for step in metrics(run.config) if "val_loss" in step] == steps
+
+
+def test_a_run_is_tested_after_its_last_step(tmp_path: Path) -> None:
+    """On the same samples a test finds what a validation does; resumed for more steps, it tests again at its end."""
+    rows = "[{source: support.user_parts.counting, kwargs: {rows: 10}}, {source: support.user_parts.counting_down}]"
+    own = (f"tokens.val_datasets={rows}", "tokens.val_check_interval=2", "tokens.limit_val_batches=3")
+    test = (f"tokens.test_datasets={rows}", "tokens.limit_test_batches=3", "optimizer.ema_decay=0.5")
+    for steps in (4, 6):
+        run = train_quietly(tiny_config(tmp_path, *own, *test, f"tokens.train_steps={steps}"))
+        lines = metrics(run.config)
+        assert [line["iteration"] for line in lines if "test_loss" in line] == ([4] if steps == 4 else [4, 6])
+        found = {name: value for name, value in lines[-1].items() if name.startswith("test_")}
+        assert found["test_tokens"] == 3 * 4 * 16
+        assert set(found) >= {"test_loss", "test_loss/support.user_parts.counting", "test_loss_ema"}
+        for name in set(found) - {"test_seconds"}:
+            assert found[name] == lines[-1][name.replace("test", "val")], name
+
+
 def test_tensorboard_reads_every_scalar_back(watched) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

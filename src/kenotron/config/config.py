@@ -106,9 +106,9 @@ class Config(Section):
 
     @property
     def datasets(self) -> list[PlainDataset | None]:
-        """The datasets of all stages, with mixtures expanded, and those to validate on."""
+        """The datasets of all stages, with mixtures expanded, and those to validate and to test on."""
         of_stages = [dataset for stage in self.data_stages for dataset in stage.data.datasets]
-        return [*of_stages, *(self.tokens.val_datasets or ())]
+        return [*of_stages, *(dataset for _, dataset in self.tokens.evaluated)]
 
     @property
     def masks_documents(self) -> bool:
@@ -407,9 +407,9 @@ def _check_tokenizer(config: Config) -> Iterator[Problem]:
             if any(isinstance(dataset, TEXT_DATASETS) for dataset in stage.data.datasets):
                 yield at, f"missing: the stage '{stage.name}' reads text (set it, or tokenizer.train)"
                 return
-        for number, dataset in enumerate(config.tokens.val_datasets or ()):
+        for key, dataset in config.tokens.evaluated:
             if isinstance(dataset, TEXT_DATASETS):
-                yield at, f"missing: tokens.val_datasets.{number} is text"
+                yield at, f"missing: {key} is text"
     architecture = config.model.architecture
     entries = tokenizer.train.vocab_size if tokenizer.train else 0
     if isinstance(architecture, DecoderArchitecture) and entries > architecture.vocab_size:
@@ -444,14 +444,16 @@ def _check_steps(config: Config) -> Iterator[Problem]:
 def _check_validation(config: Config) -> Iterator[Problem]:
     if config.tokens.val_samples is not None and not config.tokens.limit_val_batches:
         yield "tokens.limit_val_batches", "expected -1 or a number above 0 with tokens.val_samples, found 0"
-    for number, dataset in enumerate(config.tokens.val_datasets or ()):
-        at, fields = f"tokens.val_datasets.{number}", type(dataset).model_fields
+    if config.tokens.limit_test_batches and not config.tokens.test_datasets:
+        yield "tokens.test_datasets", "missing: tokens.limit_test_batches asks for a test"
+    for at, dataset in config.tokens.evaluated:
+        fields = type(dataset).model_fields
         names = ONLY_TRAINING if isinstance(dataset, SFT_DATASETS) else (*ONLY_TRAINING, "packing")
         for name in (name for name in names if name in fields and getattr(dataset, name) != fields[name].default):
-            yield f"{at}.{name}", "has no effect: validation reads all of a dataset, once and in order; remove it"
+            yield f"{at}.{name}", "has no effect: validation and test read all of a dataset, in order; remove it"
         for name in ("text_files", "tokens"):
             if isinstance(getattr(dataset, name, None), dict):
-                yield f"{at}.{name}", "expected a path or a list, found a map: shares have no effect in validation"
+                yield f"{at}.{name}", "expected a path or a list, found a map: shares have no effect here"
 
 
 def _check_checkpoints(config: Config) -> Iterator[Problem]:
@@ -462,7 +464,9 @@ def _check_checkpoints(config: Config) -> Iterator[Problem]:
             yield "checkpoints.keep_last", f"missing: checkpoints.{name} needs it"
     if checkpoints.keep_best and not config.tokens.limit_val_batches:
         yield "tokens.limit_val_batches", "expected a validation, whose loss checkpoints.keep_best compares, found 0"
-    if checkpoints.keep_best and every % (validated := config.tokens.val_check_interval):
+    if checkpoints.keep_best and config.tokens.val_check_unit != "steps":
+        yield "tokens.val_check_unit", "expected steps: checkpoints.keep_best compares those of a validation"
+    elif checkpoints.keep_best and every % (validated := config.tokens.val_check_interval):
         needs = "which checkpoints.keep_best compares after a validation"
         yield "checkpoints.checkpoint_interval", f"expected a multiple of val_check_interval {validated}, {needs}"
     if checkpoints.datastates != DataStates() and checkpoints.checkpointing_engine != "datastates":

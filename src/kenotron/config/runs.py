@@ -26,7 +26,8 @@ from kenotron.config.writing import diff, differences, flatten, to_dict
 KEYS_THAT_MAY_CHANGE = """
     general.run general.step general.consumed_train_samples general.benchmark_csv_path general.kill_switch_path
     general.ignore_sanity_checks general.deterministic general.hooks*
-    tokens.train_steps tokens.val_check_interval tokens.limit_val_batches tokens.val_samples tokens.val_datasets*
+    tokens.train_steps tokens.val_check_* tokens.limit_val_batches tokens.val_samples tokens.val_datasets*
+    tokens.limit_test_batches tokens.test_datasets*
     checkpoints.checkpoints_path* checkpoints.staging_path checkpoints.remove_after_upload
     checkpoints.checkpoint_interval checkpoints.save_* checkpoints.keep_* checkpoints.local* checkpoints.export_hf
     checkpoints.checkpointing_engine checkpoints.datastates* checkpoints.writer

@@ -1,6 +1,6 @@
 """`tokens`: sequence length, batch size, number of steps, and validation."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator
 from pydantic_core import PydanticCustomError
@@ -31,7 +31,10 @@ class Tokens(Section):
     micro_batch_size: int = key("Sequences per forward pass on one replica.", ge=1)
     batch_accumulation_per_replica: int = key("Micro-batches accumulated per optimizer step on each replica.", ge=1)
     val_check_interval: Annotated[int, AfterValidator(_never_or_positive)] = key(
-        "Steps between validations; -1: never.", -1
+        "Steps between validations, or as many of val_check_unit; -1: never.", -1
+    )
+    val_check_unit: Literal["steps", "tokens", "epochs"] = our_key(
+        "What val_check_interval counts; epochs are those of the first source of a stage.", "steps"
     )
     limit_val_batches: int = key("Global batches of held-out sequences per validation; 0: none, -1: all.", 0, ge=-1)
     val_samples: int | None = our_key(
@@ -49,8 +52,20 @@ class Tokens(Section):
     val_datasets: list[PlainDataset] | None = our_key(
         "Datasets to validate on, all of each; null: what is held out of the first stage.", None, min_length=1
     )
+    limit_test_batches: int = key(
+        "Global batches of test_datasets that the run is tested on after its last step; 0: none, -1: all.", 0, ge=-1
+    )
+    test_datasets: list[PlainDataset] | None = our_key(
+        "Datasets to test on, all of each, once: after the last step (limit_test_batches).", None, min_length=1
+    )
 
     @property
     def validates(self) -> bool:
         """Whether the run validates. Documents are held out either way, so the training data do not depend on it."""
         return self.val_check_interval > 0 and self.limit_val_batches != 0
+
+    @property
+    def evaluated(self) -> list[tuple[str, PlainDataset]]:
+        """The datasets to validate and to test on, each with its complete key."""
+        lists = {"tokens.val_datasets": self.val_datasets, "tokens.test_datasets": self.test_datasets}
+        return [(f"{at}.{number}", each) for at, some in lists.items() for number, each in enumerate(some or ())]

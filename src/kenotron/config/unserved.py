@@ -11,7 +11,6 @@ from typing import Any
 
 # Key → the values that ask for nothing. Parents come after their children: what is left of them is nothing either.
 _OFF: dict[str, tuple[Any, ...]] = {
-    "tokens.limit_test_batches": (0,),
     "checkpoints.local.copy_to_next_machine": (False,),
     "lighteval": (None,),
 }

@@ -22,6 +22,8 @@ def warnings_of(config: Config) -> Iterator[str]:
     interval, batches = config.tokens.val_check_interval, config.tokens.limit_val_batches
     if not config.tokens.validates and (interval > 0 or batches != 0 or config.tokens.val_datasets):
         yield f"tokens.val_check_interval is {interval}, limit_val_batches {batches}: without both, it never validates"
+    if config.tokens.test_datasets and not config.tokens.limit_test_batches:
+        yield "tokens.limit_test_batches is 0: the run is not tested on tokens.test_datasets"
 
 
 def amount(config: Config) -> str:

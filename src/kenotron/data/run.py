@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 from weakref import WeakSet
 
@@ -29,13 +28,15 @@ from kenotron.data.loader import Prefetcher
 from kenotron.data.open_stage import OpenStage, Sources, open_stage
 from kenotron.data.source import Opening, RunSettings, StreamSource, TextSpec, TokenSource
 from kenotron.data.stage_plan import (
+    SPLITS,
     SourcePlan,
+    Split,
     StagePlan,
     all_sources,
     complete_keys,
     differences,
+    plan_evaluated,
     plan_stages,
-    plan_validation,
 )
 from kenotron.data.stream_states import RunStreams
 from kenotron.text.tokenizer import TextTokenizer, end_of_text, load_tokenizer
@@ -58,8 +59,8 @@ class RunData:
         self._stop, self._lock = threading.Event(), threading.Lock()
         self._opened: dict[int, Future[OpenStage]] = {}
         self.settings = replace(settings, stop=self._stop)
-        own = self.config.tokens.val_datasets is not None
-        self.validation_settings = replace(self.settings, val_fraction=1.0) if own else self.settings
+        self.whole_settings = replace(self.settings, val_fraction=1.0)
+        self.evaluated: dict[Split, list[tuple[SourcePlan, TokenSource]]] = {}
         self.sources = Sources(self.settings, stages)
         self.streams = RunStreams(stages, self.sources)
         self._asked = 0  # the step up to which blocks of remote files were asked for
@@ -191,29 +192,39 @@ class RunData:
                 found[source.label] = before + (drawn[number] - mixing.offsets[number]) * stage.sequence_length, epochs
         return found
 
+    def passes(self, step: int, interval: int) -> list[int]:
+        """How many times `interval` epochs of its stage's first source were read before and after this step."""
+        stage = self.stage_at(step)
+        mixing, size = self.sources.mixing(stage), len(self.sources.source(stage, 0))
+        return [mixing.drawn(stage.samples_before(each))[0] // (interval * size) for each in (step, step + 1)]
+
     def describe_epochs(self, step: int) -> str:
         """``; after step 1000: 0.52 epochs of code``, for the sources of that step's stage that have an end."""
         read = {name: epochs or 0.0 for name, (_, epochs) in self.consumption(step).items()}
         epochs = ", ".join(f"{each:.3g} epochs of {name}" for name, each in read.items() if each > SOME_EPOCHS)
         return f"; after step {step}: {epochs}" if epochs else ""
 
-    # ---- validation ----
+    # ---- validation and test ----
 
-    def validation(self, dp_rank: int = 0, dp_size: int = 1) -> Iterator[tuple[TokenBatch, float, int]]:
+    def validation(
+        self, dp_rank: int = 0, dp_size: int = 1, split: Split = "val"
+    ) -> Iterator[tuple[TokenBatch, float, int]]:
         """This rank's held-out batches, each with the UTF-8 bytes of its labels (0.0: unknown), and the
         number of its source among those of `held_out`.
 
         They are the same at every step of the run, so that its results are comparable.
         """
-        micro = self.config.tokens.micro_batch_size
-        return self.held_out().batches(self.settings.validation_samples, micro, dp_rank, dp_size)
+        tokens, limit = self.config.tokens, self.settings.validation_samples
+        if split == "test":
+            limit = tokens.limit_test_batches * self.config.global_batch_size if tokens.limit_test_batches > 0 else None
+        return self.held_out(split).batches(limit, tokens.micro_batch_size, dp_rank, dp_size)
 
-    def held_out(self) -> HeldOut:
-        """The samples of `tokens.val_datasets`, or without them those that are held out of the first stage.
+    def held_out(self, split: Split = "val") -> HeldOut:
+        """The samples of `tokens.test_datasets`, or `val_datasets`, or without them those held out of the first stage.
 
         Raises InputError if there is none.
         """
-        plans, opened = zip(*self.validated)
+        plans, opened = zip(*self._sources_of(split))
         sources = [source for source in opened if len(source.held_out)]
         if not sources:
             raise InputError(
@@ -232,17 +243,22 @@ class RunData:
             eos=self.settings.eos,
         )
 
-    @cached_property
-    def validated(self) -> list[tuple[SourcePlan, TokenSource]]:
-        """The sources whose `held_out` is validated on: of `tokens.val_datasets`, opened with all of it held out, or
-        without them those of the first stage.
+    def _sources_of(self, split: Split) -> list[tuple[SourcePlan, TokenSource]]:
+        """The sources whose `held_out` is validated or tested on: of the datasets of `tokens`, opened with all of them
+        held out, or without any those of the first stage. Once open, they are in `evaluated`.
         """
+        if split not in self.evaluated:
+            own = self._open_whole(plan_evaluated(self.config, split))
+            self.evaluated[split] = own or list(zip(self.stages[0].sources, self._open(0).result().sources))
+        return self.evaluated[split]
+
+    def _open_whole(self, plans: Iterable[SourcePlan]) -> list[tuple[SourcePlan, TokenSource]]:
         found = []
-        for plan in plan_validation(self.config):
+        for plan in plans:
             with complete_keys(plan.at):
                 source = plan.spec.open(
                     Opening(
-                        run=self.validation_settings,
+                        run=self.whole_settings,
                         at=plan.at,
                         sequence_length=self.settings.first_sequence_length,
                         seed=self.stages[0].data.seed,
@@ -251,9 +267,9 @@ class RunData:
                     )
                 )
             if not len(source.held_out):
-                raise InputError(f"{plan.at}: {source.name} has less than a sequence to validate on: {source.found()}")
+                raise InputError(f"{plan.at}: {source.name} has less than a sequence: {source.found()}")
             found.append((plan, source))
-        return found or list(zip(self.stages[0].sources, self._open(0).result().sources))
+        return found
 
     def _token_bytes(self) -> Int64 | None:
         table = self.tokenizer.token_bytes() if self.tokenizer else None
@@ -284,8 +300,9 @@ class RunData:
             for weight, source in zip(mixing.weights, opened.sources):
                 lines.append(f"{head}: {weight / total:.2%} {source.describe()}")
             lines += [f"[{stage.name}] {line}" for line in self._limits(opened)]
-        if self.config.tokens.validates and self.config.tokens.val_datasets:
-            lines += [f"[validation] {each.name}: {len(each.held_out):,} samples" for _, each in self.validated]
+        for split, some in self.evaluated.items():
+            own = [each for plan, each in some if plan.at.startswith("tokens.")]
+            lines += [f"[{SPLITS[split]}] {each.name}: {len(each.held_out):,} samples" for each in own]
         return [*lines, *self._begun_anew()]
 
     def _limits(self, opened: OpenStage) -> Iterator[str]:
@@ -399,6 +416,11 @@ def open_run(
             raise InputError(f"no sample for a single step: {why}")
         if config.tokens.validates:
             data.held_out()  # now, not at the first validation
+            for stream in (each.sources[0] for each in stages if each.sources[0].spec.is_stream):
+                if config.tokens.val_check_unit == "epochs":
+                    raise InputError(f"tokens.val_check_unit: expected steps or tokens: {stream.label} has no epochs")
+        if config.tokens.limit_test_batches:
+            data.held_out("test")
         data.stage_of(step)
     except BaseException:
         data.close()

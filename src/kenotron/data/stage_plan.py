@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from kenotron.config import Config
 from kenotron.config.data import Data, MixtureDataset, PlainDataset
@@ -26,6 +27,8 @@ from kenotron.kernels.hashing import derive_key
 
 Measure = Callable[[int, str], float]
 """How much source i of a stage holds, in "tokens" or as its "size" in bytes."""
+Split = Literal["val", "test"]
+SPLITS: dict[Split, str] = {"val": "validation", "test": "test"}
 
 
 @dataclass(frozen=True)
@@ -164,19 +167,20 @@ def plan_stages(config: Config) -> list[StagePlan]:
     return planned
 
 
-def plan_validation(config: Config) -> list[SourcePlan]:
-    """The sources of `tokens.val_datasets`.
+def plan_evaluated(config: Config, split: Split) -> list[SourcePlan]:
+    """The sources of `tokens.val_datasets`, or of `tokens.test_datasets`.
 
     Raises InputError: a mix file that cannot be read.
     """
-    sources = _sources_of(val_datasets_of(config))
+    sources = _sources_of([each for each in config.tokens.evaluated if each[0].startswith(f"tokens.{split}_")])
     labels = short_labels([[source.spec for source in sources]])
     return [replace(source, label=label) for label, source in zip(labels, sources)]
 
 
 def all_sources(config: Config, stages: Iterable[StagePlan]) -> list[SourcePlan]:
-    """The sources of `stages`, and those of `tokens.val_datasets`."""
-    return [source for stage in stages for source in stage.sources] + plan_validation(config)
+    """The sources of `stages`, and those to validate and to test on."""
+    of_stages = [source for stage in stages for source in stage.sources]
+    return of_stages + plan_evaluated(config, "val") + plan_evaluated(config, "test")
 
 
 def check_paths(config: Config, first: int = 1, last: int | None = None) -> None:
@@ -241,15 +245,10 @@ def datasets_of(data: Data, stage: int) -> list[tuple[str, PlainDataset | None]]
     return [(at, data.dataset)]
 
 
-def val_datasets_of(config: Config) -> list[tuple[str, PlainDataset | None]]:
-    """The datasets of `tokens.val_datasets`, each with its complete key."""
-    return [(f"tokens.val_datasets.{number}", each) for number, each in enumerate(config.tokens.val_datasets or ())]
-
-
 def all_datasets_of(config: Config) -> list[tuple[str, PlainDataset | None]]:
-    """The datasets of all stages and those to validate on, each with its complete key."""
+    """The datasets of all stages and those to validate and to test on, each with its complete key."""
     stages = [each for number, stage in enumerate(config.data_stages) for each in datasets_of(stage.data, number)]
-    return stages + val_datasets_of(config)
+    return stages + config.tokens.evaluated
 
 
 @contextmanager

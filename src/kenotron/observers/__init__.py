@@ -96,7 +96,7 @@ def observers(config: Config, mesh: Mesh) -> list[Hook]:
         hooks.append(ExpertLoad())
     if config.checkpoints.export_hf:
         hooks.append(ExportHook())
-    if config.tokens.validates:
+    if config.tokens.validates or config.tokens.limit_test_batches:
         hooks.append(Validation())
     return [*hooks, *_of_the_first_rank(config)] if mesh.is_first else hooks
 

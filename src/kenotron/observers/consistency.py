@@ -36,6 +36,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kenotron.config.errors import InputError, RunFailed, counted
+from kenotron.data.stage_plan import SPLITS
 from kenotron.models import named_parameters
 from kenotron.optim.state import state_tensors
 from kenotron.parallel import data as data_parallel
@@ -61,11 +62,11 @@ class SameData(Hook):
     """Ends a run whose ranks have different numbers of samples; on all ranks."""
 
     def on_train_start(self, run: Run) -> None:
-        """Compare the sources of the stage that comes first, and those of validation."""
+        """Compare the sources of the stage that comes first, and those of validation and test."""
         stage = run.data.stage_of(run.step + 1)
         own = [("data_stages", each.label, len(source)) for each, source in zip(stage.stage.sources, stage.sources)]
-        if run.config.tokens.validates:
-            own += [("validation", each.label, len(source.held_out)) for each, source in run.data.validated]
+        for split, some in run.data.evaluated.items():
+            own += [(SPLITS[split], each.label, len(source.held_out)) for each, source in some]
         found = gather((socket.gethostname(), [count for _, _, count in own]))
         for rank, (machine, counts) in enumerate(found):
             for (key, label, _), count, first in zip(own, counts, found[0][1], strict=True):

@@ -1,4 +1,4 @@
-"""Validation: the loss on held-out documents, in nats a token and in bits a byte.
+"""Validation and test: the loss on held-out documents, in nats a token and in bits a byte.
 
 Bits per byte does not depend on the tokenizer, so it compares with any other compressor of the same text:
 
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kenotron.config.errors import human_format
+from kenotron.data.stage_plan import SPLITS, Split
 from kenotron.models import MicroBatch
 from kenotron.parallel.collectives import all_reduce
 from kenotron.parallel.data import evaluating
@@ -31,40 +32,61 @@ if TYPE_CHECKING:
 
 
 class Validation(Hook):
-    """A pass every `val_check_interval` steps and after the last one, the same samples each time."""
+    """A pass every `val_check_interval` and after the last step, the same samples each time; then one test."""
 
     priority = 40
 
     def after_step(self, run: Run, result: StepResult) -> None:
-        """Validate if this step is due, log the result and pass it to every hook's `after_validation`."""
-        if run.step % run.config.tokens.val_check_interval == 0 or run.finished:
-            found = validate(run)
-            if found is not None and run.config.optimizer.ema_decay is not None:
-                run.checkpoints.fence()  # it may be copying the weights
-                with run.optimizer.averaged():  # type: ignore[attr-defined]  # of `CombinedOptimizer`
-                    averaged = validate(run)
-                found = averaged and replace(found, ema=averaged)
-            if found is None:
-                logger.warning("the validation after step %d is left out, as the run stops", run.step)
-                return
-            logger.info("%s", validation_line(run, found))
+        """Validate if it is due, and pass the result to every hook's `after_validation`; test after the last step."""
+        tokens = run.config.tokens
+        if tokens.validates and (is_due(run) or run.finished) and (found := measured(run, "val")) is not None:
             for hook in run.hooks:
                 hook.after_validation(run, found)
+        if tokens.limit_test_batches and run.finished and (found := measured(run, "test")) is not None:
+            for name, number in found.metrics("test").items():
+                run.record_metric(name, number, on_console=False)
+
+
+def is_due(run: Run) -> bool:
+    """Whether the last step reached another multiple of `val_check_interval`."""
+    interval, unit = run.config.tokens.val_check_interval, run.config.tokens.val_check_unit
+    if unit == "epochs":
+        before, after = run.data.passes(run.step, interval)
+    elif unit == "tokens":
+        before, after = (run.data.tokens_before(step) // interval for step in (run.step, run.step + 1))
+    else:
+        before, after = (run.step - 1) // interval, run.step // interval
+    return after > before
+
+
+def measured(run: Run, split: Split) -> ValidationResult | None:
+    """Validate or test, with the averaged weights, too, and log it; None when the run is asked to stop meanwhile."""
+    found = validate(run, split)
+    if found is not None and run.config.optimizer.ema_decay is not None:
+        run.checkpoints.fence()  # it may be copying the weights
+        with run.optimizer.averaged():  # type: ignore[attr-defined]  # of `CombinedOptimizer`
+            averaged = validate(run, split)
+        found = averaged and replace(found, ema=averaged)
+    if found is None:
+        logger.warning("the %s after step %d is left out, as the run stops", SPLITS[split], run.step)
+    else:
+        logger.info("%s", result_line(run, found, split))
+    return found
 
 
 @torch.no_grad()
-def validate(run: Run) -> ValidationResult | None:
+def validate(run: Run, split: Split = "val") -> ValidationResult | None:
     """One pass over the held-out samples, forward only; None when the run is asked to stop meanwhile.
 
     After SIGTERM there may be half a minute: it belongs to the checkpoint.
     """
     started = time.perf_counter()
-    labels = run.data.held_out().labels
+    labels = run.data.held_out(split).labels
     losses = torch.zeros(len(labels), dtype=torch.float64, device=run.device)
     counts = torch.zeros(len(labels), 2, dtype=torch.float64)  # tokens, bytes
     counts_samples = run.mesh.represents("batch", within="loss")  # pp and cp ranks read the same samples
     with evaluating(run.parts, run.roots):
-        for batch, byte_count, source in run.data.validation(run.mesh.rank("batch"), run.mesh.degree("batch")):
+        for batch, byte_count, source in run.data.validation(run.mesh.rank("batch"), run.mesh.degree("batch"), split):
             run.sync_stop_request()
             if run.stop_reason is not None:  # in the last pass, too, when no step is left to do
                 return None
@@ -100,15 +122,15 @@ def forward(run: Run, micro_batch: MicroBatch) -> torch.Tensor | tuple[torch.Ten
     return run.model(micro_batch.tokens, micro_batch.ctx, micro_batch.labels)
 
 
-def validation_line(run: Run, result: ValidationResult) -> str:
-    """The log line of one validation pass; the perplexity's exponent is capped so that it stays finite."""
+def result_line(run: Run, result: ValidationResult, split: Split) -> str:
+    """The log line of one pass; the perplexity's exponent is capped so that it stays finite."""
     fields = [
-        f"validation: {run.step} / {run.last_step}",
-        f"val_loss: {result.loss:.4g}",
-        f"val_perplexity: {human_format(math.exp(min(result.loss, 700)))}",
+        f"{SPLITS[split]}: {run.step} / {run.last_step}",
+        f"{split}_loss: {result.loss:.4g}",
+        f"{split}_perplexity: {human_format(math.exp(min(result.loss, 700)))}",
     ]
     if result.bits_per_byte is not None:
-        fields.append(f"val_bits_per_byte: {result.bits_per_byte:.4f}")
+        fields.append(f"{split}_bits_per_byte: {result.bits_per_byte:.4f}")
     if result.ema is not None:
-        fields.append(f"val_loss_ema: {result.ema.loss:.4g}")
-    return " | ".join([*fields, f"val_seconds: {human_format(result.seconds)}"])
+        fields.append(f"{split}_loss_ema: {result.ema.loss:.4g}")
+    return " | ".join([*fields, f"{split}_seconds: {human_format(result.seconds)}"])

@@ -13,6 +13,7 @@ from kenotron.runs.files import HISTORY, METRICS, SAMPLES, logged_lines, logged_
 GROUPS = {
     "layers": ("grad_norm/", "weight_norm/", "update_ratio/", "activation_rms/", "attention_", "logit_max"),
     "val": ("val_",),
+    "test": ("test_",),
     "optimizer": ("grad_norm", "lr", "gradient_", "skipped", "loss_scale"),
     "experts": ("expert_",),
     "data": ("consumed_tokens", "epochs/", "global_batch_size", "real_tokens", "sequence_length"),
@@ -26,7 +27,7 @@ def tag_of(name: str) -> str:
     """The curve of a metric, whose first part groups it with others: ``val_loss`` → ``val/loss``."""
     for group, beginnings in GROUPS.items():
         if name.startswith(beginnings):
-            return f"{group}/{name.removeprefix('val_')}"
+            return f"{group}/{name.removeprefix(f'{group}_')}"
     return name if "/" in name else f"train/{name}"
 
 

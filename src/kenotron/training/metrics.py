@@ -88,18 +88,18 @@ class ValidationResult:
         """Bits of loss per byte of UTF-8 text; None where the number of bytes is unknown."""
         return self.loss * self.tokens / math.log(2) / self.bytes if self.bytes else None
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self, split: str = "val") -> dict[str, float]:
         """Fields of ``metrics.jsonl``."""
-        fields = {"val_loss": self.loss, "val_tokens": float(self.tokens), "val_seconds": self.seconds}
+        fields = {"loss": self.loss, "tokens": float(self.tokens), "seconds": self.seconds}
         if self.bits_per_byte is not None:
-            fields["val_bits_per_byte"] = self.bits_per_byte
+            fields["bits_per_byte"] = self.bits_per_byte
         for label, one in self.sources.items():
-            fields[f"val_loss/{label}"] = one.loss
+            fields[f"loss/{label}"] = one.loss
             if one.bits_per_byte is not None:
-                fields[f"val_bits_per_byte/{label}"] = one.bits_per_byte
+                fields[f"bits_per_byte/{label}"] = one.bits_per_byte
         if self.ema is not None:
-            fields["val_loss_ema"] = self.ema.loss
-        return fields
+            fields["loss_ema"] = self.ema.loss
+        return {f"{split}_{name}": value for name, value in fields.items()}
 
 
 @dataclass(frozen=True)
