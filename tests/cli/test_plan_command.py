@@ -5,6 +5,7 @@ import re
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -13,12 +14,13 @@ from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import pytest
+import torch
 
 from kenotron.cli import main
 from kenotron.launch import memory
-from kenotron.planner import serving
+from kenotron.planner import hardware, measuring, serving
 from kenotron.planner.explaining import MEMORY, TIME
-from kenotron.planner.hardware import GPUS
+from kenotron.planner.hardware import GPUS, Gpu
 from kenotron.planner.serving import Server
 from kenotron.planner.timeline import KINDS
 from kenotron.planner.trace import LABELS
@@ -48,6 +50,25 @@ def test_a_run_that_fits_is_a_table_with_what_is_largest(tmp_path: Path, capsys:
     assert step == pytest.approx(sum(spent), rel=0.02)
     speed = r"[\d,]+ tokens/s, [\d,]+ a GPU, MFU \d\.\d%; 3 steps: \S+ seconds, \S+ GPU-hours, \S+ kWh"
     assert re.fullmatch(speed, lines[-1])
+
+
+def test_a_gpu_is_measured_and_planned_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine that has a GPU as fast as its CPU."""
+    file, measured = tiny_yaml(tmp_path), tmp_path / "mine.yaml"
+    assert plan(file, "--measure", measured) == 2
+    assert "--measure: expected a machine with a GPU, a .yaml file" in capsys.readouterr().err
+    rates = partial(measuring.measure, device=torch.device("cpu"), scale=64)
+    monkeypatch.setattr(measuring, "SECONDS", 0.05)
+    monkeypatch.setattr(measuring, "measure", lambda known, device, report, ranks: rates(known, report=report))
+    monkeypatch.setattr(hardware, "gpu_here", lambda: Gpu("Mine", "", 8.0, "nvidia", (8, 6)))
+    assert plan(file, "--measure", measured) == 0
+    first = capsys.readouterr().out
+    assert first.splitlines()[0] == "1 rank on Mine. GiB at the peak of a step:"
+    assert re.search(r"MFU \d+\.\d%; 3 steps: \S+ \w+, \S+ GPU-hours$", first.splitlines()[-1])
+    assert plan(file, "--gpu", measured) == 0
+    assert capsys.readouterr().out == first
 
 
 def test_a_plan_is_explained_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,6 +16,7 @@ from kenotron.parallel.device import vendor_peak
 from kenotron.parallel.mesh import Mesh
 from kenotron.planner.hardware import gpu_here
 from kenotron.planner.memory import plan_memory
+from kenotron.planner.measuring import measure
 from kenotron.planner.rehearsal import batch_of, build_on
 from kenotron.training.initial_weights import fill_weights
 from kenotron.training.step import train_step
@@ -228,3 +229,12 @@ def test_the_planned_peak_is_near_that_of_the_allocator(overrides: tuple[str, ..
         train_step(run, [batch_of(config)] * 2)
         run.step += 1
     assert torch.cuda.max_memory_allocated() == pytest.approx(plan.peak.bytes, rel=0.05)
+
+
+def test_measured_rates_are_shares_of_the_data_sheet(gpu_only: torch.device) -> None:
+    known = gpu_here()
+    assert known is not None
+    found = measure(known, gpu_only)
+    assert 0.3 < found.products <= 1
+    assert 0.3 < found.memory <= 1
+    assert all(0.1 < share < found.products for share in found.attention.values())

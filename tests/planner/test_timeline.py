@@ -16,7 +16,7 @@ from kenotron.config import Config, load
 from kenotron.planner import memory
 from kenotron.planner.hardware import GPUS, Gpu
 from kenotron.planner.memory import RankPlan, first_ranks, follow_rank, plan_memory
-from kenotron.planner.rates import HOST, LINK, MEMORY, NETWORK, PRODUCTS, START, seconds_between, seconds_of
+from kenotron.planner.rates import HOST, LINK, NETWORK, START, seconds_between, seconds_of
 from kenotron.planner.speed import speed_of
 from kenotron.planner.timeline import play
 from kenotron.planner.trace import Began, Communicated, Event, Group, Marked, Operator, Ran, Waited
@@ -24,9 +24,7 @@ from support.plans import config_of
 from support.tiny_run import REPOSITORY
 
 # A GPU of which a byte of memory, and a byte to others, takes a second.
-SLOW = Gpu(
-    "slow", "slow", 1.0, "nvidia", flops=1e30, fp32=1e30, bandwidth=1 / MEMORY, link=1 / LINK, network=1 / NETWORK
-)
+SLOW = Gpu("slow", "slow", 1.0, "nvidia", flops=1e30, fp32=1e30, bandwidth=1 / 0.71, link=1 / LINK, network=1 / NETWORK)
 PAIR = Group("dp", 2, 2)
 MICRO, UPDATE = Began("micro-batch"), Began("update")
 
@@ -174,9 +172,9 @@ def test_a_product_of_few_blocks_leaves_processors_idle() -> None:
         return Operator("product", "", 0.0, flops, (rows, inner, columns), torch.bfloat16)
 
     gpu, large, small = GPUS["h100"], product(8192, 4096, 4096), product(512, 2048, 1024)
-    assert seconds_of(large, gpu) == pytest.approx(large.flops / (PRODUCTS * 989e12))
-    assert seconds_of(small, gpu) == pytest.approx(small.flops / (PRODUCTS * 989e12) * 132 / 32)
-    assert seconds_of(large._replace(dtype=torch.float32), gpu) == pytest.approx(large.flops / (PRODUCTS * 67e12))
+    assert seconds_of(large, gpu) == pytest.approx(large.flops / (gpu.products * 989e12))
+    assert seconds_of(small, gpu) == pytest.approx(small.flops / (gpu.products * 989e12) * 132 / 32)
+    assert seconds_of(large._replace(dtype=torch.float32), gpu) == pytest.approx(large.flops / (gpu.products * 67e12))
 
 
 MEASURED = [  # case and contender of benchmarks/results/gpu.json, and the config

@@ -26,7 +26,11 @@ def plan(
     file: File,
     overrides: Overrides = None,
     gpu: Annotated[
-        str | None, typer.Option(help="Plan for GPUs of this kind, such as h100; default: this machine's, or CPUs.")
+        str | None,
+        typer.Option(help="Plan for GPUs of this kind, such as h100, or of a file; default: this machine's, or CPUs."),
+    ] = None,
+    measure: Annotated[
+        Path | None, typer.Option(help="First measure this machine's GPUs, into this file for --gpu; plan for them.")
     ] = None,
     rank: Annotated[
         list[int] | None, typer.Option(help="Plan for this rank; default: the first of every pipeline stage.")
@@ -64,7 +68,10 @@ def plan(
     def changed(more: list[str]) -> Config:
         return _config_of(file, [*(overrides or []), *more], to_stderr)
 
-    config, device = changed([]), _device(gpu, in_machine, network)
+    config = changed([])
+    if measure is not None:
+        gpu = _measured(measure, gpu)
+    device = _device(gpu, in_machine, network)
     ranks, memory = config.parallelism.world_size, _memory(config, device)
     if not set(rank or ()) <= set(range(ranks)):
         raise InputError(f"--rank: expected ranks from 0 to {ranks - 1}, found {', '.join(map(str, rank or ()))}")
@@ -112,6 +119,20 @@ def _device(gpu: str | None, in_machine: int | None, network: float | None) -> G
     device = gpu_here() if gpu is None else gpu_called(gpu)
     given: dict[str, Any] = {"in_machine": in_machine, "network": network and 1e9 * network}
     return device and device._replace(**{name: value for name, value in given.items() if value})
+
+
+def _measured(path: Path, gpu: str | None) -> str:
+    """Measure the GPUs of this machine into the file `path`; return it as text."""
+    import torch
+
+    from kenotron.planner.hardware import gpu_here
+    from kenotron.planner.measuring import measure, write_gpu
+
+    if gpu is not None or path.suffix != ".yaml" or (here := gpu_here()) is None:
+        raise InputError(f"--measure: expected a machine with a GPU, a .yaml file, and no --gpu; found {path}")
+    with progress_bar("Measuring") as report:
+        write_gpu(path, measure(here, torch.device("cuda", 0), report, torch.cuda.device_count()))
+    return str(path)
 
 
 def _memory(config: Config, gpu: Gpu | None) -> int | None:

@@ -11,6 +11,7 @@ speed.py         tokens a second, MFU, days, energy
 timeline.py      how long a step takes, from the traces of its ranks
 rates.py         how long a GPU takes for an operator, a group for a collective
 hardware.py      GPUs that a run may be planned for
+measuring.py     what those of this machine reach
 rehearsal.py     a rank of a layout, built and stepped without memory
 ledger.py        follows every storage: its bytes, its life, and what made it
 trace.py         follows what a step asks of a GPU and sends to other ranks

@@ -1,10 +1,14 @@
 """GPUs that a run may be planned for, by the names that `kenotron plan --gpu` takes."""
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import yaml
+from pydantic import TypeAdapter, ValidationError
 
-from kenotron.config.errors import InputError, nearest
+from kenotron.config.errors import InputError, nearest, os_errors
 from kenotron.config.packaged import packaged
 from kenotron.config.parallelism import stays_on_cpu
 
@@ -12,7 +16,11 @@ GIB = 1 << 30
 
 
 class Gpu(NamedTuple):
-    """A GPU as torch sees it, with the fields of parallel/gpus.yaml; of a kind that is not there, only the memory."""
+    """A GPU as torch sees it, with the fields of parallel/gpus.yaml; of a kind that is not there, only the memory.
+
+    Of the peaks are reached: `products` of `flops` and `fp32` in large products, `attention` of `flops` by head_dim,
+    `memory` of `bandwidth`. The defaults were measured on one H200 (docs/benchmarks.md).
+    """
 
     name: str
     device: str
@@ -27,6 +35,9 @@ class Gpu(NamedTuple):
     network: float = 0.0
     watts: float = 0.0
     in_machine: int = 8
+    products: float = 0.75
+    attention: Mapping[int, float] = {64: 0.31, 128: 0.44}
+    memory: float = 0.71
 
 
 GPUS = {
@@ -36,10 +47,23 @@ GPUS = {
 
 
 def gpu_called(name: str) -> Gpu:
-    """The GPU of that name, in any case. Raises InputError with the names that there are."""
+    """The GPU of that name, in any case, or that a file describes. Raises InputError with the names that there are."""
+    if name.endswith((".yaml", ".yml")):
+        return _described(Path(name))
     if (found := GPUS.get(name.lower())) is None:
         raise InputError(f"--gpu: expected {', '.join(GPUS)}, found {name!r}{nearest(name.lower(), GPUS)}")
     return found
+
+
+def _described(path: Path) -> Gpu:
+    with os_errors(f"--gpu: cannot read {path}"):
+        text = path.read_text(encoding="utf-8")
+    try:
+        return TypeAdapter(Gpu).validate_python(yaml.safe_load(text))
+    except (ValidationError, yaml.YAMLError) as error:
+        first = error.errors()[0] if isinstance(error, ValidationError) else {"loc": (), "msg": "no valid YAML"}
+        key = ".".join(map(str, first["loc"]))
+        raise InputError(f"--gpu: {path}: {key}: {first['msg']}; expected a file of kenotron plan --measure") from None
 
 
 def gpu_here() -> Gpu | None:
@@ -51,4 +75,5 @@ def gpu_here() -> Gpu | None:
     memory = found.total_memory / GIB
     alike = [gpu for gpu in GPUS.values() if gpu.device in found.name] or [Gpu("", "", memory, vendor)]
     known = min(alike, key=lambda gpu: abs(gpu.memory_gib - memory))
-    return known._replace(name=found.name, memory_gib=memory, capability=capability)
+    processors = found.multi_processor_count
+    return known._replace(name=found.name, memory_gib=memory, capability=capability, processors=processors)

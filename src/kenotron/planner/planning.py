@@ -66,5 +66,6 @@ def speed_in_words(config: Config, speed: Speed) -> str:
     size, unit = next((size, unit) for size, unit in UNITS if long >= size)
     return (
         f"{speed.tokens_per_second:,.0f} tokens/s, {speed.of_a_gpu:,.0f} a GPU, MFU {speed.mfu:.1%}; "
-        f"{steps:,} steps: {long / max(size, 1):.3g} {unit}, {speed.gpu_hours:,.3g} GPU-hours, {speed.kwh:,.3g} kWh"
+        f"{steps:,} steps: {long / max(size, 1):.3g} {unit}, {speed.gpu_hours:,.3g} GPU-hours"
+        + (f", {speed.kwh:,.3g} kWh" if speed.kwh else "")
     )

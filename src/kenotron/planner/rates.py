@@ -1,12 +1,12 @@
 """How long a GPU takes for an operator, and a group of ranks for a collective, at the rates of data sheets.
 
     an operator      its FLOPs or its bytes, whichever takes longer, and LAUNCH at least
-    a product        at PRODUCTS of the peak; less if its blocks are fewer than the GPU's processors
+    a product        at a share of the peak; less if its blocks are fewer than the GPU's processors
     a collective     what a rank sends, over the slowest wire on its way, and a latency for each hop
 
-What of the peaks is reached was measured on one H200 (docs/benchmarks.md); other GPUs may do otherwise. Latencies are
-those by which NCCL chooses its algorithms (src/graph/tuning.cc: LL128 rings, trees between machines), and so is the way
-in which several ranks of a machine share its network: each ring leaves it by another card.
+Shares of the peaks are those of `Gpu`. Latencies are those by which NCCL chooses its algorithms (src/graph/tuning.cc:
+LL128 rings, trees between machines), and so is the way in which several ranks of a machine share its network: each ring
+leaves it by another card.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from kenotron.planner.hardware import Gpu
     from kenotron.planner.trace import Group, Operator
 
-PRODUCTS, ATTENTION, MEMORY = 0.75, {64: 0.31, 128: 0.44}, 0.71
 LAUNCH = 3e-6
 HOST = 60e-6
 """Seconds in which the host asks for a kernel, with what Python does around it: of an eager step on a Xeon."""
@@ -37,10 +36,10 @@ def seconds_of(operator: Operator, gpu: Gpu) -> float:
     if operator.kind == "product":
         rows, inner, columns = operator.shape
         blocks = ceil(rows / BLOCK) * ceil(columns / BLOCK) * max(1, inner // DEPTH)
-        reached = PRODUCTS * min(1.0, blocks / gpu.processors)
+        reached = gpu.products * min(1.0, blocks / gpu.processors)
     elif operator.kind == "attention":
-        reached = ATTENTION.get(operator.shape[0], min(ATTENTION.values()))
-    return max(operator.flops / (reached * flops), operator.moved / (MEMORY * gpu.bandwidth), LAUNCH)
+        reached = gpu.attention.get(operator.shape[0], min(gpu.attention.values()))
+    return max(operator.flops / (reached * flops), operator.moved / (gpu.memory * gpu.bandwidth), LAUNCH)
 
 
 def seconds_between(kind: str, moved: float, group: Group, gpu: Gpu) -> float:
