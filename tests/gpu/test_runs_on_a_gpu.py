@@ -15,8 +15,8 @@ from kenotron.kernels.attentions.choice import attention_of_run
 from kenotron.parallel.device import vendor_peak
 from kenotron.parallel.mesh import Mesh
 from kenotron.planner.hardware import gpu_here
-from kenotron.planner.memory import plan_memory
 from kenotron.planner.measuring import measure
+from kenotron.planner.memory import plan_memory
 from kenotron.planner.rehearsal import batch_of, build_on
 from kenotron.training.initial_weights import fill_weights
 from kenotron.training.step import train_step
