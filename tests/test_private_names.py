@@ -33,6 +33,7 @@ NAMES = {
     "torch._subclasses.fake_tensor.unset_fake_temporarily": "planner/stand_in.py",
     "torch.cuda.memory._dump_snapshot": "observers/profiler.py",
     "torch.cuda.memory._record_memory_history": "observers/profiler.py",
+    "torch.distributed.fsdp._fully_shard._fsdp_collectives": "planner/stand_in.py",
     "torch.distributed.fsdp._fully_shard._fsdp_param": "planner/stand_in.py",
     "torch.distributed.distributed_c10d._get_default_store": "parallel/torch_internals.py",
     "torch.distributed.distributed_c10d._set_pg_timeout": "parallel/torch_internals.py",
