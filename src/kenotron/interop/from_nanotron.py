@@ -15,12 +15,13 @@ run: weights, moments, schedule and number of samples. The order of the samples 
 time is in memory.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
 
 from kenotron.checkpoint import engine, folders, saving
 from kenotron.checkpoint.folders import NANOTRON_METADATA, Progress, Report, quiet
@@ -35,9 +36,6 @@ from kenotron.kernels.tensor_shard import TensorShard
 from kenotron.models.family import EMBEDDING, HEAD
 from kenotron.storage.hub import read_json
 from kenotron.text.tokenizer import load_tokenizer
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 VERSIONS = ("1.4", "1.5")  # of checkpoint_metadata.json
 FAMILIES = ("llama", "qwen2")
@@ -258,8 +256,6 @@ def _tensors(
     progress: Progress | None,
 ) -> tuple[dict[str, TensorShard], dict[str, TensorShard]]:
     """Our model and our optimizer state (empty if there is none), still on the disk."""
-    import torch
-
     keys = optimizer.keys
     if unknown := keys - {*MOMENTS, MASTER}:
         raise NotSupportedYet(f"{optimizer.folder}: the optimizer state {sorted(unknown)[0]!r} (supported: AdamW's)")

@@ -5,17 +5,14 @@ weights["model.norm.weight"]                      # only these bytes are read
 weights.block("lm_head.weight", (4, 0), (2, 64))  # rows 4 and 5
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from kenotron.checkpoint.model_files import ADAPTER, INDEX, SINGLE, shard_names
 from kenotron.config.errors import InputError, nearest
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 Box = tuple[slice, ...]  # from and to, of each dimension; () is everything
 
@@ -27,7 +24,7 @@ class Stored(NamedTuple):
     read: Callable[[Box], Tensor]
 
 
-class Weights(Mapping[str, "Tensor"]):
+class Weights(Mapping[str, Tensor]):
     """Tensors by name; each is read again whenever it is asked for, so none is kept in memory here."""
 
     def __init__(self, stored: Mapping[str, Stored], where: str) -> None:

@@ -8,13 +8,13 @@ tool of ours opens the folder; its data and optimizer are placeholders, and to t
 ``model.init_method: {path: llama}`` in your own config. One tensor at a time is in memory.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import Tensor
 
 from kenotron.checkpoint import engine, folders, saving
 from kenotron.checkpoint.folders import Progress, Report, quiet
@@ -26,9 +26,6 @@ from kenotron.interop.sources import Source, check_shape, hf_source, skeleton
 from kenotron.kernels.tensor_shard import TensorShard
 from kenotron.models import named_state
 from kenotron.text.tokenizer import load_tokenizer
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def from_hf(

@@ -17,21 +17,19 @@ have the shape of the rank's part of the weight, with ZeRO-1 flat and cut once m
         gradient_accumulator  {name: the weight in fp32}, with accumulate_grad_in_fp32
 """
 
-from __future__ import annotations
-
 import math
 import pickle
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 from kenotron.config.errors import InputError, NotSupportedYet, nearest
 from kenotron.interop.hf_weights import Box
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 Shape = tuple[int, ...]
 WEIGHT_FILE = re.compile(
@@ -87,8 +85,6 @@ class Merged:
 
     def rows(self, first: int, last: int) -> Tensor:
         """Rows `first` to `last` (not included) of the whole tensor, in fp32: nothing else is read."""
-        import torch
-
         merged = torch.empty((last - first, *self.shape[1:]))
         for rank in self.ranks:
             for (here, *columns), (there, *whole_columns) in rank.pairs:
@@ -243,8 +239,6 @@ class OptimizerFiles:
             )
 
         def read(box: Box) -> Tensor:
-            import torch
-
             whole = parts[0] if len(parts) == 1 else torch.cat(parts)
             return whole.reshape(part.shape)[box]
 
@@ -269,8 +263,6 @@ class OptimizerFiles:
 
 def _optimizer_file(file: Path) -> dict[str, dict[str, Any]]:
     """name → key → tensor of one rank."""
-    import torch
-
     try:
         content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:

@@ -5,17 +5,19 @@ source.model.architecture.hidden_size
 source.weights["model.norm.weight"]
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from kenotron.checkpoint import folders, reading
 from kenotron.checkpoint.folders import Report, quiet
 from kenotron.checkpoint.model_files import find_config, find_model, locate
+from kenotron.config import Config
 from kenotron.config.architecture import HFArchitecture
 from kenotron.config.config import problems_of
 from kenotron.config.decoder import DecoderArchitecture, RopeArchitecture
@@ -29,17 +31,12 @@ from kenotron.interop.hf_weights import Box, Stored, Weights, hf_weights
 from kenotron.interop.rope_layout import is_rotated, to_halves, to_interleaved
 from kenotron.interop.tensor_names import in_our_names
 from kenotron.interop.whole_weights import read_whole
-from kenotron.models import named_state
+from kenotron.models import build, named_state
+from kenotron.models.decoder import Decoder
 from kenotron.models.family import EMBEDDING, HEAD, family_of
 from kenotron.models.foreign import HuggingFaceArchitecture
 from kenotron.storage.hub import read_json
 from kenotron.text.tokenizer import GENERATION, TOKENIZER_FILES
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from kenotron.config import Config
-    from kenotron.models.decoder import Decoder
 
 
 @dataclass(frozen=True)
@@ -144,9 +141,6 @@ def check_shape(source: Source, name: str, shape: tuple[int, ...]) -> None:
 
 def skeleton(model: Model) -> Decoder:
     """The model without weights (on the meta device) and without rows that pad the vocabulary."""
-    import torch
-
-    from kenotron.models import build
 
     with torch.device("meta"):
         return build(model.model_copy(update={"make_vocab_size_divisible_by": 1}))

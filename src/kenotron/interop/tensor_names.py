@@ -9,18 +9,16 @@ The matrices of a layer's experts are one tensor here, and one tensor an expert 
     mlp.experts.0.up_proj.weight, mlp.experts.1.up_proj.weight, …  ◀──▶  mlp.experts.up_proj.weight
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from kenotron.config.errors import InputError, NotSupportedYet
 from kenotron.interop.hf_weights import Box, Stored, Weights
 from kenotron.models.family import EMBEDDING, HEAD, Family
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 Shape = tuple[int, ...]
 ROWS = 4096  # that are compared at a time
@@ -91,8 +89,6 @@ def _stack(matrices: list[Stored]) -> Stored:
     """Matrices of experts as one tensor; of a box only the experts in it are read."""
 
     def read(box: Box) -> Tensor:
-        import torch
-
         experts, *inside = box or (slice(None),)
         return torch.stack([matrix.read(tuple(inside)) for matrix in matrices[experts]])
 

@@ -4,22 +4,20 @@ What a file calls a tensor is transformers' business for them (prefixes, experts
 process that reads or writes weights has the whole model in its memory meanwhile.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from kenotron.config.errors import InputError
 from kenotron.interop.hf_weights import Box, Stored, Weights
 from kenotron.interop.tensor_names import untied_head
 from kenotron.interop.whole_config import one_line
 from kenotron.models.foreign import HuggingFaceArchitecture
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def read_whole(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> Weights:
@@ -68,8 +66,6 @@ def write_whole(
     weights: Weights, architecture: HuggingFaceArchitecture, folder: Path, dtype: str, size_limit: int
 ) -> None:
     """`save_pretrained` of the model with these weights."""
-    import torch
-
     module = _empty(architecture)
     with torch.no_grad():
         state = module.state_dict()
