@@ -10,21 +10,16 @@ expected; so it also says where an answer ends:
     <|im_start|>user↵What is 2 + 2?<|im_end|>↵<|im_start|>assistant↵     4     <|im_end|>
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from kenotron.config.errors import InputError
 from kenotron.generation.decode import DEFAULTS, Completion, generate
+from kenotron.generation.options import SamplingOptions
+from kenotron.generation.ranks import ModelOnRanks
+from kenotron.models.decoder import Decoder
 from kenotron.text.chat import chat_template, render_chat, special_tokens
 from kenotron.text.tokenizer import TextTokenizer, library_ids
-
-if TYPE_CHECKING:
-    from kenotron.generation.options import SamplingOptions
-    from kenotron.generation.ranks import ModelOnRanks
-    from kenotron.models.decoder import Decoder
 
 ANSWER = "An answer."
 

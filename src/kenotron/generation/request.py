@@ -5,11 +5,10 @@ request = Request(parallelism=Parallelism(tp=2), path="checkpoints/10", prompts=
 work_on_ranks(request, decode_on_ranks)
 """
 
-from __future__ import annotations
-
 import sys
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+import torch
 from pydantic import field_validator
 
 from kenotron.config.errors import InputError
@@ -19,12 +18,8 @@ from kenotron.generation.decode import generate
 from kenotron.generation.load import load_for_generation
 from kenotron.generation.options import SamplingOptions
 from kenotron.generation.printing import StreamPrinter, print_json, print_texts, warn_of_stops
+from kenotron.parallel.mesh import Mesh
 from kenotron.parallel.ranks import run_on_rank0
-
-if TYPE_CHECKING:
-    import torch
-
-    from kenotron.parallel.mesh import Mesh
 
 
 class Request(Section):

@@ -16,13 +16,9 @@ A text may also end at a stop string. Its beginning is held back until it is kno
     shown      "one"   ""     "\ntwo"    ""     ""            the end
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from kenotron.text.tokenizer import TextTokenizer
+from kenotron.text.tokenizer import TextTokenizer
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
