@@ -34,9 +34,11 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from threading import Event, Thread
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
+from kenotron.config import Config, load, refuse_unsupported
 from kenotron.config.errors import InputError, RunFailed, counted
 from kenotron.config.parallelism import HasLayout
 from kenotron.launch.environment import (
@@ -50,14 +52,12 @@ from kenotron.launch.environment import (
     started_as_rank,
     started_by_kenotron,
 )
+from kenotron.launch.functions import RankConfig, WhyKilled
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import torch
     import torch.distributed as dist
 
-    from kenotron.config import Config
     from kenotron.launch.failures import Watch
     from kenotron.training.run import Run
 
@@ -75,8 +75,6 @@ def launch(config: Config, *, fresh: bool = False, reopen: bool = False, spares:
     loaded and returned, if it is of this process). With `spares`, ranks are started here and replaced when they fail
     (`recovery`). Raises InputError or RunFailed.
     """
-    from kenotron.config import refuse_unsupported
-
     refuse_unsupported(config)
     config = _with_experts_among_dp(config)
     _print_first_line(config)
@@ -106,9 +104,7 @@ def launch(config: Config, *, fresh: bool = False, reopen: bool = False, spares:
     return work_on_ranks(config, train, logs=logs, why_killed=reason, fresh=fresh)
 
 
-def _start_with_spares(
-    config: Config, fresh: bool, logs: Path, spares: int, why_killed: Callable[[int], str | None]
-) -> None:
+def _start_with_spares(config: Config, fresh: bool, logs: Path, spares: int, why_killed: WhyKilled) -> None:
     from kenotron.checkpoint.checkpoints import Checkpoints
     from kenotron.checkpoint.folders import list_checkpoints
     from kenotron.checkpoint.local import run_folders
@@ -134,8 +130,6 @@ def _with_experts_among_dp(config: Config) -> Config:
 
     Raises InputError if ep divides neither those ranks nor dp x cp.
     """
-    from kenotron.config import load
-
     layout, ranks = config.parallelism, ranks_from_environment()
     ep, dp, equal = layout.expert_parallel_size, layout.dp, layout.dp * layout.context_parallel_size
     if ep > 1 and started_as_rank() and ranks.world_size == layout.world_size * ep:
@@ -162,19 +156,12 @@ def _print_first_line(config: Config) -> None:
         print(f"project: {config.general.project}", flush=True)
 
 
-class RankConfig(HasLayout, Protocol):
-    """What `work_on_ranks` passes to its function on every rank: a pydantic model with a layout."""
-
-    def model_dump(self, *, mode: str, by_alias: bool) -> dict[str, Any]:
-        """Plain data; other processes validate it again."""
-
-
 def work_on_ranks(
     config: RankConfig,
     work: Callable[..., T],
     *,
     logs: Path | None = None,
-    why_killed: Callable[[int], str | None] | None = None,
+    why_killed: WhyKilled | None = None,
     **options: object,
 ) -> T | None:
     """Call ``work(config, mesh, device, **options)`` on every rank of `config`'s layout.

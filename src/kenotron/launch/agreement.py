@@ -4,26 +4,21 @@ On several machines each starts its own ranks, from its own copy of the YAML and
 different layouts would wait for each other forever; those with different versions would train different things.
 """
 
-from __future__ import annotations
-
 import json
 import socket
 from collections.abc import Iterator, Mapping
 from math import gcd
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import xxhash
 
 from kenotron.config.errors import InputError, first_of
 from kenotron.config.writing import differences, flatten
+from kenotron.launch.environment import Ranks
+from kenotron.launch.functions import RankConfig
 from kenotron.parallel.ranks import gather, run_on_rank0
-
-if TYPE_CHECKING:
-    from kenotron.launch import RankConfig
-    from kenotron.launch.environment import Ranks
-
 
 # What rank 0 decides for all: the name and the folders of a run, the prompts of a generation.
 OF_RANK_0 = ("general.run", "logging.log_dir", "checkpoints.checkpoints_path", "prompts", "built_in")

@@ -1,6 +1,19 @@
-"""Functions by name, for processes that do not share memory."""
+"""What passes between processes that do not share memory: configs as plain data, functions by name."""
 
 from collections.abc import Callable
+from typing import Any, Protocol
+
+from kenotron.config.parallelism import HasLayout
+
+WhyKilled = Callable[[int], str | None]
+"""The cause to report when a rank was killed by the signal that it receives, None if it does not know."""
+
+
+class RankConfig(HasLayout, Protocol):
+    """What `work_on_ranks` passes to its function on every rank: a pydantic model with a layout."""
+
+    def model_dump(self, *, mode: str, by_alias: bool) -> dict[str, Any]:
+        """Plain data; other processes validate it again."""
 
 
 def function_path(function: Callable[..., object]) -> str:

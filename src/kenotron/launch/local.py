@@ -9,8 +9,6 @@ SIGTERM, SIGUSR1 and Ctrl-C are forwarded to the ranks, which agree on the step,
 fails ends all (`failures`), and its error is raised here as if it had happened here.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -25,16 +23,13 @@ from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kenotron.config.dotted import search_path
 from kenotron.config.errors import InputError, RunFailed, os_errors
 from kenotron.launch.environment import check_devices, threads_each
 from kenotron.launch.error_records import ENDED_BY_ANOTHER
-from kenotron.launch.functions import function_path
-
-if TYPE_CHECKING:
-    from kenotron.launch import RankConfig
+from kenotron.launch.functions import RankConfig, WhyKilled, function_path
 
 FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 CUT_SHORT = "a memory-mapped file was cut short while it was read"
@@ -46,7 +41,7 @@ def start_ranks(
     work: Callable[..., object],
     options: dict[str, object],
     logs: Path | None = None,
-    why_killed: Callable[[int], str | None] | None = None,
+    why_killed: WhyKilled | None = None,
 ) -> None:
     """Call ``work(config, mesh, device, **options)`` in as many processes as the layout needs, and wait for them.
 
@@ -203,11 +198,7 @@ def show_cursor() -> None:
 
 
 def cause(
-    exit_codes: Mapping[int, int],
-    stopped: bool,
-    why_killed: Callable[[int], str | None] | None,
-    folder: Path,
-    logs: Path,
+    exit_codes: Mapping[int, int], stopped: bool, why_killed: WhyKilled | None, folder: Path, logs: Path
 ) -> BaseException:
     """The failure that made all ranks end, as an error of this process; `exit_codes` are of those that have failed."""
     records = sorted(folder.glob("[0-9]*.json"), key=lambda path: path.stat().st_mtime_ns)

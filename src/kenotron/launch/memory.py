@@ -8,8 +8,6 @@ asks the planner first, and warns; and `why_killed` says what a rank was killed 
 machine offers.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import resource
@@ -18,19 +16,16 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
+from kenotron.config import Config
 from kenotron.config.errors import InputError, RunFailed
 from kenotron.launch.environment import accelerators, ranks_from_environment
 from kenotron.launch.local import CUT_SHORT
 from kenotron.launch.machine_memory import available_memory, out_of_memory_kills
 from kenotron.models import build
 from kenotron.storage.hub import first_line
-
-if TYPE_CHECKING:
-    from kenotron.config import Config
 
 OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
 SPLIT = "split the model: parallelism.tp, parallelism.pp, optimizer.zero_stage: 3"

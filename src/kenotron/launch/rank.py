@@ -5,8 +5,6 @@ process id, for signals. An error goes to the file that torch's launcher reads: 
 process only writes it to its own log file.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import os
@@ -15,15 +13,13 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kenotron.config.errors import PeerFailed
 from kenotron.launch.environment import end_with_parent
 from kenotron.launch.error_records import ENDED_BY_ANOTHER, record
+from kenotron.launch.functions import RankConfig
 from kenotron.storage.files import replace_file
-
-if TYPE_CHECKING:
-    from kenotron.launch import RankConfig
 
 
 def main() -> None:

@@ -15,8 +15,6 @@ What a new process cannot fix ends the run as without spares: wrong input, an er
 or three faults with no new checkpoint between them.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -26,15 +24,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from kenotron.config.errors import RunFailed
 from kenotron.launch.environment import check_cores, check_devices
+from kenotron.launch.functions import RankConfig, WhyKilled
 from kenotron.launch.local import cause, fresh_log, rank_variables, show_cursor, signals_forwarded, write_work
 from kenotron.launch.machine_memory import system_file
-
-if TYPE_CHECKING:
-    from kenotron.launch import RankConfig
 
 LOOK_EVERY_S = 0.05
 LEAVE_WITHIN_S = 5.0  # how long a rank may take to leave the group of one that has failed; else it is replaced, too
@@ -50,7 +45,7 @@ def start_ranks_with_spares(
     logs: Path,
     spares: int,
     progress: Callable[[], object],
-    why_killed: Callable[[int], str | None] | None = None,
+    why_killed: WhyKilled | None = None,
 ) -> None:
     """`local.start_ranks` with `spares` more processes, which replace ranks that fail.
 
@@ -83,7 +78,7 @@ class ReplacedRanks:
     logs: Path
     forwarded: Sequence[int]
     progress: Callable[[], object]
-    why_killed: Callable[[int], str | None] | None
+    why_killed: WhyKilled | None
 
     def __post_init__(self) -> None:
         from torch.distributed import TCPStore

@@ -1,18 +1,19 @@
 """Training as ranks run it: with resolved architectures and observers, which it does not import itself."""
 
-from __future__ import annotations
-
 import socket
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import torch
 
 from kenotron import interop, training
 from kenotron.checkpoint import folders
 from kenotron.checkpoint.checkpoints import Checkpoints
+from kenotron.checkpoint.local import LocalTier, machine_of_each
 from kenotron.checkpoint.restart import start_elsewhere
 from kenotron.checkpoint.start import Start, continued_run, run_name, with_run_name
+from kenotron.config import Config
 from kenotron.config.errors import InputError
 from kenotron.config.families import is_users_own
 from kenotron.config.warnings import warnings_of
@@ -27,13 +28,7 @@ from kenotron.parallel.ranks import gather, rank_and_size, run_on_rank0, wait_fo
 from kenotron.training import compare, console
 from kenotron.training.console import logger
 from kenotron.training.report import already_finished
-
-if TYPE_CHECKING:
-    import torch
-
-    from kenotron.checkpoint.local import LocalTier
-    from kenotron.config import Config
-    from kenotron.training.run import Run
+from kenotron.training.run import Run
 
 
 def train(config: Config, mesh: Mesh, device: torch.device, *, fresh: bool = False, reopen: bool = False) -> Run | None:
@@ -92,8 +87,6 @@ def local_tier(config: Config, ranks: Ranks) -> LocalTier | None:
     """What keeps the checkpoints of `checkpoints.local`; None without it. All ranks call it."""
     if config.checkpoints.local is None:
         return None
-    from kenotron.checkpoint.local import LocalTier, machine_of_each
-
     machines = (0,) * rank_and_size()[1]
     if ranks.local_world_size < ranks.world_size:
         machines = machine_of_each(gather((socket.gethostname(), ranks.local_rank)))
