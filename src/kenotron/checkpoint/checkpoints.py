@@ -20,10 +20,14 @@ from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+from torch import Tensor
+
 from kenotron.checkpoint import durable, folders, leftovers, loading, manifest
 from kenotron.checkpoint.engine import Engine, Keep, Saved, Unsaved, find_engine
 from kenotron.checkpoint.start import Start, StartElsewhere, logger, refuse_unusable, run_name, start_of_run
-from kenotron.config import dump
+from kenotron.checkpoint.tensors import Tensors, torch_dtype
+from kenotron.config import Config, dump
 from kenotron.config.dotted import FOUND
 from kenotron.config.errors import os_errors
 from kenotron.config.resolved import CODE
@@ -32,12 +36,7 @@ from kenotron.parallel.ranks import raise_on_any_rank, rank_and_size, run_on_ran
 from kenotron.storage.files import move_aside
 
 if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
     from kenotron.checkpoint.local import LocalTier
-    from kenotron.checkpoint.tensors import Tensors
-    from kenotron.config import Config
 
 Outcomes = list[Saved | Unsaved]
 STEP, SAMPLES = 10**18 + 7, 10**18 + 9  # stand for the counters in the text of a config
@@ -224,10 +223,6 @@ class Checkpoints:
 
 def _hook_tensors(path: Path) -> dict[str, Tensor]:
     """A tensor to fill for each that hooks saved, whole on every rank."""
-    import torch
-
-    from kenotron.checkpoint.tensors import torch_dtype
-
     saved = manifest.read_manifest(path)
     entries = loading.open_index(path / "hooks", saved) if saved.below("hooks") else {}
     return {name: torch.empty(entry.shape, dtype=torch_dtype(entry.dtype)) for name, entry in entries.items()}

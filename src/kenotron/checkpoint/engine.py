@@ -10,18 +10,14 @@
 The files are the same, byte for byte, whichever engine wrote them.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from kenotron.checkpoint.file_writer import OpenFile
+from kenotron.config import Config
 from kenotron.config.dotted import import_registered
 from kenotron.config.errors import InputError
-
-if TYPE_CHECKING:
-    from kenotron.checkpoint.file_writer import OpenFile
-    from kenotron.config import Config
 
 KEY = "checkpoints.checkpointing_engine"
 GROUP = "kenotron.checkpoint_engines"

@@ -15,8 +15,6 @@ copy them into `checkpoints_path`, which all machines share, and the run resumes
 a machine that is lost its part is lost, and the run resumes from 1000.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import secrets
@@ -27,18 +25,16 @@ from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from kenotron.checkpoint import durable, leftovers
 from kenotron.checkpoint.durable import FileRecord, hash_file, refusing
 from kenotron.checkpoint.folders import CheckpointFolder, Report, check_files, list_checkpoints, share_of
 from kenotron.checkpoint.saving import commit, in_order
+from kenotron.config import Config
 from kenotron.config.errors import CheckpointError, first_of, os_errors
 from kenotron.parallel.ranks import describe, gather, raise_on_any_rank, rank_and_size, run_on_rank0
 from kenotron.storage.files import remove_leftovers, temporary_beside
-
-if TYPE_CHECKING:
-    from kenotron.config import Config
 
 FOLLOWS, SAVE = "durable_step", "save"
 """In the state of a local checkpoint: the step of the newest durable one before it, 0 if there was none; and, in that

@@ -9,8 +9,6 @@ Importing this module compiles native.cpp, unless that has been done before: whe
 asks for the writer is refused at the start of the run.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 from pathlib import Path

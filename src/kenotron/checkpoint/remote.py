@@ -12,14 +12,11 @@ process may be killed between any two of them, and readers find only complete ch
 by its `manifest.json.incomplete`: the next upload completes or removes it (`upload.py`).
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import xxhash
 
@@ -28,13 +25,11 @@ from kenotron.checkpoint.durable import RUN, FileRecord, HashedFile, make_folder
 from kenotron.checkpoint.folders import LATEST, Progress, RemoteCheckpoint, Report, list_checkpoints, quiet
 from kenotron.checkpoint.leftovers import tidy
 from kenotron.checkpoint.manifest import MANIFEST, Manifest, parse
+from kenotron.config import Config
 from kenotron.config.errors import CheckpointError, InputError
+from kenotron.config.remote import RemoteData
 from kenotron.storage.files import cache_root, sync_folder, temporary_beside
 from kenotron.storage.stores import PARTS_AT_ONCE, Store
-
-if TYPE_CHECKING:
-    from kenotron.config import Config
-    from kenotron.config.remote import RemoteData
 
 INCOMPLETE = f"{MANIFEST}.incomplete"
 

@@ -5,19 +5,14 @@
 A checkpoint is removed by a rename to `.trash-…` first, so a crash in the middle leaves no half of one.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from kenotron.checkpoint.durable import discard
+from kenotron.checkpoint.engine import Keep
 from kenotron.checkpoint.folders import LATEST, CheckpointFolder, Listed, Place, list_checkpoints, oldest_first
 from kenotron.config.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from kenotron.checkpoint.engine import Keep
 
 
 def prune(root: Path | str, keep: Keep) -> list[Path]:

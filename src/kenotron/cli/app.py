@@ -24,6 +24,7 @@ from kenotron.cli.replay import replay
 from kenotron.cli.runs import plot, report, runs
 from kenotron.cli.slurm import cancel, logs, status, submit
 from kenotron.cli.train import train
+from kenotron.config.messages import command_called, hint_of, paths_of
 
 HELP = """Pretrain language models from one YAML file, in one process or on any parallel layout.
 
@@ -51,8 +52,6 @@ def _without_dashes(option: str, context: typer.Context | None) -> str:
     """A hint for ``--tp 2`` and ``--tokens.train_steps=9``, keys of the config written as options; empty otherwise."""
     if context is None or all(parameter.name != "overrides" for parameter in context.command.params):
         return ""
-    from kenotron.config.messages import hint_of, paths_of
-
     name = option.lstrip("-").replace("-", "_")
     if name in ("config", "config_file"):
         return "; the YAML file is the first argument: my.yaml"
@@ -84,8 +83,6 @@ def run(arguments: list[str]) -> int:
         unknown = getattr(error, "option_name", "") if hasattr(error, "possibilities") else ""
         hint = _without_dashes(unknown, context)
         if other := re.search(r"No such command '([\w-]+)'", error.format_message()):
-            from kenotron.config.messages import command_called
-
             meant = command_called(other[1])
             hint = f" Did you mean 'kenotron {meant}'?" if meant else ""
         if "unexpected extra argument" in error.format_message() and context and context.info_name == "generate":

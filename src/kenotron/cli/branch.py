@@ -4,21 +4,17 @@ kenotron branch my.yaml --at 6000 --cooldown 500 --name cool-500 > cool-500.yaml
 kenotron train cool-500.yaml                   steps 6001 to 6500, in checkpoints/my_run-cool-500
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from kenotron.checkpoint.folders import list_checkpoints
 from kenotron.cli.tables import to_stderr
+from kenotron.config import Config
 from kenotron.config.errors import InputError
 from kenotron.config.remote import is_remote
-
-if TYPE_CHECKING:
-    from kenotron.config import Config
 
 
 def branch(

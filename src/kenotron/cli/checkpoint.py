@@ -9,8 +9,6 @@
 `list` and `verify` take `--json`. A table on a terminal, plain columns elsewhere. Nothing imports torch.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -21,7 +19,7 @@ from typing import Annotated, Any, TypeAlias
 
 import typer
 
-from kenotron.checkpoint.durable import discard
+from kenotron.checkpoint.durable import discard, run_id
 from kenotron.checkpoint.engine import Keep
 from kenotron.checkpoint.folders import CheckpointFolder, RemoteCheckpoint, list_checkpoints, resolve
 from kenotron.checkpoint.folders import verify as verify_checkpoint
@@ -139,7 +137,6 @@ def upload(
     if not is_remote(url):
         raise CheckpointError(f"URL: expected a store such as s3://bucket/run, found {url}")
     damaged = [entry for entry in _all_in(str(folder)) if entry.problem]
-    from kenotron.checkpoint.durable import run_id
     from kenotron.checkpoint.remote import check_same_run
     from kenotron.checkpoint.upload import Uploader
 

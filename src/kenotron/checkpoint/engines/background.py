@@ -13,13 +13,11 @@ and nothing is announced before it is on the disk.
     engine.collect()                        # [Saved(…/10, …)] : waits, on all ranks, until it is complete
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -31,11 +29,9 @@ from kenotron.checkpoint.manifest import plain
 from kenotron.checkpoint.plan import Parts, Plan, Planner
 from kenotron.checkpoint.saving import OF_TENSORS, begin_folder, small_files, tokenizer_files
 from kenotron.checkpoint.tensors import shards
+from kenotron.config import Config
 from kenotron.config.errors import CheckpointError, PeerFailed
 from kenotron.parallel.ranks import describe, gather, rank_and_size, ranks_with, run_on_first
-
-if TYPE_CHECKING:
-    from kenotron.config import Config
 
 PATIENCE_SECONDS, HURRIED_SECONDS = 60.0, 1.0
 LEAST_BYTES = 1 << 16

@@ -1,10 +1,8 @@
 """The engine `torch`: a save is complete when it returns, and training waits for all of it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kenotron.checkpoint import saving
 from kenotron.checkpoint.engine import Engine, Keep, Saved, Unsaved
@@ -12,11 +10,9 @@ from kenotron.checkpoint.folders import check_together
 from kenotron.checkpoint.manifest import read_manifest
 from kenotron.checkpoint.plan import Planner
 from kenotron.checkpoint.retention import prune_if_possible
+from kenotron.config import Config
 from kenotron.config.errors import CheckpointError
 from kenotron.parallel.ranks import raise_on_any_rank, run_on_rank0
-
-if TYPE_CHECKING:
-    from kenotron.config import Config
 
 
 class SynchronousEngine(Engine):
