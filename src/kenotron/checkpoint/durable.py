@@ -8,8 +8,6 @@
 How names become durable and locks are held is `storage.files`; here are the hash and the checkpoint's messages.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import os
@@ -18,7 +16,6 @@ import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple, Self
 
 import xxhash
@@ -97,9 +94,7 @@ class HashedFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with refusing("sync", self.path):
             self._close(sync=kind is None)
         if kind is None:

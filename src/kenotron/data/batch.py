@@ -9,10 +9,8 @@ A *sample* is `sequence_length + 1` token ids. Its first `sequence_length` are t
 Samples share one token, so every token but the first is a label exactly once: none is skipped.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,7 +41,7 @@ class TokenBatch:
     sources: Int64 | None = None
     weights: NDArray[np.float32] | None = None
 
-    def __getitem__(self, rows: slice | Int64) -> TokenBatch:
+    def __getitem__(self, rows: slice | Int64) -> Self:
         """Some of the sequences, or all in another order."""
         arrays: dict[str, Any] = vars(self)
         return replace(self, **{name: array[rows] for name, array in arrays.items() if array is not None})

@@ -7,14 +7,12 @@ Whatever a thread raises comes out of the `next` that would have returned its ba
 that hangs must not keep a process that was asked to stop from saving or ending.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
-from typing import Generic, TypeVar
+from typing import Generic, Self, TypeVar
 
 T = TypeVar("T")
 THREADS = "kenotron-loader"
@@ -39,7 +37,7 @@ class Prefetcher(Generic[T]):
             thread.start()
         self._fill()
 
-    def __iter__(self) -> Prefetcher[T]:
+    def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> T:
@@ -65,7 +63,7 @@ class Prefetcher(Generic[T]):
         for thread in self._threads:
             thread.join(LEAVE_WITHIN_S)
 
-    def __enter__(self) -> Prefetcher[T]:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

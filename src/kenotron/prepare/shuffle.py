@@ -11,7 +11,6 @@ of documents that come in chunks one; buckets are memory-mapped files.
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import numpy as np
@@ -54,7 +53,7 @@ class DocumentShuffle:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+    def __exit__(self, *_: object) -> None:
         for files in self.files:
             for file in files.values():
                 file.close()

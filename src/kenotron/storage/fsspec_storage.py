@@ -8,8 +8,6 @@ tokens = file.map_array(uint16, 0, n, download=False)
 tokens[8000:8100]                       the block that holds them is fetched, kept, and next time read from the disk
 """
 
-from __future__ import annotations
-
 import io
 import os
 from collections.abc import Hashable, Iterator
@@ -74,7 +72,7 @@ class FsspecPath(RemotePath):
         except FileNotFoundError:
             return None
 
-    def walk(self) -> Iterator[FsspecPath]:
+    def walk(self) -> Iterator[RemotePath]:
         """By one listing, which each of the paths keeps."""
         base = self.url.rstrip("/")
         found = list_files(self.url, self.settings.tries)

@@ -9,12 +9,9 @@ A `.ds` does not record how wide an id is. The width is the metadata's, else the
 the end of the file, else two bytes. Sizes that contradict each other are an error, never a guess.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
-from types import TracebackType
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -202,10 +199,10 @@ class TokenWriter:
             self._files.append(open(path, "wb"))  # noqa: SIM115 (see close, __exit__)
         return self._files[-1]
 
-    def __enter__(self) -> TokenWriter:
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.close()
             return
