@@ -72,7 +72,7 @@ def tokenize(
     manifest, and None is returned if shards of others are missing. Raises InputError: invalid inputs; `output` holds
     other work.
     """
-    work = Tokenization.plan(inputs, tokenizer, output, options)
+    work = Tokenization(inputs, tokenizer, options)
     if (done := finished(work, output)) is not None:
         report(f"{output} is done already")
         return done
@@ -165,47 +165,34 @@ def make_folder(output: Path) -> None:
 # ---- the plan ----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
 class Tokenization:
     """One tokenization: its documents, shards and rules; `made_by` is what the manifest records of it."""
 
-    texts: list[StreamableDocuments]
-    shards: list[InputShard]
-    tokenizer: TextTokenizer
-    options: TokenizeOptions
-    rules: EncodeRules
-    dtype: np.dtype
-    vocab_size: int
-    made_by: Json
-
-    @classmethod
-    def plan(
-        cls, inputs: Sequence[str], tokenizer: TextTokenizer, output: Path, options: TokenizeOptions
-    ) -> Tokenization:
-        """Plan the shards from names and sizes. Raises InputError for invalid inputs."""
-        rules = _encode_rules(tokenizer, options)
+    def __init__(self, inputs: Sequence[str], tokenizer: TextTokenizer, options: TokenizeOptions) -> None:
+        """Plans the shards from names and sizes. Raises InputError for invalid inputs."""
+        self.tokenizer, self.options = tokenizer, options
+        self.rules = _encode_rules(tokenizer, options)
         hook = row_hook(options.column, options.filter, options.repeat)
-        texts = [
+        self.texts = [
             open_input(name, options.column, options.split, options.config_name, options.skip_bad, hook)
             for name in inputs
         ]
-        names = [source.name for source in texts]
+        names = [source.name for source in self.texts]
         if doubled := [name for name in names if names.count(name) > 1]:
             raise InputError(f"INPUT: {doubled[0]} is listed twice; --repeat writes documents more than once")
-        vocab_size = max(tokenizer.vocab_size, (rules.eos or 0) + 1, (rules.bos or 0) + 1)
+        self.vocab_size = max(tokenizer.vocab_size, (self.rules.eos or 0) + 1, (self.rules.bos or 0) + 1)
+        self.dtype = narrowest_dtype(self.vocab_size)
         hooks = {
             "filter": describe_hook(options.filter, "--filter"),
             "repeat": describe_hook(options.repeat, "--repeat"),
         }
-        made_by = {
+        self.made_by: Json = {
             "inputs": names,
-            "content": describe_inputs(texts),
+            "content": describe_inputs(self.texts),
             "tokenizer": {"name": tokenizer.name, "hash": tokenizer.hash},
-            "options": asdict(options) | hooks | {"bos": rules.bos is not None},
+            "options": asdict(options) | hooks | {"bos": self.rules.bos is not None},
         }
-        shards = plan_shards(texts, max(int(options.shard_megabytes * 1e6), 1))
-        dtype = narrowest_dtype(vocab_size)
-        return cls(texts, shards, tokenizer, options, rules, dtype, vocab_size, made_by)
+        self.shards = plan_shards(self.texts, max(int(options.shard_megabytes * 1e6), 1))
 
 
 def _encode_rules(tokenizer: TextTokenizer, options: TokenizeOptions) -> EncodeRules:
