@@ -18,7 +18,7 @@ import json
 import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -141,18 +141,8 @@ def changed_files(path: Path) -> list[Path] | None:
 # ---- making one --------------------------------------------------------------------------------------------
 
 
-@dataclass
-class _Side:
-    """Counts of one split while it is written."""
-
-    tokens: int = 0
-    documents: int = 0
-    bytes: int = 0
-    max_id: int = -1
-
-
 class _SplitWriter:
-    """Appends pieces of documents to one split's two files."""
+    """Appends pieces of documents to one split's two files; `counts` are what the metadata say of it."""
 
     def __init__(self, stack: contextlib.ExitStack, folder: Path, split: str, dtype: np.dtype, loss: bool) -> None:
         """The files are closed with `stack`."""
@@ -160,7 +150,7 @@ class _SplitWriter:
         self.end_file = stack.enter_context(open(folder / f"{split}.ends", "wb"))  # noqa: SIM115
         self.loss_file = stack.enter_context(open(folder / f"{split}.loss", "wb")) if loss else None  # noqa: SIM115
         self.dtype = dtype
-        self.side = _Side()
+        self.counts = {"tokens": 0, "documents": 0, "bytes": 0, "max_id": -1}
 
     def write(self, batch: Sequence[AssignedChunk], answer: Answer, held_out: bool) -> None:
         """Append those chunks of a batch that are of this side."""
@@ -172,13 +162,13 @@ class _SplitWriter:
         largest = int(ids.max()) if len(ids) else -1
         assert largest <= np.iinfo(self.dtype).max, f"token {largest} does not fit in {self.dtype}"
         self.token_file.write(ids.astype(self.dtype).tobytes())
-        self.end_file.write((self.side.tokens + np.cumsum(lengths))[ends].astype("<u8").tobytes())
+        self.end_file.write((self.counts["tokens"] + np.cumsum(lengths))[ends].astype("<u8").tobytes())
         if self.loss_file is not None and answer.loss is not None:
             self.loss_file.write(answer.loss[tokens].tobytes())
-        self.side.tokens += len(ids)
-        self.side.documents += int(ends.sum())
-        self.side.bytes += int(answer.sizes[mine].sum())
-        self.side.max_id = max(self.side.max_id, largest)
+        self.counts["tokens"] += len(ids)
+        self.counts["documents"] += int(ends.sum())
+        self.counts["bytes"] += int(answer.sizes[mine].sum())
+        self.counts["max_id"] = max(self.counts["max_id"], largest)
 
 
 def _tokenize(
@@ -212,11 +202,10 @@ def _tokenize(
             writers["train"].write(batch, answer, held_out=False)
             writers["validation"].write(batch, answer, held_out=True)
             update(batch[-1].done)
-    sides = {split: writer.side for split, writer in writers.items()}
-    if not any(side.documents for side in sides.values()):
+    meta: dict[str, Any] = {split: writer.counts for split, writer in writers.items()}
+    if not any(meta[split]["documents"] for split in SPLITS):
         why = "no row has an answer" if rules.examples else "every file or row is empty"
         raise InputError(f"{texts.name}: no text in it ({why})")
-    meta: dict[str, Any] = {split: asdict(side) for split, side in sides.items()}
     meta |= {
         "format": FORMAT,
         "dtype": dtype.str,
@@ -227,7 +216,7 @@ def _tokenize(
     meta |= {"tokenizer": tokenizer.name, "created": time.time(), "xxh3": checksums(folder.iterdir())}
     meta |= {"smallest_hash": limit > threshold_of_fraction(val_fraction)}
     (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
-    tokens = sum(side.tokens for side in sides.values())
+    tokens = sum(meta[split]["tokens"] for split in SPLITS)
     for problem in texts.first_skipped:
         report(f"left out: {problem}")
     report(f"tokenized {texts.name}: {tokens:,} tokens in {time.monotonic() - started:.1f} s")
