@@ -30,7 +30,7 @@ from kenotron.parallel.ranks import gather, gather_at, raise_on_any_rank, rank_a
 from kenotron.storage.files import sync_folder, temporary_beside
 
 if TYPE_CHECKING:
-    from kenotron.checkpoint.plan import Parts, Plan, Planner
+    from kenotron.checkpoint.plan import Planner
     from kenotron.checkpoint.tensors import Tensors
 
 OF_TENSORS = ("model", "optimizer", "hooks")
@@ -74,6 +74,7 @@ def save(
             left, and every checkpoint from before is untouched.
     """
     from kenotron.checkpoint.plan import Planner
+    from kenotron.checkpoint.tensor_writer import write_files
     from kenotron.checkpoint.tensors import shards
 
     started = time.perf_counter()
@@ -90,7 +91,11 @@ def save(
         small = small_files(config_yaml, model_config, partial(tokenizer_files, save_tokenizer), data)
         temporary = run_on_first(ranks, begin)
         plan = (planner or Planner()).plan(parts)
-        files = _write(temporary, parts, plan, small, open_file)
+
+        def write() -> dict[str, FileRecord]:
+            return write_files(temporary, plan, parts, open_file) | write_small(temporary, small)
+
+        files = in_order(gather_at(str(temporary), raise_on_any_rank(write)))
         size = run_on_first(ranks, lambda: commit(temporary, final, plain(state, "state"), files))
     return Saved(final, size, time.perf_counter() - started)
 
@@ -108,18 +113,6 @@ def begin_folder(final: Path, folders: list[str], cleanup: ExitStack) -> Path:
     for folder in (temporary, *(temporary / name for name in folders)):
         folder.mkdir()
     return temporary
-
-
-def _write(
-    temporary: Path, parts: Parts, plan: Plan, small: dict[str, bytes], open_file: OpenFile
-) -> dict[str, FileRecord]:
-    """Each rank writes its share; returns the records of all files in this rank's `temporary`."""
-    from kenotron.checkpoint.tensor_writer import write_files
-
-    def write() -> dict[str, FileRecord]:
-        return write_files(temporary, plan, parts, open_file) | write_small(temporary, small)
-
-    return in_order(gather_at(str(temporary), raise_on_any_rank(write)))
 
 
 def in_order(shares: list[dict[str, FileRecord]]) -> dict[str, FileRecord]:

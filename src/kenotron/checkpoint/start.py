@@ -3,8 +3,6 @@
 The rules, as plain functions of a config and a folder that one process calls; `Checkpoints.start` finds the newest.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import re
@@ -12,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from kenotron.checkpoint import folders, manifest
 from kenotron.checkpoint.model_files import find_model, is_hub_name
@@ -49,7 +47,7 @@ class Start:
     name: str = ""
 
     @classmethod
-    def at(cls, path: Path, continues: bool) -> Start:
+    def at(cls, path: Path, continues: bool) -> Self:
         """Where the checkpoint `path` continues its own run."""
         saved = manifest.read_manifest(path)
         defaults = {"schedule_start": 0, "data_start": 0, "durable_step": saved.step, "held_out": ()}
@@ -57,7 +55,7 @@ class Start:
         return cls(path, continues, saved.step, frozenset(LOAD_MODES["continue"]), **starts)
 
     @classmethod
-    def new(cls, config: Config) -> Start:
+    def new(cls, config: Config) -> Self:
         """Step 0. What the model of `model.init_method.path` was validated on stays held out."""
         init = config.model.init_method
         if not isinstance(init, ExistingCheckpointInit) or is_hub_name(init.path):  # the hub is not asked for it
