@@ -41,16 +41,13 @@ class Prefetcher(Generic[T]):
         return self
 
     def __next__(self) -> T:
-        if not self._threads:
-            if self._next >= self._stop:
-                raise StopIteration
-            step, self._next = self._next, self._next + 1
-            batch = self._make(step)
-        else:
-            if not self._ready:
-                raise StopIteration
-            batch = self._ready.popleft().result()
-            self._fill()
+        if not self._threads and self._next < self._stop:
+            self._next += 1
+            return self._make(self._next - 1)
+        if not self._ready:
+            raise StopIteration
+        batch = self._ready.popleft().result()
+        self._fill()
         return batch
 
     def close(self) -> None:

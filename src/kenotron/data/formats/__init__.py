@@ -8,7 +8,6 @@ A folder may be nested; its files come in order of path. A file's suffix says wh
 
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 
 from kenotron.config.errors import InputError, no_such_path
 from kenotron.data.formats.token_file import TokenFile, integer_dtype
@@ -32,9 +31,10 @@ def open_token_files(path: str | AnyPath, where: str, dtype: str | None = None) 
     Raises InputError: no such file, none in the folder, files of several formats, an invalid file.
     """
     given = integer_dtype(dtype, where) if dtype else None
-    return [
-        file for found, name in find_token_files(path, where) for file in _module(name).open_file(found, where, given)
-    ]
+    files: list[TokenFile] = []
+    for found, name in find_token_files(path, where):
+        files += import_module(f".{name}", __name__).open_file(found, where, given)
+    return files
 
 
 def find_token_files(path: str | AnyPath, where: str) -> list[tuple[AnyPath, str]]:
@@ -66,10 +66,6 @@ def is_one_file(output: Path) -> bool:
     if output.suffix in (".bin", ".npy"):
         raise InputError(f"--output: expected a folder, or a file that ends in {SUFFIX}, found {output}")
     return output.suffix == SUFFIX
-
-
-def _module(format: str) -> ModuleType:
-    return import_module(f".{format}", __name__)
 
 
 def _recognised(file: AnyPath) -> tuple[AnyPath, str] | None:

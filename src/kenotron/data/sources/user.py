@@ -81,9 +81,7 @@ class UserSource(TokenSource):
     `name` is its dotted path, `key` the config's key for errors.
     """
 
-    def __init__(
-        self, name: str, items: Any, sequence_length: int, vocab_size: int, key: str = "dataset.source"
-    ) -> None:
+    def __init__(self, name: str, items: Any, sequence_length: int, vocab_size: int, key: str) -> None:
         self.name, self.items, self.key = name, items, key
         self.sequence_length, self.vocab_size = sequence_length, vocab_size
         self._samples = self._method("samples")
