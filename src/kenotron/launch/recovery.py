@@ -118,13 +118,10 @@ class ReplacedRanks:
     def _fill_up(self, count: int) -> None:
         """Start processes until `count` without a place are alive."""
         while len(self._idle()) < count:
-            command = [*self._command(), str(len(self.processes))]
+            arguments = [str(self.folder), str(self.logs), str(self.store.port), str(len(self.processes))]
+            command = [sys.executable, "-P", "-m", "kenotron.launch.recovering_rank", *arguments]
             self.processes.append(subprocess.Popen(command, env=self._environment()))
         self.started_at = time.monotonic()
-
-    def _command(self) -> list[str]:
-        module = [sys.executable, "-P", "-m", "kenotron.launch.recovering_rank"]
-        return [*module, str(self.folder), str(self.logs), str(self.store.port)]
 
     def _environment(self) -> dict[str, str]:
         return {

@@ -43,15 +43,13 @@ def load_site(name: str) -> Site:
     built_in = sorted(path.stem for path in BUILT_IN.glob("*.yaml"))
     path = BUILT_IN / f"{name}.yaml" if name in built_in else Path(name).expanduser()
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), Loader)
+        return Site.model_validate(yaml.load(path.read_text(encoding="utf-8"), Loader) or {})
     except OSError:
         raise InputError(
             f"--site: expected {', '.join(built_in)} or a YAML file, found {name!r}{nearest(name, built_in)}"
         ) from None
     except yaml.YAMLError as error:
         raise InputError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
-    try:
-        return Site.model_validate(content or {})
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
