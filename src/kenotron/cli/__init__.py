@@ -24,19 +24,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.exit(code)
 
 
-def _read_slurm() -> None:
-    """A task of srun gets torchrun's variables, by which also the reports of a command go to rank 0 alone."""
-    if "SLURM_PROCID" in os.environ:
-        from kenotron.launch.environment import started_as_rank
-
-        started_as_rank()
-
-
 def _exit_code(arguments: list[str], debug: bool) -> int:
     from kenotron.config.errors import InputError, PeerFailed, RunFailed
 
     try:
-        _read_slurm()
+        if "SLURM_PROCID" in os.environ:  # gets torchrun's variables, by which also reports go to rank 0 alone
+            from kenotron.launch.environment import started_as_rank
+
+            started_as_rank()
         from kenotron.cli.app import run
 
         return run(arguments)

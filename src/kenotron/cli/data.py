@@ -3,43 +3,35 @@
 Each command takes what it needs as arguments and says what it did; torch is never imported.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from kenotron.config.errors import InputError, counted
 
-if TYPE_CHECKING:
-    from kenotron.text.tokenizer import TextTokenizer
-
 app = typer.Typer(no_args_is_help=True, help="Prepare, inspect and convert token files.")
-
-Source = Annotated[str, typer.Argument(help="A token file or a folder: .ds, .bin with .idx, litdata, .npy, raw .bin.")]
-RawDtype = Annotated[
-    str | None, typer.Option(help="Dtype of the ids in files that do not declare it, for example uint16.")
-]
-TokenizerName = Annotated[
-    str | None, typer.Option(help="Tokenizer for decoding: a folder, a tokenizer.json or a name.")
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 BAR = 40
 
 
 @app.command()
 def inspect(
-    path: Source,
+    path: Annotated[
+        str, typer.Argument(help="A token file or a folder: .ds, .bin with .idx, litdata, .npy, raw .bin.")
+    ],
     vocab_size: Annotated[int | None, typer.Option(help="Size of the vocabulary; ids must be below it.", min=1)] = None,
-    tokenizer: TokenizerName = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Tokenizer for decoding: a folder, a tokenizer.json or a name.")
+    ] = None,
     samples: Annotated[int, typer.Option(help="Number of decoded samples to show, with --tokenizer.", min=0)] = 3,
-    dtype: RawDtype = None,
-    as_json: AsJson = False,
+    dtype: Annotated[
+        str | None, typer.Option(help="Dtype of the ids in files that do not declare it, for example uint16.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Report on token files: counts, document lengths, samples.
 
@@ -50,6 +42,7 @@ def inspect(
     from kenotron.data.formats import open_token_files
     from kenotron.prepare.inspect import inspect as look
     from kenotron.prepare.inspect import starts_of_documents
+    from kenotron.text.tokenizer import load_tokenizer
 
     if (changed := changed_files(Path(path))) is not None:
         if changed:
@@ -58,7 +51,8 @@ def inspect(
             )
         print(f"{path}: cached tokens, as they were written")
         return
-    loaded = _load(tokenizer)
+    with options_named():
+        loaded = load_tokenizer(tokenizer) if tokenizer else None
     report = look(path, dtype, vocab_size or (loaded.vocab_size if loaded else None))
     if loaded:
         places = starts_of_documents(open_token_files(path, "token files", dtype), samples, 64)
@@ -110,13 +104,6 @@ def options_named() -> Iterator[None]:
         if key not in OPTIONS:
             raise
         raise InputError(OPTIONS[key] + colon + what) from error
-
-
-def _load(tokenizer: str | None) -> TextTokenizer | None:
-    from kenotron.text.tokenizer import load_tokenizer
-
-    with options_named():
-        return load_tokenizer(tokenizer) if tokenizer else None
 
 
 def _print_report(report: dict[str, Any]) -> None:

@@ -6,8 +6,7 @@ HF_HUB_OFFLINE=1 kenotron data fetch my.yaml        # downloads nothing: checks 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,14 +27,13 @@ def fetch(
 ) -> None:
     """Download everything a run needs from the Hugging Face Hub, and check that its local files exist."""
     from kenotron.config import load
-    from kenotron.prepare.download import data_requirements
-    from kenotron.prepare.download import fetch as work
+    from kenotron.prepare import download
     from kenotron.storage.hub import configure_hub
 
     run = load(config, overrides or ())
     configure_hub()
-    requirements = [*data_requirements(run), *_model_requirements(run)]
-    found = work(requirements, to_stderr)
+    requirements = [*download.data_requirements(run), *_model_requirements(run)]
+    found = download.fetch(requirements, to_stderr)
     for each in found:
         print(_line(each))
     remote = sum(each.required.kind == "remote" for each in found)
@@ -53,14 +51,10 @@ def _model_requirements(config: Any) -> Iterator[RequiredFile]:
     if path := getattr(config.model.init_method, "path", None):
         key = "model.init_method.path"
         if is_hub_name(path):
-            files = partial(_files_in, locate, path)
-            yield RequiredFile("model", f"{path} (weights)", key, files)
+            weights = f"{path} (weights)"
+            yield RequiredFile("model", weights, key, lambda: [*filter(Path.is_file, locate(path).iterdir())])
         else:
             yield required_path(path, key)
-
-
-def _files_in(locate: Callable[[str], Path], path: str) -> list[Path]:
-    return [file for file in locate(path).iterdir() if file.is_file()]
 
 
 def _line(found: ResolvedFile) -> str:

@@ -18,8 +18,6 @@ from kenotron.launch.slurm import jobs
 
 To = Literal["slurm", "trainjob", "skypilot"]
 LogDir = Annotated[Path, typer.Option("--log-dir", help="The runs' logging.log_dir.")]
-JobName = Annotated[str | None, typer.Argument(help="Number or name of a job; default: the newest.")]
-Values = Annotated[list[str] | None, typer.Option("--env", help="NAME=VALUE for the job's environment; repeatable.")]
 
 
 def submit(
@@ -33,7 +31,7 @@ def submit(
     partition: Annotated[str | None, typer.Option(help="Partition.")] = None,
     qos: Annotated[str | None, typer.Option(help="Quality of service.")] = None,
     sbatch: Annotated[list[str] | None, typer.Option(help="Another option of sbatch, NAME=VALUE; repeatable.")] = None,
-    env: Values = None,
+    env: Annotated[list[str] | None, typer.Option(help="NAME=VALUE for the job's environment; repeatable.")] = None,
     pre_launch: Annotated[list[str] | None, typer.Option(help="Shell line before the run; repeatable.")] = None,
     container: Annotated[str | None, typer.Option(help="Image that the ranks run in.")] = None,
     save_seconds: Annotated[int, typer.Option(min=1, help="Save and requeue this long before the limit.")] = 300,
@@ -109,7 +107,7 @@ def status(log_dir: LogDir = Path("logs")) -> None:
 
 
 def logs(
-    job: JobName = None,
+    job: Annotated[str | None, typer.Argument(help="Number or name of a job; default: the newest.")] = None,
     log_dir: LogDir = Path("logs"),
     lines: Annotated[int, typer.Option("-n", "--lines", min=1, help="Number of lines from the end.")] = 40,
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Keep printing while the job writes.")] = False,
