@@ -49,7 +49,6 @@ def hub_file(repo: str, file: str, revision: str | None, key: str, optional: boo
     """
     configure_hub()
     import huggingface_hub as hub
-    from huggingface_hub import errors
 
     try:
         cached = hub.try_to_load_from_cache(repo, file, revision=revision)
@@ -70,15 +69,15 @@ def hub_file(repo: str, file: str, revision: str | None, key: str, optional: boo
                 f"no local folder has that name{nearest_sibling(Path(repo))}"
             )
         return Path(hub.hf_hub_download(repo, file, revision=revision))
-    except errors.LocalEntryNotFoundError:
+    except hub.errors.LocalEntryNotFoundError:
         raise InputError(f"{key}: cannot reach the Hugging Face hub for '{repo}' ({file})") from None
-    except errors.EntryNotFoundError:
+    except hub.errors.EntryNotFoundError:
         return None
-    except errors.RepositoryNotFoundError:
+    except hub.errors.RepositoryNotFoundError:
         raise InputError(f"{key}: no repository '{repo}' on the Hugging Face hub (or no access to it)") from None
-    except errors.RevisionNotFoundError:
+    except hub.errors.RevisionNotFoundError:
         raise InputError(f"{key}: repository '{repo}' has no revision '{revision}'") from None
-    except errors.HFValidationError:
+    except hub.errors.HFValidationError:
         raise InputError(f"{key}: '{repo}' is neither a local folder nor the name of a repository") from None
     except OSError as error:  # httpx errors are such, too
         raise InputError(f"{key}: fetching '{repo}' ({file}) failed: {first_line(error)}") from None

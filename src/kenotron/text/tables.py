@@ -7,21 +7,16 @@ Only the text column is read, unless a hook wants whole rows. Values are decoded
 are found in the row that has them.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from kenotron.config.errors import InputError
 from kenotron.storage.hub import first_line
 from kenotron.storage.paths import AnyPath, RemotePath
 from kenotron.text.documents import NoText, RowHook, missing_column, no_text_is_bad, whole_characters
-
-if TYPE_CHECKING:
-    from pyarrow import parquet as pq
 
 ROWS_AT_ONCE, BYTES_AT_ONCE = 256, 1 << 25
 """Rows that are in memory at a time: at most so many, and of about so many bytes."""
@@ -192,7 +187,7 @@ def _record_batches(source: Any) -> Iterator[Any]:
         yield from ipc.open_stream(source)
 
 
-def _rows_of_groups(opened: pq.ParquetFile) -> list[int]:
+def _rows_of_groups(opened: Any) -> list[int]:
     """The number of rows in each row group."""
     return [opened.metadata.row_group(group).num_rows for group in range(opened.metadata.num_row_groups)]
 
@@ -203,7 +198,8 @@ def _rows_at_once(size: int, rows: int) -> int:
 
 
 @contextmanager
-def _parquet(file: AnyPath) -> Iterator[pq.ParquetFile]:
+def _parquet(file: AnyPath) -> Iterator[Any]:
+    """The file as pyarrow's `ParquetFile`."""
     from pyarrow import parquet
 
     with (
