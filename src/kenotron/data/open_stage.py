@@ -20,7 +20,7 @@ from kenotron.config.errors import InputError
 from kenotron.data.batch import Int64, TokenBatch, make_batch
 from kenotron.data.order import Mixing, Order
 from kenotron.data.source import Opening, RunSettings, TextSpec, TokenSource
-from kenotron.data.stage_plan import StagePlan, complete_keys
+from kenotron.data.stage_plan import SourcePlan, StagePlan, complete_keys
 
 
 @dataclass(frozen=True)
@@ -93,10 +93,10 @@ class Sources:
             return self._open[place]
         with self._lock:
             if place not in self._open:
-                key = stage.sources[number].key
-                opened = self._open_now(stage, number)
+                planned = stage.sources[number]
+                opened = open_planned(planned, stage, self.run, self.reserved, self._streams.get(planned.key))
                 if opened.is_stream:
-                    self._streams[key] = opened
+                    self._streams[planned.key] = opened
                 if not len(opened):
                     raise InputError(
                         f"{opened.name}: expected at least {stage.sequence_length + 1} tokens to train on "
@@ -104,22 +104,6 @@ class Sources:
                     )
                 self._open[place] = opened
             return self._open[place]
-
-    def _open_now(self, stage: StagePlan, number: int) -> TokenSource:
-        planned = stage.sources[number]
-        with complete_keys(planned.at):
-            return planned.spec.open(
-                Opening(
-                    run=self.run,
-                    at=planned.at,
-                    sequence_length=stage.sequence_length,
-                    seed=stage.data.seed,
-                    order_key=planned.key,
-                    first_stage=stage.number == 0,
-                    reserved=self.reserved,
-                    opened=self._streams.get(planned.key),
-                )
-            )
 
     @cached_property
     def chosen(self) -> frozenset[int]:
@@ -194,6 +178,29 @@ class Sources:
     def _limit(self, stage: StagePlan, number: int) -> int | None:
         epochs = stage.sources[number].max_epochs
         return None if epochs is None else int(Fraction(str(epochs)) * len(self.source(stage, number)))
+
+
+def open_planned(
+    planned: SourcePlan,
+    stage: StagePlan,
+    run: RunSettings,
+    reserved: frozenset[int] = frozenset(),
+    opened: TokenSource | None = None,
+) -> TokenSource:
+    """Open a source as `stage` reads it; `Opening` says what `reserved` and `opened` are."""
+    with complete_keys(planned.at):
+        return planned.spec.open(
+            Opening(
+                run=run,
+                at=planned.at,
+                sequence_length=stage.sequence_length,
+                seed=stage.data.seed,
+                order_key=planned.key,
+                first_stage=stage.number == 0,
+                reserved=reserved,
+                opened=opened,
+            )
+        )
 
 
 def open_stage(sources: Sources, stage: StagePlan) -> OpenStage:

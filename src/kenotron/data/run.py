@@ -25,15 +25,14 @@ from kenotron.config.errors import InputError, counted, is_a_path, nearest_sibli
 from kenotron.data.batch import Int64, TokenBatch, batch_places
 from kenotron.data.held_out_batches import HeldOut
 from kenotron.data.loader import Prefetcher
-from kenotron.data.open_stage import OpenStage, Sources, open_stage
-from kenotron.data.source import Opening, RunSettings, StreamSource, TextSpec, TokenSource
+from kenotron.data.open_stage import OpenStage, Sources, open_planned, open_stage
+from kenotron.data.source import RunSettings, StreamSource, TextSpec, TokenSource
 from kenotron.data.stage_plan import (
     SPLITS,
     SourcePlan,
     Split,
     StagePlan,
     all_sources,
-    complete_keys,
     differences,
     plan_evaluated,
     plan_stages,
@@ -255,17 +254,7 @@ class RunData:
     def _open_whole(self, plans: Iterable[SourcePlan]) -> list[tuple[SourcePlan, TokenSource]]:
         found = []
         for plan in plans:
-            with complete_keys(plan.at):
-                source = plan.spec.open(
-                    Opening(
-                        run=self.whole_settings,
-                        at=plan.at,
-                        sequence_length=self.settings.first_sequence_length,
-                        seed=self.stages[0].data.seed,
-                        order_key=plan.key,
-                        first_stage=True,
-                    )
-                )
+            source = open_planned(plan, self.stages[0], self.whole_settings)
             if not len(source.held_out):
                 raise InputError(f"{plan.at}: {source.name} has less than a sequence: {source.found()}")
             found.append((plan, source))

@@ -129,11 +129,11 @@ class StagePlan:
 
 
 def plan_stages(config: Config) -> list[StagePlan]:
-    """The stages of `config` in order of their start.
+    """The stages of `config`, which has them in order of their start.
 
     Raises InputError: a restart of what no earlier stage reads; a mix file that cannot be read.
     """
-    tokens, stages = config.tokens, sorted(config.data_stages, key=lambda stage: stage.start_training_step)
+    tokens, stages = config.tokens, config.data_stages
     ends = [stage.start_training_step for stage in stages[1:]] + [tokens.train_steps + 1]
     described = [_sources_of(datasets_of(stage.data, number)) for number, stage in enumerate(stages)]
     labels = iter(short_labels([[source.spec for source in those] for those in described]))
