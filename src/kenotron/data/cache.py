@@ -59,18 +59,19 @@ class SplitTokens(TokenFile):
     max_id: int = -1
 
 
-@dataclass(frozen=True)
 class TokenCache:
-    """A tokenized set of texts. `content` names the texts, whatever the tokenizer."""
+    """The entry of a tokenized set of texts. `content` names the texts, whatever the tokenizer.
 
-    path: Path
-    content: str
-    train: SplitTokens
-    validation: SplitTokens
-    skipped: int
-    """Files left out because they are no UTF-8, or rows without an answer."""
-    smallest_hash: bool
-    """Whether no document fell below the fraction, so that the one with the smallest hash is held out."""
+    `skipped` files were left out because they are no UTF-8, or rows without an answer; `smallest_hash`: no document
+    fell below the fraction, so that the one with the smallest hash is held out.
+    """
+
+    def __init__(self, path: Path, content: str) -> None:
+        self.path, self.content = path, content
+        meta = json.loads((path / "meta.json").read_text())
+        self.train, self.validation = (_split(path, meta, split) for split in SPLITS)
+        self.skipped: int = meta["skipped"]
+        self.smallest_hash: bool = meta["smallest_hash"]
 
 
 def open_tokens(
@@ -106,7 +107,7 @@ def open_tokens(
         return meta is not None and (rules.examples or texts.skip_bad or not meta["skipped"])
 
     cached_folder(path, build, report, f"tokenizing {texts.name}", overwrite, usable)
-    return _read(path, content)
+    return TokenCache(path, content)
 
 
 def _meta(path: Path) -> dict[str, Any] | None:
@@ -117,16 +118,12 @@ def _meta(path: Path) -> dict[str, Any] | None:
         return None
 
 
-def _read(path: Path, content: str) -> TokenCache:
-    meta = json.loads((path / "meta.json").read_text())
-    sides = {}
-    for split in SPLITS:
-        of = meta[split]
-        tokens = map_cached_array(path / f"{split}.tokens", np.dtype(meta["dtype"]), of["tokens"])
-        ends = map_cached_array(path / f"{split}.ends", np.dtype("<u8"), of["documents"])
-        loss = map_cached_array(path / f"{split}.loss", np.dtype(np.bool_), of["tokens"]) if meta.get("loss") else None
-        sides[split] = SplitTokens(path, "cache", tokens, ends, loss, bytes=of["bytes"], max_id=of["max_id"])
-    return TokenCache(path, content, sides["train"], sides["validation"], meta["skipped"], meta["smallest_hash"])
+def _split(path: Path, meta: dict[str, Any], split: str) -> SplitTokens:
+    of = meta[split]
+    tokens = map_cached_array(path / f"{split}.tokens", np.dtype(meta["dtype"]), of["tokens"])
+    ends = map_cached_array(path / f"{split}.ends", np.dtype("<u8"), of["documents"])
+    loss = map_cached_array(path / f"{split}.loss", np.dtype(np.bool_), of["tokens"]) if meta.get("loss") else None
+    return SplitTokens(path, "cache", tokens, ends, loss, bytes=of["bytes"], max_id=of["max_id"])
 
 
 def changed_files(path: Path) -> list[Path] | None:
