@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kenotron.config.errors import InputError
-from kenotron.data.open_stage import OpenStage
 from kenotron.data.run import RunData
 from kenotron.data.source import Origin, TokenSource
 
@@ -68,7 +67,12 @@ def step_origins(data: RunData, step: int) -> list[SampleOrigin]:
     Raises InputError: no such step in the run; all of it is of streams.
     """
     opened = data.stage_of(step)
-    _refuse_streams_alone(opened)
+    if all(source.is_stream for source in opened.sources):  # what these hold is not known before it is read
+        raise InputError(
+            f"{', '.join(source.name for source in opened.sources)}: a stream is shuffled while it is read, so what a "
+            "step reads of it is not known in advance; without dataset.streaming (tokenized once and cached) it is "
+            "known"
+        )
     if (why := data.exhausted(step)) is not None:
         raise InputError(f"step {step} is not in the run: {why}")
     positions = opened.stage.samples_before(step) + np.arange(opened.stage.batch_size(step), dtype=np.int64)
@@ -85,16 +89,6 @@ def described_samples(data: RunData, step: int, only: Collection[int] = ()) -> l
         return [asdict(origin) for origin in step_origins(data, step) if not only or origin.sample in only]
     except InputError as error:
         return str(error)
-
-
-def _refuse_streams_alone(opened: OpenStage) -> None:
-    """Error (InputError): all sources are streams, and what these hold is not known before it is read."""
-    if all(source.is_stream for source in opened.sources):
-        raise InputError(
-            f"{', '.join(source.name for source in opened.sources)}: a stream is shuffled while it is read, so what a "
-            "step reads of it is not known in advance; without dataset.streaming (tokenized once and cached) it is "
-            "known"
-        )
 
 
 def _sample_origin(sample: int, source: TokenSource, index: int) -> SampleOrigin:
