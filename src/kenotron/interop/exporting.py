@@ -26,7 +26,6 @@ from kenotron.config.errors import InputError, nearest
 from kenotron.config.model import WEIGHT_DTYPES
 from kenotron.interop.hf_code import copy_code
 from kenotron.interop.hf_config import hf_config
-from kenotron.interop.hf_weights import Weights
 from kenotron.interop.older_readers import with_older_class, with_older_keys
 from kenotron.interop.sources import Source, checkpoint_source, fitted, skeleton
 from kenotron.interop.tensor_names import by_hf_name, their_names, their_tensor
@@ -80,7 +79,7 @@ def to_hf(
         known = ", ".join(WEIGHT_DTYPES)
         raise InputError(f"dtype: expected one of {known}, found {name!r}{nearest(name, WEIGHT_DTYPES)}")
     size_limit, architecture = _size(max_shard_size), source.architecture
-    plan = None if isinstance(architecture, HuggingFaceArchitecture) else _plan(source, name, size_limit)
+    plan = None if isinstance(architecture, HuggingFaceArchitecture) else _Plan(source, name, size_limit)
     temporary = run_on_rank0(lambda: temporary_beside(final))
     try:
         run_on_rank0(lambda: temporary.mkdir(parents=True))
@@ -101,33 +100,28 @@ def to_hf(
     return Exported(final, list(sizes), sum(sizes.values()), name)
 
 
-@dataclass(frozen=True)
 class _Plan:
     """Their tensors: ours that each is made of, its bytes, and which are in each file."""
 
-    weights: Weights
-    family: Family[Any]
-    dtype: str
-    groups: dict[str, list[str]]
-    sizes: dict[str, int]
-    files: dict[str, list[str]]
-
-
-def _plan(source: Source, dtype: str, size_limit: int) -> _Plan:
-    weights = fitted(source, _in_halves(source.architecture))
-    shapes = {parameter: tuple(value.shape) for parameter, value in skeleton(source.model).named_parameters()}
-    family = family_of(source.architecture)
-    groups = by_hf_name(family, shapes)
-    itemsize = {theirs: 4 if _dtype(theirs, family, dtype) == "float32" else 2 for theirs in groups}
-    of_ours = {each: math.prod(shape) // len(their_names(family, each, shape)) for each, shape in shapes.items()}
-    sizes = {theirs: sum(of_ours[each] for each in ours) * itemsize[theirs] for theirs, ours in groups.items()}
-    return _Plan(weights, family, dtype, groups, sizes, _shards(sizes, size_limit))
+    def __init__(self, source: Source, dtype: str, size_limit: int) -> None:
+        self.weights, self.dtype = fitted(source, _in_halves(source.architecture)), dtype
+        self.family = family = family_of(source.architecture)
+        shapes = {parameter: tuple(value.shape) for parameter, value in skeleton(source.model).named_parameters()}
+        self.groups = by_hf_name(family, shapes)
+        itemsize = {theirs: 4 if _dtype(theirs, family, dtype) == "float32" else 2 for theirs in self.groups}
+        of_ours = {each: math.prod(shape) // len(their_names(family, each, shape)) for each, shape in shapes.items()}
+        self.sizes = {
+            theirs: sum(of_ours[each] for each in ours) * itemsize[theirs] for theirs, ours in self.groups.items()
+        }
+        self.files = _shards(self.sizes, size_limit)
 
 
 def _write_shards(plan: _Plan, folder: Path, rank: int, ranks: int, progress: Progress | None) -> None:
     """The files of this rank; the first writes the index as well."""
     if rank == 0 and len(plan.files) > 1:
-        _write_index(folder, plan.files, plan.sizes)
+        places = {name: file for file, names in plan.files.items() for name in names}
+        index = {"metadata": {"total_size": sum(plan.sizes.values())}, "weight_map": places}
+        (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
     done, total = 0, sum(plan.sizes.values())
     for file in list(plan.files)[rank::ranks]:
         _write_shard(folder / file, plan, plan.files[file])
@@ -163,12 +157,6 @@ def _shards(sizes: dict[str, int], size_limit: int) -> dict[str, list[str]]:
         max_shard_size=size_limit,
     )
     return split.filename_to_tensors
-
-
-def _write_index(folder: Path, files: dict[str, list[str]], sizes: dict[str, int]) -> None:
-    places = {name: file for file, names in files.items() for name in names}
-    index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
-    (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
 def _write_shard(file: Path, plan: _Plan, names: list[str]) -> None:
