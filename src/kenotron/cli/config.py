@@ -37,7 +37,12 @@ def check(file: File, overrides: Overrides = None) -> None:
     """Check a config: keys, types, cross-checks, unsupported features, and that what it refers to exists."""
     config = load(file, overrides or [], report=to_stderr)
     refuse_unsupported(config)
-    _check_names(config)
+    # Names of the hub are not looked up, and libraries are imported only where they can find an error.
+    _check_code(config)
+    _check_paths(config)
+    _check_architecture(config)
+    _check_hub_datasets(config)
+    _check_sources(config)
     for line in warnings_before_start(file, config, overrides or ()):
         to_stderr(f"warning: {line}")
     stages, lengths = config.data_stages, set(config.sequence_lengths.values())
@@ -50,18 +55,6 @@ def check(file: File, overrides: Overrides = None) -> None:
         f"{file}: valid: {config.tokens.train_steps} steps of {samples} sequences of {length} tokens, "
         f"{counted(len(stages), 'stage')}; {amount(config)}{epochs(config)}"
     )
-
-
-def _check_names(config: Config) -> None:
-    """Raises InputError: a dotted path that cannot be imported, a missing path; nothing is opened.
-
-    Names of the Hugging Face hub are not looked up. Libraries are imported only where they can find an error.
-    """
-    _check_code(config)
-    _check_paths(config)
-    _check_architecture(config)
-    _check_hub_datasets(config)
-    _check_sources(config)
 
 
 def _check_code(config: Config) -> None:
