@@ -14,7 +14,7 @@ One loop for all layouts: with tp and pp every rank of a replica runs it on the 
 import json
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
 from typing import Literal
@@ -49,21 +49,30 @@ class Completion:
     logprobs: list[float] | None = None
 
 
-@dataclass
 class DecodingRow:
-    """One prompt on its way. `index` is its number among all prompts."""
+    """One prompt on its way. `index` is its number among all prompts, `tokens` and `text` are what followed so far.
 
-    index: int
-    prompt: str
-    prompt_tokens: list[int]
-    most_new: int  # tokens that may follow the prompt
-    stops_early: bool  # that is fewer than max_new_tokens
-    stream: TextStream | None
-    stops: StopStrings
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    text: str = ""
-    stopped_by: StoppedBy | None = None
+    At most `most_new` tokens may follow it; `stops_early`: these are fewer than max_new_tokens.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        prompt: Prompt,
+        tokenizer: TextTokenizer | None,
+        config: DecoderArchitecture,
+        sampling: SamplingOptions,
+    ) -> None:
+        """Raises InputError for a prompt that the model cannot read."""
+        tokens = _prompt_tokens(f"prompt {index + 1}", prompt, tokenizer, config)
+        room = config.longest_text - len(tokens)
+        self.index, self.prompt_tokens = index, tokens
+        self.prompt = prompt if isinstance(prompt, str) else tokenizer.decode(tokens) if tokenizer else ""
+        self.most_new, self.stops_early = min(sampling.max_new_tokens, room), sampling.max_new_tokens > room
+        self.stream = TextStream(tokenizer, tokens) if tokenizer else None
+        self.stops = StopStrings(sampling.stop)
+        self.tokens, self.logprobs, self.text = list[int](), list[float](), ""
+        self.stopped_by: StoppedBy | None = None
 
     @property
     def position(self) -> int:
@@ -100,7 +109,7 @@ def generate(
         raise InputError(f"stop: there is no tokenizer here, so no text in which {sampling.stop[0]!r} could appear")
     ranks = model if isinstance(model, ModelOnRanks) else ModelOnRanks.alone(model)
     ends = ends_of_text(tokenizer, ranks.config) if sampling.stop_at_eos else frozenset()
-    rows = [_row(index, prompt, tokenizer, ranks.config, sampling) for index, prompt in enumerate(prompts)]
+    rows = [DecodingRow(index, prompt, tokenizer, ranks.config, sampling) for index, prompt in enumerate(prompts)]
     mine = ranks.share(rows)
     # Dynamic RoPE turns by angles that depend on the longest text of a batch: only alone is a row itself.
     together = 1 if ranks.config.depends_on_longest else batch_size
@@ -193,15 +202,10 @@ def _completion(row: DecodingRow, logprobs: bool) -> Completion:
     return Completion(row.prompt, row.text, row.tokens, row.stopped_by or "max_new_tokens", found)
 
 
-def _row(
-    index: int,
-    prompt: Prompt,
-    tokenizer: TextTokenizer | None,
-    config: DecoderArchitecture,
-    sampling: SamplingOptions,
-) -> DecodingRow:
-    """Tokens of a prompt and how many may follow it, checked."""
-    where = f"prompt {index + 1}"
+def _prompt_tokens(
+    where: str, prompt: Prompt, tokenizer: TextTokenizer | None, config: DecoderArchitecture
+) -> list[int]:
+    """Tokens of a prompt, checked."""
     listed = isinstance(prompt, Sequence) and not isinstance(prompt, bytes)
     if not isinstance(prompt, str) and not (listed and all(isinstance(token, Integral) for token in prompt)):
         raise InputError(f"{where}: expected a text or a list of token ids, found {prompt!r:.60}")
@@ -219,11 +223,7 @@ def _row(
             f"{where}: {len(tokens)} tokens leave no room for a new one; the model reads at most {limit} "
             "(max_position_embeddings)"
         )
-    text = prompt if isinstance(prompt, str) else tokenizer.decode(tokens) if tokenizer else ""
-    stream = TextStream(tokenizer, tokens) if tokenizer else None
-    room = limit - len(tokens)
-    most_new, stops_early = min(sampling.max_new_tokens, room), sampling.max_new_tokens > room
-    return DecodingRow(index, text, tokens, most_new, stops_early, stream, StopStrings(sampling.stop))
+    return tokens
 
 
 def ends_of_text(tokenizer: TextTokenizer | None, config: DecoderArchitecture) -> frozenset[int]:

@@ -17,7 +17,6 @@ grows on its own.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +29,6 @@ from kenotron.models.blocks.head import bounded
 from kenotron.models.recurrent_states import RecurrentStates
 
 
-@dataclass
 class KVCache:
     """Memory of `rows` texts of at most `capacity` tokens.
 
@@ -38,15 +36,11 @@ class KVCache:
     Without `remembers` there are none: for prompts that no step follows.
     """
 
-    rows: int
-    capacity: int
-    device: torch.device | str = "cpu"
-    remembers: bool = True
-    keys: dict[object, Tensor] = field(default_factory=dict)
-    values: dict[object, Tensor] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.states = RecurrentStates(self.device)  # of layers without attention
+    def __init__(self, rows: int, capacity: int, device: torch.device | str = "cpu", remembers: bool = True) -> None:
+        self.rows, self.capacity, self.device, self.remembers = rows, capacity, device, remembers
+        self.keys: dict[object, Tensor] = {}
+        self.values: dict[object, Tensor] = {}
+        self.states = RecurrentStates(device)  # of layers without attention
         self._together: int | None = None
 
     def prefill(self, lengths: Sequence[int]) -> Context:
