@@ -50,7 +50,7 @@ def start_ranks(
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import elastic_launch
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     count = config.parallelism.world_size
     check_devices(count)
@@ -58,7 +58,18 @@ def start_ranks(
         folder = Path(temporary)
         logs = logs or folder / "ranks"
         write_work(folder, config, work, options)
-        settings = _settings(count, folder, logs)
+        settings = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=count,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",  # any free port: two launches never meet
+            local_addr="localhost",
+            max_restarts=0,
+            signals_to_handle="SIGQUIT",  # the other signals are forwarded
+            logs_specs=_output(count, folder, logs),
+        )
         arguments = ["-P", "-m", "kenotron.launch.rank", str(folder)]
         with signals_forwarded(folder, count) as forwarded:
             try:
@@ -82,24 +93,7 @@ def write_work(folder: Path, config: RankConfig, work: Callable[..., object], op
     (folder / "work.json").write_text(json.dumps(content), encoding="utf-8")
 
 
-# ---- settings of torch's launcher ----------------------------------------------------------------------------
-
-
-def _settings(count: int, folder: Path, logs: Path) -> Any:
-    from torch.distributed.launcher.api import LaunchConfig
-
-    return LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=count,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",  # any free port: two launches never meet
-        local_addr="localhost",
-        max_restarts=0,
-        signals_to_handle="SIGQUIT",  # the other signals are forwarded
-        logs_specs=_output(count, folder, logs),
-    )
+# ---- the ranks' output and environment -----------------------------------------------------------------------
 
 
 def _output(count: int, folder: Path, logs: Path) -> Any:
