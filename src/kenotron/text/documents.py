@@ -94,14 +94,16 @@ class DocumentSource(Protocol):
 
 
 class MayBeBad:
-    """The documents of a source that cannot be read: the first one is an error, or all are left out and counted.
+    """Documents are the `column` of rows, or what `hook` makes of a row. Of those that cannot be read the first one is
+    an error, or all are left out and counted.
 
     `tell`, if it is set, gets a line about the first few of them, the 10th, the 100th and so on: a stream has no end.
     """
 
     FIRST = 3  # so many are named
 
-    def __init__(self, skip: bool, advice: str) -> None:
+    def __init__(self, column: str, hook: RowHook | None, skip: bool, advice: str) -> None:
+        self.column, self.hook = column, hook
         self.skip_bad, self._advice = skip, advice
         self.tell: Callable[[str], None] | None = None
         self.count_anew()
@@ -119,6 +121,14 @@ class MayBeBad:
             self.first_skipped.append(problem)
         if self.tell is not None and (self.skipped <= self.FIRST or str(self.skipped).strip("0") == "1"):
             self.tell(f"left out as not readable ({self.skipped:,} so far): {problem}")
+
+    @contextmanager
+    def no_text_is_bad(self, where: str) -> Iterator[None]:
+        """Within, a row without text is `bad`: the one at `where`."""
+        try:
+            yield
+        except NoText as error:
+            self.bad(f"{where}: {error}")
 
 
 class StreamableDocuments(DocumentSource, Protocol):
@@ -182,15 +192,6 @@ def split_long_chunk(chunk: DocumentChunk, longest: int) -> Iterator[DocumentChu
             yield chunk._replace(text=waiting, last=False)
         waiting = text
     yield chunk._replace(text=waiting)
-
-
-@contextmanager
-def no_text_is_bad(bad: Callable[[str], None], where: str) -> Iterator[None]:
-    """Within, `bad` is called with `where` and why a row has no text; if it returns, the row is left out."""
-    try:
-        yield
-    except NoText as error:
-        bad(f"{where}: {error}")
 
 
 def whole_characters(text: str) -> str:

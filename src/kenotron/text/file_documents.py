@@ -76,9 +76,8 @@ class FileDocuments(MayBeBad):
         hook: RowHook | None = None,
         advice: str = "",
     ) -> None:
-        super().__init__(skip_bad, advice)
-        self.name, self.files, self.column = name, list(files), column
-        self.chunk, self.hook = chunk, hook
+        super().__init__(column, hook, skip_bad, advice)
+        self.name, self.files, self.chunk = name, list(files), chunk
         self._sizes = {file: _stat(file).st_size for file in self.files}
         self.size = sum(self._sizes.values())
         for file in self.files:
@@ -135,7 +134,7 @@ class FileDocuments(MayBeBad):
         """The documents of a range. Raises InputError: not readable, damaged."""
         file = self.files[byte_range.part]
         if (rows := ROW_READERS.get(_suffix(file))) is not None:
-            for found in rows.read(file, self.column, byte_range.start, byte_range.stop, self.hook, self.bad):
+            for found in rows.read(file, byte_range.start, byte_range.stop, self):
                 yield DocumentChunk(found.text, int(found.share * byte_range.size))
             return
         with _readable(file), file.open("rb") as raw:
@@ -176,7 +175,7 @@ class FileDocuments(MayBeBad):
         """Of a file of rows a place is a row times `ROW`, plus the chunks of the row that were read."""
         first = rows.start_of(file, place // ROW) if place else 0
         done = 0
-        for found in rows.read(file, self.column, first, None, self.hook, self.bad):
+        for found in rows.read(file, first, None, self):
             whole = DocumentChunk(found.text, 0)
             for chunk in split_long_chunk(whole, LONGEST_CHUNK) if self.hook is None else [whole]:
                 done = max(done, found.row * ROW) + 1
@@ -195,9 +194,7 @@ class FileDocuments(MayBeBad):
         self, stream: IO[bytes], raw: IO[bytes], file: AnyPath, byte_range: ByteRange
     ) -> Iterator[tuple[str, bool]]:
         with self._damage_reported(raw, file):
-            for text in json_documents(
-                stream, self.column, file, byte_range.start, byte_range.stop, self.hook, self.bad
-            ):
+            for text in json_documents(stream, file, byte_range.start, byte_range.stop, self):
                 yield text, True
 
     def _chunks(self, stream: IO[bytes], raw: IO[bytes], file: AnyPath, _: ByteRange) -> Iterator[tuple[str, bool]]:

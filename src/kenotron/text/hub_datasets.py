@@ -28,7 +28,6 @@ from kenotron.text.documents import (
     MayBeBad,
     RowHook,
     missing_column,
-    no_text_is_bad,
     split_long_chunk,
     texts_of_row,
 )
@@ -57,7 +56,7 @@ class HubDocuments(MayBeBad):
         skip_bad: bool = False,
         advice: str = "",
     ) -> None:
-        super().__init__(skip_bad, advice)
+        super().__init__(column, hook, skip_bad, advice)
         if isinstance(names, str):
             names = [names]
         self.fractions = names if isinstance(names, dict) else dict.fromkeys(names, 1.0)
@@ -68,8 +67,7 @@ class HubDocuments(MayBeBad):
                     f"{fraction}"
                 )
         self.splits = [splits] if isinstance(splits, str) else list(splits)
-        self.config_name, self.column = config_name, column
-        self.hook, self.streaming = hook, streaming
+        self.config_name, self.streaming = config_name, streaming
         self.name = ", ".join(self.fractions)
 
     @property
@@ -139,7 +137,7 @@ class HubDocuments(MayBeBad):
         with _explained(self.name):
             for number, row in enumerate(rows.skip(place), start=place + 1):
                 where = f"dataset.text_column_name: dataset {self.name}, shard {part}, row {number}"
-                with no_text_is_bad(self.bad, where):
+                with self.no_text_is_bad(where):
                     for text in texts_of_row(row, self.column, self.hook, self.name):
                         yield DocumentChunk(text, number)
 
@@ -180,7 +178,7 @@ class HubDocuments(MayBeBad):
             batches = rows.select_columns([self.column]).iter(at_once)
             rows = ({self.column: text} for batch in batches for text in batch[self.column])
         for number, row in enumerate(rows, start=1):
-            with no_text_is_bad(self.bad, f"dataset.text_column_name: dataset {self.name}, row {number}"):
+            with self.no_text_is_bad(f"dataset.text_column_name: dataset {self.name}, row {number}"):
                 yield from ((number, text) for text in texts_of_row(row, self.column, self.hook, self.name))
 
     @cached_property

@@ -1,29 +1,21 @@
 """Documents of JSON lines, read from any byte on."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import IO
 
 from kenotron.config.errors import InputError
 from kenotron.storage.paths import AnyPath
-from kenotron.text.documents import NoText, RowHook, no_text_is_bad, texts_of_row
+from kenotron.text.documents import MayBeBad, NoText, texts_of_row
 
 LONGEST_LINE = 32 << 20
 """Bytes of a JSON line; it is parsed as a whole, in several times its memory."""
 
 
-def json_documents(
-    stream: IO[bytes],
-    column: str,
-    file: AnyPath,
-    start: int,
-    stop: int | None,
-    hook: RowHook | None,
-    bad: Callable[[str], None],
-) -> Iterator[str]:
+def json_documents(stream: IO[bytes], file: AnyPath, start: int, stop: int | None, source: MayBeBad) -> Iterator[str]:
     """The documents of the lines that begin between the bytes `start` and `stop`. Blank lines are left out.
 
-    `bad` is called with what is wrong with a line; if it returns, the line is left out.
+    `source` says what a document is of a line, and whether one that is bad is left out.
     """
     if start:
         stream.seek(start - 1)
@@ -40,10 +32,10 @@ def json_documents(
         place += len(line)
         if len(line) > LONGEST_LINE:
             place += _to_line_end(stream)
-            bad(f"{where}: a line of more than {LONGEST_LINE >> 20} MiB (it ends at byte {place:,})")
+            source.bad(f"{where}: a line of more than {LONGEST_LINE >> 20} MiB (it ends at byte {place:,})")
         elif not line.isspace():
-            with no_text_is_bad(bad, where):
-                yield from texts_of_row(_row(line), column, hook, str(file))
+            with source.no_text_is_bad(where):
+                yield from texts_of_row(_row(line), source.column, source.hook, str(file))
 
 
 def _other_form(first: bytes) -> str:

@@ -8,7 +8,7 @@ are found in the row that has them.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from kenotron.config.errors import InputError
 from kenotron.storage.hub import first_line
 from kenotron.storage.paths import AnyPath, RemotePath
-from kenotron.text.documents import NoText, RowHook, missing_column, no_text_is_bad, whole_characters
+from kenotron.text.documents import MayBeBad, NoText, missing_column, whole_characters
 
 ROWS_AT_ONCE, BYTES_AT_ONCE = 256, 1 << 25
 """Rows that are in memory at a time: at most so many, and of about so many bytes."""
@@ -53,24 +53,17 @@ class RowReader(ABC):
         """The start of a range that holds a row."""
         return 0
 
-    def read(
-        self,
-        file: AnyPath,
-        column: str,
-        start: int,
-        stop: int | None,
-        hook: RowHook | None,
-        bad: Callable[[str], None],
-    ) -> Iterator[RowDocument]:
-        """Every document of the rows of a range: its `column`, or what `hook` makes of the row.
+    def read(self, file: AnyPath, start: int, stop: int | None, source: MayBeBad) -> Iterator[RowDocument]:
+        """Every document of the rows of a range.
 
-        `bad` is called with what is wrong with a row; if it returns, the row is left out.
+        `source` says what a document is of a row, and whether a row that is bad is left out.
         """
+        column, hook = source.column, source.hook
         with _explained(file):
             for some in self._rows(file, column if hook is None else None, start, stop):
                 values: Any = _records_of(some.batch) if hook else _values_of(some.batch, column, file)
                 for row, value in enumerate(values, start=some.first):
-                    with no_text_is_bad(bad, f"{file}, row {row:,}"):
+                    with source.no_text_is_bad(f"{file}, row {row:,}"):
                         texts = map(whole_characters, hook(value, str(file))) if hook else [_text_of(value, column)]
                         for text in texts:
                             yield RowDocument(text, row, some.share)
