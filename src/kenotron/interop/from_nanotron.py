@@ -30,7 +30,7 @@ from kenotron.config.decoder import AttentionArchitecture, DecoderArchitecture
 from kenotron.config.document import read
 from kenotron.config.errors import InputError, NotSupportedYet, nearest, no_such_path
 from kenotron.config.unsupported import refuse_unsupported
-from kenotron.interop.nanotron_files import MASTER, Merged, OptimizerFiles, read_weights
+from kenotron.interop.nanotron_files import MASTER, Merged, OptimizerFiles, Shape, read_weights
 from kenotron.interop.sources import skeleton
 from kenotron.kernels.tensor_shard import TensorShard
 from kenotron.models.family import EMBEDDING, HEAD
@@ -44,11 +44,16 @@ MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 
 class Rows(NamedTuple):
-    """Rows `first` to `last` (not included) of the nanotron tensor `name`."""
+    """Where nanotron has a tensor of ours of this `shape`: in its tensor `name`, from row `first` on."""
 
     name: str
     first: int
-    last: int
+    shape: Shape
+
+    @property
+    def last(self) -> int:
+        """The row behind it."""
+        return self.first + self.shape[0]
 
 
 class Position(NamedTuple):
@@ -79,9 +84,9 @@ def from_nanotron(
     weights = read_weights(folder)
     assert isinstance(config.model.decoder, AttentionArchitecture), "as all of FAMILIES"
     places = _places(config.model.decoder, parameters)
-    _check(folder, config, parameters, places, weights, report)
+    _check(folder, config, places, weights, report)
     optimizer = OptimizerFiles(folder)
-    model, moments = _tensors(parameters, places, weights, optimizer, report, progress)
+    model, moments = _tensors(places, weights, optimizer, report, progress)
     _compare_batch(config, position, report)
     return saving.save(
         root,
@@ -185,7 +190,7 @@ def _save_tokenizer(config: Config, report: Report) -> Callable[[Path], None] | 
 # ---- tensors -------------------------------------------------------------------------------------------------
 
 
-def _places(architecture: AttentionArchitecture, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Rows]:
+def _places(architecture: AttentionArchitecture, shapes: Mapping[str, Shape]) -> dict[str, Rows]:
     """Our name → where nanotron has it."""
     queries, keys = (
         heads * architecture.head_dim for heads in (architecture.num_attention_heads, architecture.kv_heads)
@@ -207,28 +212,23 @@ def _places(architecture: AttentionArchitecture, shapes: Mapping[str, tuple[int,
     places = {}
     for name, shape in shapes.items():
         if name in ends:
-            places[name] = Rows(ends[name], 0, shape[0])
+            places[name] = Rows(ends[name], 0, shape)
             continue
         layer, _, rest = name.removeprefix("model.layers.").partition(".")
         module, _, kind = rest.rpartition(".")
         theirs, first = fused.get(module, (module, 0))
-        places[name] = Rows(f"model.decoder.{layer}.pp_block.{theirs}.{kind}", first, first + shape[0])
+        places[name] = Rows(f"model.decoder.{layer}.pp_block.{theirs}.{kind}", first, shape)
     return places
 
 
 def _check(
-    folder: Path,
-    config: Config,
-    parameters: Mapping[str, tuple[int, ...]],
-    places: Mapping[str, Rows],
-    weights: Mapping[str, Merged],
-    report: Report,
+    folder: Path, config: Config, places: Mapping[str, Rows], weights: Mapping[str, Merged], report: Report
 ) -> None:
     """Raise InputError unless the files hold just the model of the config."""
-    wanted: dict[str, tuple[int, ...]] = {}
-    for name, place in places.items():
+    wanted: dict[str, Shape] = {}
+    for place in places.values():
         rows = max(place.last, wanted.get(place.name, (0,))[0])
-        wanted[place.name] = (rows, *parameters[name][1:])
+        wanted[place.name] = (rows, *place.shape[1:])
     where = folder / "model"
     if missing := sorted(set(wanted) - set(weights)):
         near = nearest(missing[0], set(weights) - set(wanted))
@@ -248,7 +248,6 @@ def _check(
 
 
 def _tensors(
-    parameters: Mapping[str, tuple[int, ...]],
     places: Mapping[str, Rows],
     weights: Mapping[str, Merged],
     optimizer: OptimizerFiles,
@@ -264,20 +263,20 @@ def _tensors(
     averages = sorted(keys & {"exp_avg", "exp_avg_sq"})
     done, total = itertools.count(1), len(places) * (1 + len(averages))
 
-    def later(tensor: Merged, place: Rows, shape: tuple[int, ...]) -> TensorShard:
+    def later(tensor: Merged, place: Rows) -> TensorShard:
         def rows() -> Tensor:
             if progress:
                 progress(next(done), total)
             return tensor.rows(place.first, place.last)
 
-        return TensorShard.later(shape, torch.float32, rows)
+        return TensorShard.later(place.shape, torch.float32, rows)
 
     model, moments = {}, {}
     for name, place in places.items():
         weight = weights[place.name]
-        model[name] = later(optimizer.tensor(weight, MASTER) if MASTER in keys else weight, place, parameters[name])
+        model[name] = later(optimizer.tensor(weight, MASTER) if MASTER in keys else weight, place)
         for key in averages:
-            moments[f"state.{name}.{key}"] = later(optimizer.tensor(weight, key), place, parameters[name])
+            moments[f"state.{name}.{key}"] = later(optimizer.tensor(weight, key), place)
         if "step" in keys:
             moments[f"state.{name}.step"] = TensorShard.full(torch.tensor(optimizer.step(place.name)))
     return model, moments
