@@ -9,17 +9,12 @@
 A driver's listing and `info` hold the length of a file and its version: what changes with its content.
 """
 
-from __future__ import annotations
-
 import os
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from kenotron.config.errors import InputError, nearest
 from kenotron.storage.hub import HUB_CREDENTIALS, configure_hub, first_line, offline_variable
-
-if TYPE_CHECKING:
-    from fsspec import AbstractFileSystem
 
 FileInfo: TypeAlias = dict[str, Any]
 """What fsspec's `info` returns: name, type, size, and keys of the driver's own."""
@@ -39,7 +34,7 @@ VERSIONS = NAMES_OF_VERSIONS.split()
 """The drivers' names for the version, the most reliable first."""
 
 
-def filesystem(url: str, part_tries: int = 1) -> AbstractFileSystem:
+def filesystem(url: str, part_tries: int = 1) -> Any:
     """fsspec's file system for `url`, one per process and protocol. S3's sends every part up to `part_tries` times.
 
     Raises InputError: no such protocol; its driver is not installed; the network is forbidden.
@@ -83,7 +78,7 @@ def version_of(info: FileInfo) -> str:
     return next((str(info[name]) for name in VERSIONS if info.get(name)), "")
 
 
-def read_range(fs: AbstractFileSystem, url: str, start: int, stop: int) -> tuple[bytes, tuple[int, str]]:
+def read_range(fs: Any, url: str, start: int, stop: int) -> tuple[bytes, tuple[int, str]]:
     """Bytes [start, stop) of a file, fewer where it ends before, and the size and version that it has now."""
     if hasattr(fs, "read_range"):
         return fs.read_range(url, start, stop)
