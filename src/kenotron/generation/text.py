@@ -42,9 +42,7 @@ class TextStream:
 
     def finish(self) -> str:
         """What was held back and will no longer be completed, replacement marks included."""
-        text = self._new_text()
-        self.before, self.shown = self.shown, len(self.tokens)
-        return text
+        return self._new_text()
 
     def _new_text(self) -> str:
         known = self.tokenizer.decode(self.tokens[self.before : self.shown])

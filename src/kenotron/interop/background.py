@@ -44,12 +44,11 @@ class BackgroundExport:
     def wait(self) -> int:
         """Wait for the end; the bytes of the files with weights. Raises InputError."""
         said, _ = self._process.communicate()
-        if self._process.returncode:
-            self._errors.seek(0)
-            lines = self._errors.read().decode(errors="replace").splitlines() or [""]
-            self._errors.close()
-            raise InputError(f"the process ended with exit code {self._process.returncode}: {lines[-1]}")
-        self._errors.close()
+        with self._errors:
+            if self._process.returncode:
+                self._errors.seek(0)
+                lines = self._errors.read().decode(errors="replace").splitlines() or [""]
+                raise InputError(f"the process ended with exit code {self._process.returncode}: {lines[-1]}")
         outcome = json.loads(said.splitlines()[-1])
         if "problem" in outcome:
             raise InputError(outcome["problem"])
