@@ -31,9 +31,7 @@ from kenotron.text.documents import (
     split_long_chunk,
     texts_of_row,
 )
-
-ROWS_AT_ONCE, BYTES_AT_ONCE = 1000, 1 << 25
-"""Rows that are in memory at a time: at most so many, and of about so many bytes."""
+from kenotron.text.tables import rows_at_once
 
 SILENCE_S = 30.0
 """Seconds after which a request to the hub fails if nothing arrives."""
@@ -173,9 +171,7 @@ class HubDocuments(MayBeBad):
             if self.column not in rows.column_names:
                 row = dict.fromkeys(rows.column_names)
                 raise InputError(f"dataset.text_column_name: dataset {self.name}: {missing_column(self.column, row)}")
-            each = rows.data.nbytes // max(len(rows), 1)
-            at_once = max(1, min(ROWS_AT_ONCE, BYTES_AT_ONCE // max(each, 1)))
-            batches = rows.select_columns([self.column]).iter(at_once)
+            batches = rows.select_columns([self.column]).iter(rows_at_once(rows.data.nbytes, len(rows)))
             rows = ({self.column: text} for batch in batches for text in batch[self.column])
         for number, row in enumerate(rows, start=1):
             with self.no_text_is_bad(f"dataset.text_column_name: dataset {self.name}, row {number}"):

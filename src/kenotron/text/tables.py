@@ -102,7 +102,7 @@ class ParquetReader(RowReader):
             rows = max(sum(counts[start:stop]), 1)
             done = 0
             for group in range(len(counts))[start:stop]:
-                step = _rows_at_once(opened.metadata.row_group(group).total_byte_size, counts[group])
+                step = rows_at_once(opened.metadata.row_group(group).total_byte_size, counts[group])
                 for batch in opened.iter_batches(step, [group], column and [column], use_threads=False):
                     yield _Rows(sum(counts[:start]) + done, done / rows, batch)
                     done += batch.num_rows
@@ -116,7 +116,7 @@ class ArrowReader(RowReader):
             row, size = 0, max(source.size(), 1)
             for batch in _record_batches(source):
                 _check_column(file, column, batch.schema.names)
-                step = _rows_at_once(batch.nbytes, batch.num_rows)
+                step = rows_at_once(batch.nbytes, batch.num_rows)
                 for first in range(0, batch.num_rows, step):
                     yield _Rows(row + first, source.tell() / size, batch.slice(first, step))
                 row += batch.num_rows
@@ -185,7 +185,7 @@ def _rows_of_groups(opened: Any) -> list[int]:
     return [opened.metadata.row_group(group).num_rows for group in range(opened.metadata.num_row_groups)]
 
 
-def _rows_at_once(size: int, rows: int) -> int:
+def rows_at_once(size: int, rows: int) -> int:
     """How many of so many rows of `size` bytes in all."""
     return max(1, min(ROWS_AT_ONCE, BYTES_AT_ONCE * rows // max(size, 1)))
 
