@@ -22,18 +22,14 @@ Update = Callable[[int], None]
 def progress(label: str, total: int, report: Report) -> Iterator[Update]:
     """Yields ``update(done)``, to be called with the work done so far, out of `total`."""
     if sys.stderr.isatty() and threading.current_thread() is threading.main_thread():
-        yield from _bar(label, total)
+        from rich.console import Console
+        from rich.progress import Progress
+
+        with Progress(console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task(label, total=total)
+            yield lambda done: bar.update(task, completed=done)
     else:
         yield _plain(label, total, report)
-
-
-def _bar(label: str, total: int) -> Iterator[Update]:
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(label, total=total)
-        yield lambda done: bar.update(task, completed=done)
 
 
 def _plain(label: str, total: int, report: Report) -> Update:
