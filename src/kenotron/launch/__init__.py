@@ -179,7 +179,14 @@ def work_on_ranks(
 
         start_ranks(config, work, options, logs, why_killed)
         return None
-    return _work_alone(config, work, options) if needed == 1 else work_as_rank(config, work, options)
+    if needed > 1:
+        return work_as_rank(config, work, options)
+    from kenotron.parallel.device import best_device
+    from kenotron.parallel.mesh import axes, build_mesh
+
+    set_defaults()
+    device = best_device()
+    return work(config, build_mesh(axes(config), 1, device.type), device, **options)
 
 
 def check_processes(config: HasLayout) -> None:
@@ -196,15 +203,6 @@ def check_processes(config: HasLayout) -> None:
         )
     if not started_as_rank():
         check_cores(needed)
-
-
-def _work_alone(config: RankConfig, work: Callable[..., T], options: dict[str, object]) -> T:
-    from kenotron.parallel.device import best_device
-    from kenotron.parallel.mesh import axes, build_mesh
-
-    set_defaults()
-    device = best_device()
-    return work(config, build_mesh(axes(config), 1, device.type), device, **options)
 
 
 def work_as_rank(
