@@ -17,7 +17,7 @@ from kenotron.cli.tables import to_stderr
 from kenotron.config.errors import byte_size, counted
 
 if TYPE_CHECKING:
-    from kenotron.prepare.download import RequiredFile, ResolvedFile
+    from kenotron.prepare.download import RequiredFile
 
 
 @app.command()
@@ -35,7 +35,9 @@ def fetch(
     requirements = [*download.data_requirements(run), *_model_requirements(run)]
     found = download.fetch(requirements, to_stderr)
     for each in found:
-        print(_line(each))
+        where = "read during training" if each.required.kind == "remote" else each.place
+        status = f"{byte_size(each.size)}, {where}" if each.required.files else "user code, not checked"
+        print(f"{each.required.kind} {each.required.name}: {status}")
     remote = sum(each.required.kind == "remote" for each in found)
     later = f"; {counted(remote, 'path')} will be read over the network during training" if remote else ""
     print(f"Ready: the run can start offline (HF_HUB_OFFLINE=1){later}")
@@ -55,10 +57,3 @@ def _model_requirements(config: Any) -> Iterator[RequiredFile]:
             yield RequiredFile("model", weights, key, lambda: [*filter(Path.is_file, locate(path).iterdir())])
         else:
             yield required_path(path, key)
-
-
-def _line(found: ResolvedFile) -> str:
-    required = found.required
-    where = "read during training" if required.kind == "remote" else found.place
-    status = f"{byte_size(found.size)}, {where}" if required.files else "user code, not checked"
-    return f"{required.kind} {required.name}: {status}"

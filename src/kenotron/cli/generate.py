@@ -91,9 +91,11 @@ def generate(
         from kenotron.generation.layout import check_layout, choose_layout
         from kenotron.generation.request import Request, decode_on_ranks
         from kenotron.interop.sources import open_source
+        from kenotron.launch.environment import ranks_from_environment, started_as_rank
 
         source = open_source(here, verify=False)
-        layout = choose_layout(dp, pp, tp, source.layout, _processes(), ep)
+        started = ranks_from_environment().world_size if started_as_rank() else None
+        layout = choose_layout(dp, pp, tp, source.layout, started, ep)
         check_layout(source.model.decoder, layout)
     from kenotron.launch import work_on_ranks
 
@@ -108,13 +110,6 @@ def generate(
         batch_size=1 if stream else batch_size,
     )
     work_on_ranks(request, decode_on_ranks)
-
-
-def _processes() -> int | None:
-    """The number of processes that torchrun has started; None without it."""
-    from kenotron.launch.environment import ranks_from_environment, started_as_rank
-
-    return ranks_from_environment().world_size if started_as_rank() else None
 
 
 def _prompts(texts: list[str], file: str | None, tokens: list[str]) -> list[str | list[int]]:
