@@ -213,7 +213,8 @@ def _prompt_tokens(
         raise InputError(f"{where}: there is no tokenizer here, so a prompt must be token ids, not text")
     tokens = tokenizer.encode(prompt) if isinstance(prompt, str) and tokenizer else [int(t) for t in prompt]
     if not tokens:  # an empty text: what a document starts with
-        tokens = [_start_of_text(tokenizer, config)]
+        bos = tokenizer.bos_token_id if tokenizer else config.bos_token_id
+        tokens = [end_of_text(tokenizer, config) if bos is None else bos]
     outside = next((token for token in tokens if not 0 <= token < config.vocab_size), None)
     if outside is not None:
         raise InputError(f"{where}: token {outside} is outside the model's vocabulary of {config.vocab_size}")
@@ -240,8 +241,3 @@ def ends_of_text(tokenizer: TextTokenizer | None, config: DecoderArchitecture) -
             continue
         ends |= {token for token in (named if isinstance(named, list) else [named]) if isinstance(token, int)}
     return frozenset(ends)
-
-
-def _start_of_text(tokenizer: TextTokenizer | None, config: DecoderArchitecture) -> int:
-    bos = tokenizer.bos_token_id if tokenizer else config.bos_token_id
-    return end_of_text(tokenizer, config) if bos is None else bos
