@@ -229,9 +229,12 @@ def open_folder(
         raise InputError(
             f"dataset.vocab_size: {wanted.vocab_size} is above model.model_config.vocab_size = {vocab_size}"
         )
-    if wanted.dtype is None:
-        for file in files:
-            _check_guessed_width(file, vocab_size)
+    for file in files if wanted.dtype is None and vocab_size > 1 << 16 else ():
+        if file.format == "datatrove" and file.ends is None and file.tokenizer is None:  # read as two bytes a token
+            raise InputError(
+                f"{file.path}: nothing says whether a token has 2 or 4 bytes, and it may well be 4: give "
+                f"dataset.token_size_in_bytes (or token_dtype beside 'tokens')"
+            )
     if wanted.read_path is not None:
         if is_remote(wanted.read_path):
             raise InputError(f"dataset.dataset_read_path: expected a folder on this machine, found {wanted.read_path}")
@@ -243,17 +246,6 @@ def open_folder(
     return TokenFolder(
         wanted.path, files, sequence_length, min(vocab_size, wanted.vocab_size or vocab_size), wanted.return_positions
     )
-
-
-def _check_guessed_width(file: TokenFile, vocab_size: int) -> None:
-    """A `.ds` alone, without index and metadata, is read as two bytes a token, which a large vocabulary contradicts."""
-    if file.format != "datatrove" or file.ends is not None or file.tokenizer is not None:
-        return
-    if vocab_size > 1 << 16:
-        raise InputError(
-            f"{file.path}: nothing says whether a token has 2 or 4 bytes, and it may well be 4: give "
-            f"dataset.token_size_in_bytes (or token_dtype beside 'tokens')"
-        )
 
 
 def _local_copy(file: TokenFile, folder: Any, copies: Path) -> TokenFile:
