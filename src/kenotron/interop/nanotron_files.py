@@ -207,10 +207,7 @@ class OptimizerFiles:
 
     def step(self, name: str) -> float:
         """How often Adam has updated this weight."""
-        pp = self.places[name]["step"]
-        return float(
-            next(state[name]["step"] for rank, state in self.states.items() if rank[0] == pp and name in state)
-        )
+        return float(next(state[name]["step"] for state in self.states.values() if "step" in state.get(name, {})))
 
     def tensor(self, weight: Merged, key: str) -> Merged:
         """The tensor `key` of a weight, cut as the weight is. Raises InputError if a rank's does not fit."""
