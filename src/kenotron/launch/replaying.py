@@ -11,11 +11,10 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kenotron.checkpoint.folders import CheckpointFolder, list_checkpoints, verify
+from kenotron.checkpoint.folders import CheckpointFolder, list_checkpoints, quiet, verify
 from kenotron.config import Config, load
 from kenotron.config.errors import InputError, counted, first_of
 from kenotron.config.packaged import packaged
@@ -75,7 +74,8 @@ def replay(
     log = (Path(log_dir) if log_dir else Path(config.logging.log_dir) / config.general.run) / "metrics.jsonl"
     logged = _metrics(log)
     if step not in logged:
-        raise InputError(f"--step: expected a step of the log, which has {_range(logged)}, found {step}")
+        has = f"{min(logged)} to {max(logged)}" if logged else "none"
+        raise InputError(f"--step: expected a step of the log, which has {has}, found {step}")
     first, speaks = start.step + 1 if start else 1, ranks_from_environment().rank == 0
     with tempfile.TemporaryDirectory(prefix="kenotron-replay-") as temporary:
         again = config_of_replay(config, Path(temporary), step, overrides)
@@ -94,8 +94,7 @@ def replay(
         raise InputError(f"{log}: expected {', '.join(COMPARED)} of steps {first} to {step}, found none of them")
     reads: list[str] = []
     if differences:
-        quietly = partial(open_run, report=lambda line: None, held_out=begun.held_out)
-        with quietly(begun.in_run_steps(config), step) as data:
+        with open_run(begun.in_run_steps(config), step, quiet, held_out=begun.held_out) as data:
             reads = of_step(data, int(differences[0].split()[1].rstrip(":")))[1]
     return Replayed(first, step, compared, rounding, differences, reads)
 
@@ -159,10 +158,6 @@ def _metrics(path: Path) -> dict[int, dict[str, Any]]:
     if not path.exists():
         raise InputError(f"no file {path}; --log-dir names the folder of the run's metrics.jsonl")
     return logged_steps(path)
-
-
-def _range(logged: dict[int, dict[str, Any]]) -> str:
-    return f"{min(logged)} to {max(logged)}" if logged else "none"
 
 
 def _compare(
