@@ -1,6 +1,6 @@
 """A run's own tokenizer, trained on the text of its first stage and kept."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 
@@ -31,15 +31,11 @@ def trained_tokenizer(sources: Sequence[SourcePlan], vocab_size: int, run: RunSe
 
     def build(folder: Path) -> None:
         run.report(f"training a tokenizer of {vocab_size:,} entries on {names}")
-        train_byte_level_bpe(training_texts(specs, run), vocab_size).save(folder)
+        texts = chain.from_iterable(spec.training_texts(run) for spec in specs)
+        train_byte_level_bpe(first_characters(texts, TRAINING_CHARACTERS), vocab_size).save(folder)
 
     with complete_keys("data_stages.0.data.dataset"):
         cached_folder(path, build, run.report, "training a tokenizer")
     tokenizer = load_tokenizer(path)
     tokenizer.name = f"byte-level BPE trained on {names}"
     return tokenizer
-
-
-def training_texts(specs: Sequence[TextSpec], run: RunSettings) -> Iterator[str]:
-    """Documents that are not held out, up to `TRAINING_CHARACTERS`."""
-    return first_characters(chain.from_iterable(spec.training_texts(run) for spec in specs), TRAINING_CHARACTERS)

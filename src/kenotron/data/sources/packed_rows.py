@@ -33,8 +33,8 @@ from kenotron.data.batch import Int64
 from kenotron.data.cached_folder import cached_folder, map_cached_array
 from kenotron.data.formats.token_file import TokenFile, document_blocks
 from kenotron.data.source import Origin, Samples, SourceFile, TokenSource
+from kenotron.data.sources.token_folder import fetch_origin
 from kenotron.kernels.hashing import mix64
-from kenotron.storage.arrays import fetch_ahead
 from kenotron.storage.files import cache_root
 from kenotron.storage.paths import RemoteArray
 from kenotron.text.progress import Report, progress
@@ -273,18 +273,13 @@ class PackedRows(TokenSource):
 
     def fetch_ahead(self, indices: Int64) -> list[Future[bytes]]:
         """Start downloading the fragments of the rows `indices`."""
-        return self._fetch(self.locate(indices))
-
-    def _fetch(self, origin: Origin) -> list[Future[bytes]]:
-        read = [self.parts[number] for number in origin.file.tolist()]
-        arrays = [part.tokens for part in read] + [part.loss for part in read]
-        return fetch_ahead(arrays, 2 * origin.start.tolist(), 2 * np.asarray(origin.length).tolist())
+        return fetch_origin(self.parts, self.locate(indices))
 
     def read(self, indices: Int64, document_ids: bool = True) -> Samples:
         """The samples. Every fragment is a document of its own, and so is the padding."""
         origin = self.locate(indices)
         if self.is_remote:
-            self._fetch(origin)  # side by side; each fragment then waits for its own
+            fetch_origin(self.parts, origin)  # side by side; each fragment then waits for its own
         shape = len(indices), self.sequence_length + 1
         tokens = np.full(shape, self.padding, dtype=np.int64)
         documents = np.zeros(shape, dtype=np.int64)

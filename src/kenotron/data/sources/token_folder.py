@@ -101,10 +101,7 @@ class TokenFolder(TokenSource):
 
     def fetch_ahead(self, indices: Int64) -> list[Future[bytes]]:
         """Start downloading the windows `indices` and their loss masks."""
-        origin = self.locate(indices)
-        read = [self.token_files[number] for number in origin.file.tolist()]
-        arrays = [file.tokens for file in read] + [file.loss for file in read]
-        return fetch_ahead(arrays, 2 * origin.start.tolist(), [self.sequence_length + 1] * len(arrays))
+        return fetch_origin(self.token_files, self.locate(indices))
 
     def _documents(self, origin: Origin) -> Int64 | None:
         if not self.boundaries:
@@ -171,6 +168,14 @@ class TokenFolder(TokenSource):
             f"{file.path}: token {int(file.tokens[at])} at offset {at} is not below the vocabulary of "
             f"{self.vocab_size:,} (read as {file.tokens.dtype}; another tokenizer, or another width?)"
         )
+
+
+def fetch_origin(files: Sequence[TokenFile], origin: Origin) -> list[Future[bytes]]:
+    """Start downloading the tokens of `origin`, and their loss masks, from those of its `files` on other machines."""
+    read = [files[number] for number in origin.file.tolist()]
+    arrays = [file.tokens for file in read] + [file.loss for file in read]
+    lengths = np.broadcast_to(origin.length, len(read)).tolist()
+    return fetch_ahead(arrays, 2 * origin.start.tolist(), 2 * lengths)
 
 
 def window_step(format: str, sequence_length: int) -> int:
