@@ -40,8 +40,8 @@ MUTANTS = [
     Mutant(
         name="the-runs-of-an-array-have-one-name",
         file="launch/slurm/submitting.py",
-        find='                f"general.run={plain.general.run}-{number}",\n',
-        replace="",
+        find=', f"general.run={plain.general.run}-{number}", *places]',
+        replace=", *places]",
         why="all runs of a sweep write one metrics.jsonl, and their curves are mixed up",
         tests=(f"{SLURM}::test_runs_of_an_array_share_no_folder",),
     ),

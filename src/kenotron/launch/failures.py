@@ -188,13 +188,12 @@ class Watch:
             self.answered = False
             if silent > self.timeout_seconds + hangs.STATUS_WITHIN_S:
                 host = os.environ.get("MASTER_ADDR", "the launcher")
-                return self._end_with(
-                    RunFailed(
-                        f"rank {self.rank} has waited more than {self.timeout_seconds:g} s "
-                        f"(parallelism.timeout_seconds) for {host}, through which ranks find each other: that machine "
-                        f"is down, or the network to it; this rank is at {place_of()[0]}"
-                    )
+                error = RunFailed(
+                    f"rank {self.rank} has waited more than {self.timeout_seconds:g} s "
+                    f"(parallelism.timeout_seconds) for {host}, through which ranks find each other: that machine "
+                    f"is down, or the network to it; this rank is at {place_of()[0]}"
                 )
+                return self._end_with(error)
         return None
 
     def _find_dead_ranks(self) -> None:

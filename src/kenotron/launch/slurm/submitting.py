@@ -130,16 +130,11 @@ def configs_of(file: str | Path, overrides: Sequence[str], array: str | None, sa
         "checkpoints.staging_path": plain.checkpoints.staging_path,
         "s3_upload.upload_s3_path": upload.upload_s3_path if upload is not None else None,
     }
-    return [
-        checked(
-            [
-                f"{key}={value}",
-                f"general.run={plain.general.run}-{number}",
-                *(f"{place}={path.rstrip('/')}/{number}" for place, path in own.items() if path is not None),
-            ]
-        )
-        for number, value in enumerate(values.split(","))
-    ]
+    configs = []
+    for number, value in enumerate(values.split(",")):
+        places = [f"{place}={path.rstrip('/')}/{number}" for place, path in own.items() if path is not None]
+        configs.append(checked([f"{key}={value}", f"general.run={plain.general.run}-{number}", *places]))
+    return configs
 
 
 def _advise(
