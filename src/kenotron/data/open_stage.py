@@ -188,19 +188,18 @@ def open_planned(
     opened: TokenSource | None = None,
 ) -> TokenSource:
     """Open a source as `stage` reads it; `Opening` says what `reserved` and `opened` are."""
+    opening = Opening(
+        run=run,
+        at=planned.at,
+        sequence_length=stage.sequence_length,
+        seed=stage.data.seed,
+        order_key=planned.key,
+        first_stage=stage.number == 0,
+        reserved=reserved,
+        opened=opened,
+    )
     with complete_keys(planned.at):
-        return planned.spec.open(
-            Opening(
-                run=run,
-                at=planned.at,
-                sequence_length=stage.sequence_length,
-                seed=stage.data.seed,
-                order_key=planned.key,
-                first_stage=stage.number == 0,
-                reserved=reserved,
-                opened=opened,
-            )
-        )
+        return planned.spec.open(opening)
 
 
 def open_stage(sources: Sources, stage: StagePlan) -> OpenStage:

@@ -111,10 +111,10 @@ class StagePlan:
         found: list[float] = []
         for group, section in enumerate(self.data.datasets):
             weight = section.weight if section else None
-            numbers = [i for i, source in enumerate(self.sources) if source.group == group]
-            parts = [self._part(i, measure) for i in numbers]
+            shares = {i: source.share for i, source in enumerate(self.sources) if source.group == group}
+            parts = [measure(i, share) if isinstance(share, str) else share for i, share in shares.items()]
             if weight is not None:
-                whole = sum(measure(i, weight) for i in numbers) if isinstance(weight, str) else weight
+                whole = sum(measure(i, weight) for i in shares) if isinstance(weight, str) else weight
                 total = sum(parts)
                 parts = [whole * part / total for part in parts]
             found += parts
@@ -122,10 +122,6 @@ class StagePlan:
         if temperature == 1:
             return found
         return [max((weight / max(found)) ** (1 / temperature), 1e-300) for weight in found]
-
-    def _part(self, number: int, measure: Measure) -> float:
-        share = self.sources[number].share
-        return measure(number, share) if isinstance(share, str) else share
 
 
 def plan_stages(config: Config) -> list[StagePlan]:
@@ -152,18 +148,17 @@ def plan_stages(config: Config) -> list[StagePlan]:
             raise InputError(
                 f"data_stages.{number}.data.restart: expected false: no earlier stage reads any of its sources"
             )
-        planned.append(
-            StagePlan(
-                number=number,
-                name=stage.name,
-                start=start,
-                stop=max(start, min(end, tokens.train_steps + 1)),
-                sequence_length=length,
-                levels=levels(stage.batch_size_ramp, config.global_batch_size),
-                data=data,
-                sources=sources,
-            )
+        plan = StagePlan(
+            number=number,
+            name=stage.name,
+            start=start,
+            stop=max(start, min(end, tokens.train_steps + 1)),
+            sequence_length=length,
+            levels=levels(stage.batch_size_ramp, config.global_batch_size),
+            data=data,
+            sources=sources,
         )
+        planned.append(plan)
     return planned
 
 

@@ -187,15 +187,11 @@ def network() -> Network:
     """Interfaces that are up, and InfiniBand ports."""
     links = sorted(Path("/sys/class/net").glob("*"))
     ports = sorted(Path("/sys/class/infiniband").glob("*/ports/*"))
+    up = [link.name for link in links if system_file(link / "operstate") in ("up", "unknown")]
+    active = [port for port in ports if "ACTIVE" in (system_file(port / "state") or "")]
     return Network(
-        interfaces=[
-            link.name for link in links if link.name != "lo" and system_file(link / "operstate") in ("up", "unknown")
-        ],
-        infiniband=[
-            f"{port.parent.parent.name}:{port.name}"
-            for port in ports
-            if "ACTIVE" in (system_file(port / "state") or "")
-        ],
+        interfaces=[name for name in up if name != "lo"],
+        infiniband=[f"{port.parent.parent.name}:{port.name}" for port in active],
     )
 
 

@@ -37,12 +37,9 @@ def train_byte_level_bpe(texts: Iterable[str], vocab_size: int) -> TextTokenizer
             f"tokenizer.train.vocab_size: expected at least 257 (256 bytes and end of text), found {vocab_size}"
         )
     backend = tokenizers.Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.Sequence(  # type: ignore[assignment]
-        [
-            pre_tokenizers.Split(tokenizers.Regex(SPLIT_PATTERN), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    words = pre_tokenizers.Split(tokenizers.Regex(SPLIT_PATTERN), "isolated")
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([words, level])  # type: ignore[assignment]
     backend.decoder = decoders.ByteLevel()  # type: ignore[assignment]
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,

@@ -101,24 +101,21 @@ def nanoset_specs(section: NanosetDataset) -> list[tuple[float | str, TokenPath]
     copies = nothing if section.dataset_read_path is None else as_list(section.dataset_read_path)
     lists = (section.folders, section.dataset_weights or nothing, copies, section.dataset_max_tokens or nothing)
     size = section.token_size_in_bytes
-    found = [
-        (
-            share,
-            TokenPath(
-                key="dataset.dataset_folder",
-                path=folder,
-                dtype=f"uint{8 * size}" if size else None,
-                read_path=copy,
-                max_tokens=cap,
-                shuffle_files=section.shuffle_files,
-                return_positions=section.return_positions,
-                tokenizer_name=section.tokenizer_name,
-                vocab_size=section.vocab_size,
-                packing=section.packing,
-            ),
+    found = []
+    for folder, share, copy, cap in zip(*lists, strict=True):
+        path = TokenPath(
+            key="dataset.dataset_folder",
+            path=folder,
+            dtype=f"uint{8 * size}" if size else None,
+            read_path=copy,
+            max_tokens=cap,
+            shuffle_files=section.shuffle_files,
+            return_positions=section.return_positions,
+            tokenizer_name=section.tokenizer_name,
+            vocab_size=section.vocab_size,
+            packing=section.packing,
         )
-        for folder, share, copy, cap in zip(*lists, strict=True)
-    ]
+        found.append((share, path))
     return _with_shares(found)
 
 
