@@ -52,16 +52,15 @@ class Manifest:
 
 def render(manifest: Manifest) -> bytes:
     """The text of a manifest."""
-    return _seal(
-        {
-            "format": FORMAT,
-            "version": VERSION,
-            "step": manifest.step,
-            "saved_at": manifest.saved_at,
-            "state": manifest.state,
-            "files": {name: record._asdict() for name, record in manifest.files.items()},
-        }
-    )
+    content = {
+        "format": FORMAT,
+        "version": VERSION,
+        "step": manifest.step,
+        "saved_at": manifest.saved_at,
+        "state": manifest.state,
+        "files": {name: record._asdict() for name, record in manifest.files.items()},
+    }
+    return _seal(content)
 
 
 def _seal(content: dict[str, Any]) -> bytes:

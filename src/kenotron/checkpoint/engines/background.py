@@ -78,18 +78,17 @@ class BackgroundEngine(Engine):
         except (CheckpointError, PeerFailed, OSError) as error:
             self.held.close()
             return [*outcomes, Unsaved(self.folder, describe(error))]
-        self.writer.begin(
-            {
-                "temporary": self.temporary,
-                "final": self.folder,
-                "rank": rank_and_size()[0],
-                "ranks": self.ranks,
-                "small": small,
-                "state": plain(content["state"], "state") if self._is_first else {},
-                "verify": self.verifies,
-                "keep": keep,
-            }
-        )
+        job = {
+            "temporary": self.temporary,
+            "final": self.folder,
+            "rank": rank_and_size()[0],
+            "ranks": self.ranks,
+            "small": small,
+            "state": plain(content["state"], "state") if self._is_first else {},
+            "verify": self.verifies,
+            "keep": keep,
+        }
+        self.writer.begin(job)
         self.in_flight = True
         blocks = [block for file in plan.files for block in file.blocks]
         self._copy([parts[block.folder][block.name].elements() for block in blocks], plan.bytes)
