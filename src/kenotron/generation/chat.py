@@ -43,7 +43,9 @@ class Chat:
             )
         self.model, self.tokenizer, self.template = model, tokenizer, template
         self.messages = [] if system is None else [{"role": "system", "content": system}]
-        self.end_of_turn = self._end_of_turn()
+        turns = [*self.messages, {"role": "user", "content": "A question."}, {"role": "assistant", "content": ANSWER}]
+        mark = self._text(turns).rpartition(ANSWER)[2].strip()  # what the template writes after an answer
+        self.end_of_turn = [mark] if mark else []
 
     def reply(
         self, text: str, sampling: SamplingOptions = DEFAULTS, stream: Callable[[str], None] | None = None
@@ -63,9 +65,3 @@ class Chat:
 
     def _text(self, messages: list[dict[str, str]], prompt: bool = False) -> str:
         return render_chat(self.template, special_tokens(self.tokenizer), "chat", messages, prompt=prompt)[0]
-
-    def _end_of_turn(self) -> list[str]:
-        """What the template writes after an answer, if that is more than blank space."""
-        turns = [*self.messages, {"role": "user", "content": "A question."}, {"role": "assistant", "content": ANSWER}]
-        mark = self._text(turns).rpartition(ANSWER)[2].strip()
-        return [mark] if mark else []

@@ -90,9 +90,12 @@ class FsspecPath(RemotePath):
 
     def map_array(self, dtype: np.dtype, offset: int, count: int, download: bool) -> RemoteArray | NDArray:
         """A `BlockArray`, or with `download` a mapped local copy. Raises InputError: larger than the cache."""
-        if download:
-            return _downloaded_array(self.file(), dtype, offset, count)
-        return BlockArray(self.file(), dtype, offset, count, self.block_size)
+        file = self.file()
+        if download:  # completely, and mapped: an index, which is searched at random
+            name = Block(file, 0, file.size).name
+            data = block_store(file.settings).mapped_file(name, file.size, stream(file), file.url)
+            return np.frombuffer(data, dtype, count, offset)
+        return BlockArray(file, dtype, offset, count, self.block_size)
 
     def file(self) -> RemoteFile:
         """The current version of the file."""
@@ -136,13 +139,6 @@ class BlockArray(RemoteArray):
         first, end = self._offset + start * self.itemsize, self._offset + stop * self.itemsize
         for at in range(first // self._block * self._block, end, self._block):
             yield Block(self.file, at, min(at + self._block, self.file.size))
-
-
-def _downloaded_array(file: RemoteFile, dtype: np.dtype, offset: int, count: int) -> NDArray:
-    """Of a file that is downloaded completely and mapped: an index, which is searched at random."""
-    name = Block(file, 0, file.size).name
-    data = block_store(file.settings).mapped_file(name, file.size, stream(file), file.url)
-    return np.frombuffer(data, dtype, count, offset)
 
 
 def _result(future: Future[bytes] | None) -> bytes | None:
