@@ -120,8 +120,8 @@ MUTANTS = [
     Mutant(
         name="average-left-behind",
         file="optim/combined.py",
-        find="[local_tensor(parameter) for parameter in old], 1 - self.ema_decay)",
-        replace="[local_tensor(parameter) for parameter in old], self.ema_decay)",
+        find="[local_tensor(parameter).float() for parameter in old], 1 - self.ema_decay)",
+        replace="[local_tensor(parameter).float() for parameter in old], self.ema_decay)",
         why="the moving average has the weights of the last step, and little else",
         tests=("optim/test_combined.py",),
     ),

@@ -78,6 +78,6 @@ def set_gradients():
             value = torch.randn(parameter.shape, generator=generator)
             if isinstance(parameter, DTensor):
                 value = DTensor.from_local(value, parameter.device_mesh, parameter.placements)
-            parameter.grad = value
+            parameter.grad = value.to(parameter.dtype)
 
     return fill

@@ -106,6 +106,24 @@ def test_the_average_follows_its_formula_and_stands_in_for_the_weights(tiny, sec
     assert torch.equal(model.lm_head.weight.double(), weights[-1])
 
 
+def test_the_average_of_bf16_weights_moves_by_less_than_they_round(tiny, section, set_gradients):
+    """Weights come back with the same bits, and the average keeps its own."""
+    model = tiny().bfloat16()
+    optimizer = build_optimizer(model.named_parameters(), section(ema_decay=0.999))
+    expected = None
+    for step in range(30):
+        steps(model, optimizer, set_gradients, 1, first=step)
+        weight = model.lm_head.weight.detach().double()
+        expected = weight.clone() if expected is None else 0.999 * expected + 0.001 * weight
+    average = optimizer.state[model.lm_head.weight]["ema"]
+    kept = average.clone()
+    torch.testing.assert_close(average.double(), expected, rtol=1e-6, atol=1e-8)
+    with optimizer.averaged():
+        assert torch.equal(model.lm_head.weight, expected.bfloat16())
+    assert torch.equal(model.lm_head.weight.double(), weight)
+    assert torch.equal(average, kept)
+
+
 def test_the_average_of_a_run_is_validated_resumed_and_exported(tmp_path):
     """Step 4 after a stop at 2 as without one; a run that starts from the export has the loss that was logged."""
     overrides = (*text_overrides(tmp_path), "optimizer.ema_decay=0.5", "checkpoints.checkpoint_interval=2")
