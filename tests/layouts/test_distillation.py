@@ -21,7 +21,7 @@ from kenotron.training.distillation import teaching, token_losses
 from kenotron.training.teacher_cache import distance, top_k_of
 from support.layout_runs import Problem, train_alone, train_on_layout
 from support.ranks import run_ranks
-from support.tiny_run import tiny_config, train_quietly
+from support.tiny_run import text_overrides, tiny_config, train_quietly
 
 VOCAB = 64
 
@@ -214,6 +214,19 @@ def test_answers_serve_every_layout(layout: tuple[int, str], teacher: Path, tmp_
         expect_the_same(run_ranks(layout[0], train_on_layout, each, layout[1], tmp_path / str(number), alone), alone)
     assert (tmp_path / "one" / "top_k.bin").read_bytes() == before
     assert len((tmp_path / "ranks" / "top_k.bin").read_bytes()) == len(before)
+
+
+def test_a_teacher_of_other_tokens_is_refused(tmp_path: Path) -> None:
+    """A tokenizer of as many tokens is not the same one."""
+    (tmp_path / "a").mkdir()
+    text = text_overrides(tmp_path / "a")
+    train_quietly(tiny_config(tmp_path / "a", *text, "tokens.train_steps=1"))
+    distilled(tmp_path / "b", tmp_path / "a" / "checkpoints", *text, "tokens.train_steps=1")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "0.txt").write_text("zebra zulu zigzag " * 500)
+    other = f"data_stages.0.data.dataset.text_files={tmp_path}/other"
+    with pytest.raises(InputError, match=r"^model\.loss\.teacher: .*a/checkpoints was trained with another tokenizer"):
+        distilled(tmp_path / "c", tmp_path / "a" / "checkpoints", *text, other, "tokens.val_fraction=0.0001")
 
 
 def test_documents_are_apart_for_the_teacher_too(teacher: Path, tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from kenotron.observers.validation import evaluate
 from kenotron.parallel.collectives import all_reduce
 from kenotron.parallel.data import evaluating
 from kenotron.parallel.ranks import run_on_rank0
-from kenotron.text.tokenizer import load_tokenizer
+from kenotron.text.tokenizer import check_tokens, load_tokenizer
 from kenotron.training.console import logger
 from kenotron.training.hooks import Hook
 from kenotron.training.initial_weights import load_initial_weights
@@ -94,10 +94,8 @@ class ProxyOfReference(Hook):
             folder = open_source(self.path, verify=False).tokenizer
         except InputError as error:
             raise InputError(f"{REFERENCE}: {error}") from None
-        if folder is None or run.tokenizer is None:
-            return
-        if load_tokenizer(folder).to_json() != run.tokenizer.to_json():
-            raise InputError(f"{REFERENCE}: {self.path} was trained with another tokenizer than the run's")
+        known = load_tokenizer(folder) if folder else None
+        check_tokens(known, run.tokenizer, f"{REFERENCE}: {self.path}")
 
     @torch.no_grad()
     def before_step(self, run: Run) -> None:

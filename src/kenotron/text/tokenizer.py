@@ -158,6 +158,12 @@ def end_of_text(tokenizer: TextTokenizer | None, architecture: Any) -> int:
     return architecture.eos_token_id if eos is None else eos
 
 
+def check_tokens(known: TextTokenizer | None, tokenizer: TextTokenizer | None, what: str) -> None:
+    """Raise InputError if the two have other tokens, or other ids of them; without one of them nothing is known."""
+    if known is not None and tokenizer is not None and known.backend.get_vocab() != tokenizer.backend.get_vocab():
+        raise InputError(f"{what} was trained with another tokenizer than the run's")
+
+
 def load_tokenizer(name_or_path: str | Path, revision: str | None = None) -> TextTokenizer:
     """Load from a folder, a tokenizer.json, or a Hugging Face repository.
 

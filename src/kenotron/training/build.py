@@ -17,7 +17,7 @@ from kenotron.kernels.attentions.choice import attention_of_run
 from kenotron.models import build, named_parameters
 from kenotron.models.token_loss import load_loss
 from kenotron.optim.build import build_optimizer
-from kenotron.parallel.ranks import wait_for_all
+from kenotron.parallel.ranks import raise_on_any_rank, wait_for_all
 from kenotron.training.checkpoint_hook import CheckpointHook
 from kenotron.training.console import logger
 from kenotron.training.guards import NonFiniteGuard
@@ -73,7 +73,9 @@ def build_run(
     factors = factors_of(skeleton, config)
     if "model" not in start.loads:
         init, seed = config.model.init_method, config.general.seed
-        fill_weights(parts, init, seed, lambda name: factors[name].std if factors else 1.0)
+        group_of = config.optimizer.group_of
+        stds = {name: each.std for name, each in factors.items()}
+        fill_weights(parts, init, seed, lambda name: stds.get(name, 1.0) * group_of(name).init_std_scale)
         if pipeline is not None:
             pipeline.share_tied_weights()
     optimizer = optimizer_of(config, skeleton, parts, factors)
@@ -85,6 +87,8 @@ def build_run(
     if isinstance(config.model.loss, Distillation):
         teach = import_dotted(TEACHING, "model.loss")(config, parts, device)
     data = open_data(config, start)
+    if isinstance(config.model.loss, Distillation):
+        raise_on_any_rank(lambda: teach and teach.check(data.tokenizer))
     checkpoints.open()
     run = Run(
         config=config,
@@ -119,6 +123,7 @@ def optimizer_of(
         config.optimizer,
         all_names=[name for name, _ in named_parameters(skeleton)],
         padded=config.model.decoder.vocab_size % config.model.make_vocab_size_divisible_by > 0,
+        dtype=config.model.dtype,
         factors=factors,
     )
 

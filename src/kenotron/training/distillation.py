@@ -30,6 +30,7 @@ from kenotron.kernels.linear_cross_entropy import IGNORED
 from kenotron.models.context import Context
 from kenotron.models.token_loss import OwnLoss
 from kenotron.parallel.ranks import raise_on_any_rank
+from kenotron.text.tokenizer import TextTokenizer, check_tokens
 from kenotron.training.teacher_cache import TeacherCache, TopK, top_k_of
 from kenotron.training.teacher_cache import distance as distance_of_top_k
 
@@ -56,57 +57,66 @@ def token_losses(settings: Distillation, logits: Tensor, theirs: Tensor | TopK, 
     return (1 - weight) * likelihood + weight * temperature**2 * distance
 
 
-def teaching(
-    config: Config, parts: Sequence[Decoder], device: torch.device
-) -> Callable[[MicroBatch], MicroBatch] | None:
+def teaching(config: Config, parts: Sequence[Decoder], device: torch.device) -> Teaching | None:
     """What gives a micro-batch the teacher of `model.loss`; None on ranks that have no head. All ranks call it.
 
     Raises InputError: no model at `teacher`, or one of fewer tokens; a cache of something else.
     """
-    settings: Any = config.model.loss
     with_head = any(getattr(part, "lm_head", part) is not None for part in parts)  # foreign ones are whole
-    answers = raise_on_any_rank(lambda: _answers(settings, config, device) if with_head else None)
-    if answers is None:
-        return None
+    return raise_on_any_rank(lambda: Teaching(config, device) if with_head else None)
 
-    def taught(micro_batch: MicroBatch) -> MicroBatch:
+
+class Teaching:
+    """Gives a micro-batch its loss by the teacher, which is loaded when it is asked first, or to begin a cache."""
+
+    def __init__(self, config: Config, device: torch.device) -> None:
+        settings: Any = config.model.loss
+        self.settings: Distillation = settings
+        self.vocab_size = config.model.decoder.vocab_size
+        self.load = cache(lambda: _load(self.settings, config, device))
+        self.known: TeacherCache | None = None
+        k, folder = settings.top_k, settings.cache
+        if k is not None and k >= self.vocab_size:
+            raise InputError(
+                f"model.loss.top_k: expected fewer than the {self.vocab_size} tokens of the model, found {k}"
+            )
+        if folder is not None:
+            facts = settings.model_dump(include={"teacher", "temperature"}) | {"documents": config.masks_documents}
+            self.known = TeacherCache(Path(folder), k, config.tokens.sequence_length, self.vocab_size, facts)
+        self.asked = self.known is None or not self.known.begun
+        if self.asked:
+            self.load()  # what is wrong with it is said before the first step
+
+    def check(self, tokenizer: TextTokenizer | None) -> None:
+        """Raise InputError if a teacher that is asked knows other tokens than the run's `tokenizer`."""
+        if self.asked:
+            check_tokens(self.load()[1], tokenizer, f"model.loss.teacher: {self.settings.teacher}")
+
+    def __call__(self, micro_batch: MicroBatch) -> MicroBatch:
+        """`micro_batch` with the loss."""
+
         def losses(logits: Tensor, labels: Tensor) -> Tensor:
-            return token_losses(settings, logits, answers(micro_batch), labels)
+            return token_losses(self.settings, logits, self.answers(micro_batch), labels)
 
         return replace(micro_batch, ctx=replace(micro_batch.ctx, loss=OwnLoss(losses)))
 
-    return taught
-
-
-def _answers(settings: Distillation, config: Config, device: torch.device) -> Callable[[MicroBatch], Tensor | TopK]:
-    """What the teacher says of a micro-batch: logits, or the most probable tokens with the temperature."""
-    vocab_size, k = config.model.decoder.vocab_size, settings.top_k
-    load = cache(lambda: _load(settings, config, device))
-    known = None
-    if k is not None and k >= vocab_size:
-        raise InputError(f"model.loss.top_k: expected fewer than the {vocab_size} tokens of the model, found {k}")
-    if settings.cache is not None and k is not None:
-        facts = settings.model_dump(include={"teacher", "temperature"}) | {"documents": config.masks_documents}
-        known = TeacherCache(Path(settings.cache), k, config.tokens.sequence_length, vocab_size, facts)
-    if known is None or not known.begun:
-        load()  # what is wrong with it is said before the first step
-
-    def answers(micro_batch: MicroBatch) -> Tensor | TopK:
-        found = None if known is None else known.read(micro_batch)
+    def answers(self, micro_batch: MicroBatch) -> Tensor | TopK:
+        """What the teacher says: logits, or the most probable tokens with the temperature."""
+        found = None if self.known is None else self.known.read(micro_batch)
         if found is not None:
             return found
-        logits = load()(micro_batch.tokens, micro_batch.ctx)
-        if k is None:
+        logits = self.load()[0](micro_batch.tokens, micro_batch.ctx)
+        if self.settings.top_k is None:
             return logits
-        found = top_k_of(logits[:, :vocab_size].float() / settings.temperature, k)
-        if known is not None:
-            known.write(micro_batch, found)
+        found = top_k_of(logits[:, : self.vocab_size].float() / self.settings.temperature, self.settings.top_k)
+        if self.known is not None:
+            self.known.write(micro_batch, found)
         return found
 
-    return answers
 
-
-def _load(settings: Distillation, config: Config, device: torch.device) -> Callable[[Tensor, Context], Tensor]:
+def _load(
+    settings: Distillation, config: Config, device: torch.device
+) -> tuple[Callable[[Tensor, Context], Tensor], TextTokenizer | None]:
     try:
         loaded = load_for_generation(settings.teacher, config.model.dtype, device)
     except InputError as error:
@@ -124,4 +134,4 @@ def _load(settings: Distillation, config: Config, device: torch.device) -> Calla
     def teacher(tokens: Tensor, ctx: Context) -> Tensor:
         return model(tokens, replace(ctx, attention=attention))
 
-    return teacher
+    return teacher, loaded.tokenizer
