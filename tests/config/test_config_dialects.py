@@ -74,6 +74,45 @@ def test_a_precision_that_is_none_or_contradicts_is_one_line(minimal: dict[str, 
         load(minimal | {"precision": "16-true"})
 
 
+def test_a_precision_lies_over_what_came_before(minimal: dict[str, Any], write: Callable[[str], Path]) -> None:
+    """A later file's over an earlier one's keys, and an override over all files."""
+    minimal["model"]["dtype"] = "float32"
+    path = write(yaml.safe_dump(minimal))
+    other = path.parent / "precision.yaml"
+    other.write_text("precision: bf16-mixed\n")
+    for overrides, expected in (
+        ([str(other)], ("bfloat16", True)),
+        (["precision=bf16-true"], ("bfloat16", False)),
+        ([str(other), "precision=32", "model.dtype=bfloat16"], ("bfloat16", True)),
+    ):
+        config = load(path, overrides)
+        assert (config.model.dtype, config.optimizer.accumulate_grad_in_fp32) == expected, overrides
+
+
+@pytest.mark.parametrize(
+    ("second", "key", "value"),
+    [
+        ("optimizer: {optimizer_factory: {name: sgd, momentum: 0.5}}", "name", "sgd"),
+        ("optimizer: {optimizer_factory: {adam_eps: 0.5}}", "adam_eps", 0.5),
+        ("optimizer: {optimizer_factory: {name: adamW, adam_eps: 0.5}}", "adam_eps", 0.5),
+        ("model: {init_method: {path: x}}", "path", "x"),
+        ("model: {init_method: {use_mup: true}}", "use_mup", True),
+        ("model: {init_method: {scaling_method: NONE}}", "std", 0.025),
+    ],
+)
+def test_a_later_file_may_choose_another_variant(
+    minimal: dict[str, Any], write: Callable[[str], Path], second: str, key: str, value: object
+) -> None:
+    """Without keys of the one before; and of the same variant keys are joined."""
+    minimal["optimizer"]["optimizer_factory"] = {"name": "adamW", "adam_beta1": 0.5}
+    path = write(yaml.safe_dump(minimal))
+    (path.parent / "second.yaml").write_text(second)
+    config = load(path, [str(path.parent / "second.yaml")])
+    section: Any = config.model.init_method if "init" in second else config.optimizer.optimizer_factory
+    assert getattr(section, key) == value
+    assert getattr(section, "adam_beta1", 0.5) == 0.5
+
+
 @pytest.mark.parametrize("inside_a_mixture", [False, True])
 def test_a_map_of_folders_becomes_folders_and_weights(minimal: dict[str, Any], inside_a_mixture: bool) -> None:
     old = {"dataset_folder": {"a": 3, "b": 0.5}}

@@ -39,7 +39,6 @@ _PRECISIONS = {  # Gapetron's and Lightning's names: dtype, and whether weights 
 def upgrade(document: Document) -> Iterator[str]:
     """Rewrite `document` in place; yields one message per upgraded key."""
     for rewrite in (
-        _precision,
         _flat_adam,
         _data_without_stages,
         _folder_weights,
@@ -76,7 +75,8 @@ def _flat_adam(document: Document) -> Iterator[str]:
         yield _moved(document, ("optimizer", name), ("optimizer", "optimizer_factory", name))
 
 
-def _precision(document: Document) -> Iterator[str]:
+def precision(document: Document, overrides: bool = False) -> Iterator[str]:
+    """Replace `precision` by the two keys that it sets, of one file, or as it `overrides` what is there."""
     if "precision" not in document.data:
         return
     name = str(document.data["precision"])
@@ -86,7 +86,7 @@ def _precision(document: Document) -> Iterator[str]:
     dtype, kept = _PRECISIONS[name]
     sets: dict[Keys, object] = {("model", "dtype"): dtype, ("optimizer", "accumulate_grad_in_fp32"): kept}
     for key, value in sets.items():
-        if document.get(*key) not in (None, value):
+        if document.get(*key) not in (None, value) and not overrides:
             found = f"{'.'.join(map(str, key))} is {document.get(*key)}; remove one of them"
             raise document.error(("precision",), f"precision {name} sets {value}, but {found}")
         document.put(key, value, document.place(("precision",)))

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from kenotron.config.config import Config
-from kenotron.config.dialects import resume_from_itself, upgrade
+from kenotron.config.dialects import precision, resume_from_itself, upgrade
 from kenotron.config.document import Document, Keys, read
 from kenotron.config.domains import resolve_domains
 from kenotron.config.dotted import find_beside
@@ -42,11 +42,13 @@ def load(
         raise InputError(f"overrides: expected a list such as ['tokens.train_steps=100'], found {overrides!r}")
     say = report or logging.getLogger("kenotron").warning
     document = read(to_dict(source) if isinstance(source, Config) else source)
+    document.notes += precision(document)
     if document.name:
         find_beside(Path(document.name))
     for file in filter(is_file, overrides):
         find_beside(Path(file))
         over = read(file)
+        over.notes += precision(over)
         merge(document, over)
         document.notes += over.notes
     for line in (*document.notes, *upgrade(document)):
@@ -54,6 +56,8 @@ def load(
     for text in overrides:
         if not is_file(text):
             apply(document, text)
+            for line in precision(document, overrides=True):
+                say(line)
     resolve_domains(document)
     for line in resume_from_itself(document):  # with another checkpoints_path it starts from the file's
         say(line)

@@ -12,15 +12,28 @@ def is_file(text: str) -> bool:
     return "=" not in text and text.endswith((".yaml", ".yml"))
 
 
+VARIANTS = {"optimizer_factory": ["name"], "loss": ["name"], "init_method": ["path", "use_mup", "std"]}
+"""Sections that have variants, and the keys by which one is chosen."""
+
+
 def merge(document: Document, other: Document, keys: Keys = ()) -> None:
-    """Lay `other` over `document` at `keys`: maps are joined, anything else takes the place of what is there."""
+    """Lay `other` over `document` at `keys`: maps are joined, anything else takes the place of what is there.
+
+    So does a map that chooses another variant.
+    """
     for name, value in other.get(*keys).items():
         here = (*keys, name)
-        if isinstance(value, dict) and isinstance(document.get(*here), dict):
+        before = document.get(*here)
+        if isinstance(value, dict) and isinstance(before, dict) and not _is_another(name, value, before):
             merge(document, other, here)
         else:
             document.put(here, value, other.place(here))
             document.places |= {each: place for each, place in other.places.items() if each[: len(here)] == here}
+
+
+def _is_another(section: object, new: dict[str, object], old: dict[str, object]) -> bool:
+    chosen = [key for key in VARIANTS.get(str(section), ()) if key in new]
+    return any(key not in old or (key == "name" and new[key] != old[key]) for key in chosen)
 
 
 def apply(document: Document, text: str) -> None:
