@@ -61,6 +61,11 @@ def test_layouts_of_one_config_agree(layout: str, dtype: str, tmp_path: Path) ->
     assert 1e-6 < usual < 1e-3 if dtype == "float32" else 1e-3 < usual < 0.3
 
 
+@pytest.mark.slow
+def test_layouts_in_float16_agree(tmp_path: Path) -> None:
+    assert compared("tp=2 mode=REDUCE_SCATTER", tmp_path, "float16").agrees
+
+
 def test_a_step_of_one_sample_agrees(tmp_path: Path) -> None:
     plain, other = (
         tiny_config(tmp_path, "tokens.micro_batch_size=1", *layout) for layout in ([], ["parallelism.tp=2"])

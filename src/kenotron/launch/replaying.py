@@ -30,7 +30,7 @@ from kenotron.text.progress import Report
 
 COMPARED = ("lm_loss", "grad_norm", "state_hash", "lr")
 OWN = ("general.run", "tokens.train_steps")  # a replay needs the run's values of these
-ROUNDING = {"float32": 1e-4, "bfloat16": 2e-2}  # of a loss or norm on another layout
+ROUNDING = {"float32": 1e-4, "float16": 5e-3, "bfloat16": 2e-2}  # of a loss or norm on another layout
 
 
 @dataclass(frozen=True)

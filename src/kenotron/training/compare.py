@@ -66,7 +66,8 @@ if TYPE_CHECKING:
     from kenotron.data import TokenBatch
     from kenotron.parallel.mesh import Mesh
 
-PERTURBATION = {"float32": 2.0**-17, "bfloat16": 2.0**-9}  # standard deviation, relative, by the compute dtype
+PERTURBATION = {"float32": 2.0**-17, "float16": 2.0**-12, "bfloat16": 2.0**-9}
+"""Standard deviation, relative, by the compute dtype."""
 SEEDS = (1, 2, 3)  # of the R's
 SAFETY = 3.0  # of norms over a parameter, which hardly are small by luck
 NUMBER_SAFETY = 10.0  # of a loss or norm, which may be
