@@ -215,6 +215,13 @@ def test_what_does_not_fit_is_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_device_that_is_not_there_is_said_before_the_first_step(tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval", reason="lm_eval is not installed")
+    with pytest.raises(InputError, match=r"^evaluation\.device: gpu: Expected one of cpu, cuda"):
+        train_and_listen(tiny_config(tmp_path, *keys(tmp_path, "evaluation.device=gpu")))
+
+
+@pytest.mark.slow
 def test_a_run_is_evaluated_as_the_command_does(tmp_path: Path) -> None:
     pytest.importorskip("lm_eval", reason="lm_eval is not installed")
     options = {"num_fewshot": 1, "limit": 7, "batch_size": 2, "device": "cpu"}

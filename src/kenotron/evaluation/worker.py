@@ -28,6 +28,7 @@ from kenotron.config.errors import InputError
 from kenotron.config.evaluation import Evaluation
 from kenotron.kernels.cores import cores_by_affinity
 from kenotron.storage.background import stay_in_background
+from kenotron.storage.hub import first_line
 
 MAIN = "from kenotron.evaluation.worker import main; main()"
 OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -97,6 +98,8 @@ def main() -> None:
     stay_in_background()
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # lm_eval and datasets print, too
+    import torch
+
     from kenotron.evaluation import evaluate
     from kenotron.evaluation.harness import Tasks
 
@@ -107,8 +110,12 @@ def main() -> None:
 
     try:
         tasks = Tasks(settings.tasks, settings.include_path, frozen=True)
+        torch.empty(0, device=settings.device)
     except InputError as error:  # which names a key
         answer(problem=f"evaluation.{error}")
+        return
+    except (RuntimeError, AssertionError) as error:  # of torch
+        answer(problem=f"evaluation.device: {settings.device}: {first_line(error)}")
         return
     answer(ready=time.perf_counter() - started)
     for line in sys.stdin:

@@ -43,7 +43,8 @@ class EvaluationHook(Hook):
         """Load the tasks, and make up for an evaluation that was interrupted. Raises InputError: there are no such."""
         logger.info("Evaluation: loading %s", ", ".join(self.settings.tasks))
         folder = log_folder(run.config) / "evaluation"
-        self.worker = Worker(self.settings.model_copy(update={"srun": None}), folder)
+        here = {} if self.settings.srun is None else {"srun": None, "device": "cpu"}
+        self.worker = Worker(self.settings.model_copy(update=here), folder)
         answer = self.worker.answer(None)
         assert answer is not None
         if "problem" in answer:
