@@ -87,7 +87,10 @@ def _architecture(
         if key in config and found.get(key) is None:
             report(f"{where}: {key} is null; {_default(kind, key)} is used where there is no tokenizer")
     for key in filter(config.get, DROPOUTS):
-        report(f"{where}: {key} {config[key]} is ignored: families of ours have no dropout")
+        report(
+            f"{where}: {key} {config[key]} is ignored: families of ours have no dropout; "
+            "model_config: {hf: …, family: kenotron.models.foreign.HuggingFace, training_dropout: true} has it"
+        )
     try:
         written = kind.section.model_validate(kind.from_hf(found, config))
         architecture = kind.section.model_validate(kind.from_hf(found, config) | overrides) if overrides else written

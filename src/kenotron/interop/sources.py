@@ -146,27 +146,32 @@ def skeleton(model: Model) -> Decoder:
         return build(model.model_copy(update={"make_vocab_size_divisible_by": 1}))
 
 
-def hf_architecture(source: str | Path, overrides: Mapping[str, Any] | None = None) -> DecoderArchitecture:
+def hf_architecture(
+    source: str | Path, overrides: Mapping[str, Any] | None = None, report: Report = quiet
+) -> DecoderArchitecture:
     """The architecture of ``model_config: {hf: source, …overrides}``. Only `config.json` is read.
 
+    `report` gets a line for each of its settings that is left out.
     Raises InputError: missing, hub unreachable, a family or a setting that is not supported.
     """
     try:
         file = find_config(source)
     except InputError as error:
         raise InputError(f"model.model_config.hf: {error}") from error
-    return architecture_from_hf(read_json(file), str(file), overrides=overrides)
+    return architecture_from_hf(read_json(file), str(file), report, overrides)
 
 
-def resolve_architecture(config: Config) -> Config:
+def resolve_architecture(config: Config, report: Report = quiet) -> Config:
     """``model_config: {hf: …}`` replaced by the architecture of the Hugging Face model that it names.
+
+    `report` gets a line for each of its settings that is left out.
 
     Raises InputError: those of `hf_architecture`, and of a layout that the architecture does not allow.
     """
     architecture, layout = config.model.architecture, config.parallelism
     if not isinstance(architecture, HFArchitecture):
         return config
-    resolved = hf_architecture(architecture.hf, architecture.overrides)
+    resolved = hf_architecture(architecture.hf, architecture.overrides, report)
     config = config.model_copy(update={"model": config.model.model_copy(update={"architecture": resolved})})
     for key, problem in problems_of(config):
         raise InputError(f"{key}: {problem} (the model of {architecture.hf})")

@@ -38,15 +38,16 @@ def train(config: Config, mesh: Mesh, device: torch.device, *, fresh: bool = Fal
     if ranks.local_world_size < ranks.world_size:
         check_shared(config.checkpoint_folder, config.checkpoints.checkpoints_path_is_shared_file_system)
     local = local_tier(config, ranks)  # of this rank's config: its path may be another disk's on each machine
+    said: list[str] = []
     with machine_limits(config, device):
-        config = _resolved(config)
+        config = _resolved(config, said.append)
         if config.masks_documents and is_users_own(config.model.decoder.family):
             longest = max(config.sequence_lengths.values())
             run_on_rank0(lambda: check_blocks(config.model.decoder, longest, device))
         fetch_checkpoints(config, fresh)
     checkpoints = Checkpoints(config, fresh=fresh, local=local, start_elsewhere=start_elsewhere)
     console.start_logging(config, mesh)
-    for line in warnings_of(config):
+    for line in (*said, *warnings_of(config)):
         logger.warning("%s", line)
     with machine_limits(config, device, warn=True):  # with the architecture, from which memory is estimated
         watching = observers(config, mesh)
@@ -56,11 +57,14 @@ def train(config: Config, mesh: Mesh, device: torch.device, *, fresh: bool = Fal
     return run
 
 
-def _resolved(config: Config) -> Config:
-    """`config` with its architecture. Raises InputError if its plan would leave a rank with a part of a gradient."""
+def _resolved(config: Config, report: folders.Report) -> Config:
+    """`config` with its architecture; `report` gets a line for each setting of a Hugging Face model that is left out.
+
+    Raises InputError if its plan would leave a rank with a part of a gradient.
+    """
 
     def resolve() -> Config:
-        found = interop.resolve_architecture(config)
+        found = interop.resolve_architecture(config, report)
         check_plan(found.model, found.parallelism)
         return found
 
@@ -158,4 +162,4 @@ def fetch_checkpoints(config: Config, fresh: bool) -> None:
 
 def record(config: Config, mesh: Mesh, device: torch.device, *, steps: int, seed: int, folder: str) -> None:
     """`kenotron.training.compare.record`, the architecture resolved first."""
-    compare.record(_resolved(config), mesh, device, steps=steps, seed=seed, folder=folder)
+    compare.record(_resolved(config, folders.quiet), mesh, device, steps=steps, seed=seed, folder=folder)
