@@ -30,7 +30,8 @@ def test_it_is_fast_with_amx_and_on_amd_with_the_instruction(
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
     device = torch.device("cpu")
     assert bfloat16_is_fast(device) is fast
-    assert matmul_dtype(device) == (torch.bfloat16 if fast else torch.float32)
+    assert matmul_dtype(device, torch.bfloat16) == (torch.bfloat16 if fast else torch.float32)
+    assert matmul_dtype(device, torch.float32) == torch.float32
     assert bfloat16_is_fast(torch.device("cuda"))
 
 

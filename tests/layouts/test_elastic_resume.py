@@ -14,7 +14,6 @@ import math
 import random
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -121,14 +120,6 @@ def steps_until(run: Run, last: int) -> Numbers:
     return numbers
 
 
-@contextmanager
-def fp32_products() -> Iterator[None]:
-    """Muon's products in fp32: in bf16, where a CPU has it, a gradient's last bit moves the third digit of a step."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kenotron.optim.muon.matmul_dtype", lambda device: torch.float32)
-        yield
-
-
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
     """As the ranks have: threads of a busy machine wait for one another longer than these matrices take."""
@@ -142,7 +133,7 @@ def begin(rank: int, problem: str, layout: str, checkpoints: Path, last: int = S
     """Train from step 1, save at step 2, and go on to `last`."""
     config = config_of(problem, layout, checkpoints)
     mesh = build_mesh(axes(config), config.parallelism.world_size, "cpu")
-    with fp32_products(), prepared(config, mesh) as run:
+    with prepared(config, mesh) as run:
         steps_until(run, SAVED)
         save(run)
         return steps_until(run, last)
@@ -157,11 +148,10 @@ def go_on(rank: int, problem: str, layout: str, checkpoints: Path, again: Path) 
     checkpoints = Checkpoints(_into(config, again))
     run = build_run(config, mesh, torch.device("cpu"), start, checkpoints=checkpoints)
     try:
-        with fp32_products():
-            assert run.step == SAVED
-            run.config = checkpoints.config
-            save(run)
-            return steps_until(run, LAST)
+        assert run.step == SAVED
+        run.config = checkpoints.config
+        save(run)
+        return steps_until(run, LAST)
     finally:
         close(run)
 

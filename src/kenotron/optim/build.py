@@ -47,14 +47,16 @@ def build_optimizer(
     *,
     all_names: Sequence[str] | None = None,
     padded: bool = False,
+    dtype: str = "float32",
     factors: Mapping[str, Factors] | None = None,
 ) -> torch.optim.Optimizer:
     """The optimizer of `config.optimizer` over the model's (name, parameter) pairs.
 
     `all_names` are those of the whole model, of which this rank may have a part; `padded`: some parameters have rows
-    that pad the vocabulary; `factors`: of the parametrization, by name. Raises `InputError` for a pattern without
-    parameters, for a dotted path that is not an optimizer, does not take the keyword arguments of the config or needs
-    whole matrices where there are none, and for a schedule's path that is not a function.
+    that pad the vocabulary; `dtype`: `model.dtype`, in which Muon computes, too; `factors`: of the parametrization, by
+    name. Raises `InputError` for a pattern without parameters, for a dotted path that is not an optimizer, does not
+    take the keyword arguments of the config or needs whole matrices where there are none, and for a schedule's path
+    that is not a function.
     """
     check_schedules(optimizer_config)
     named_parameters = list(named_parameters)
@@ -67,13 +69,13 @@ def build_optimizer(
     if optimizer_config.stochastic_rounding:
         optimizers = [_import(ROUNDING)(some, names, **_adam(factory)) for factory, some in by_rule.values()]
     else:
-        optimizers = [_build(factory, some, padded) for factory, some in by_rule.values()]
+        optimizers = [_build(factory, some, padded, dtype) for factory, some in by_rule.values()]
     if len(optimizers) == 1 and optimizer_config.ema_decay is None:
         return optimizers[0]
     return _import(COMBINED)(optimizers, optimizer_config.ema_decay)
 
 
-def _build(factory: Any, groups: list[dict[str, Any]], padded: bool) -> torch.optim.Optimizer:
+def _build(factory: Any, groups: list[dict[str, Any]], padded: bool, dtype: str) -> torch.optim.Optimizer:
     """The optimizer of one section, which its name tells from the others, over the groups that have it."""
     if factory.name == "adamW":
         return torch.optim.AdamW(groups, **_adam(factory), fused=factory.torch_adam_is_fused)
@@ -98,6 +100,7 @@ def _build(factory: Any, groups: list[dict[str, Any]], padded: bool) -> torch.op
             "nesterov": factory.muon_nesterov,
             "ns_steps": factory.muon_ns_steps,
             "scale": factory.muon_scale,
+            "dtype": getattr(torch, dtype),
         }
         if factory.name == "normuon":
             settings["beta2"] = factory.normuon_beta2
