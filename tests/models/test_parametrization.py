@@ -255,3 +255,18 @@ def test_a_table_has_no_standard_deviation_for_weights_of_a_checkpoint(tmp_path:
 
 def test_use_mup_false_asks_for_nothing(tmp_path: Path) -> None:
     assert of(tmp_path, {}, "model.init_method={std: 0.05, use_mup: false}") == {}
+
+
+def test_a_group_has_a_standard_deviation_of_its_own(tmp_path: Path) -> None:
+    """Its weights are the same numbers, half as large; the parametrization's factor stays."""
+    rule = "optimizer.param_groups=[{pattern: down_proj, init_std_scale: 0.5, learning_rate_scale: 0.25}]"
+    plain, scaled = config_of(tmp_path / "plain"), config_of(tmp_path / "scaled", rule)
+    with prepared(plain, Mesh()) as one, prepared(scaled, Mesh()) as other:
+        found = dict(named_parameters(*other.parts))
+        for name, weight in named_parameters(*one.parts):
+            torch.testing.assert_close(found[name], (0.5 if "down_proj" in name else 1.0) * weight)
+    before, after = (next(row.split() for row in table(each) if "down_proj" in row) for each in (plain, scaled))
+    assert float(after[-4]) == pytest.approx(0.5 * float(before[-4]), rel=1e-3)
+    assert float(after[-3]) == pytest.approx(0.25 * float(before[-3]), rel=1e-3)
+    with pytest.raises(InputError, match=r"param_groups\.0\.init_std_scale: has no effect: model.init_method.path has"):
+        config_of(tmp_path, rule, "model.parametrization=null", "model.init_method={path: checkpoints/100}")

@@ -434,6 +434,7 @@ ROWS: dict[str, Row] = {
         "optimizer.param_groups=[{pattern: norm, learning_rate_scale: 0.0}]",
         ("optimizer.param_groups=[{pattern: norm, learning_rate_scale: 0.5}]",),
     ),
+    "ParamGroup.init_std_scale": Row(final_weights, "optimizer.param_groups=[{pattern: mlp, init_std_scale: 0.5}]"),
     "ParamGroup.weight_decay": Row(final_weights, "optimizer.param_groups=[{pattern: norm, weight_decay: 0.0}]"),
     # ---- data ----
     "DataStage.name": Row(messages, "data_stages.0.name=other"),

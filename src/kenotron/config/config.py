@@ -15,7 +15,7 @@ from kenotron.config.errors import nearest
 from kenotron.config.evaluation import Evaluation
 from kenotron.config.general import General
 from kenotron.config.logging import Logging, MetricsLogging
-from kenotron.config.model import Distillation, Headless, Model
+from kenotron.config.model import Distillation, ExistingCheckpointInit, Headless, Model
 from kenotron.config.optimizer import Optimizer
 from kenotron.config.parallelism import CONTIGUOUS_METHODS, STRATEGIES, V_ENGINES, ZERO_BUBBLE_ENGINES, Parallelism
 from kenotron.config.profiler import Profiler
@@ -145,6 +145,7 @@ def problems_of(config: Config) -> list[Problem]:
     """(key, what is wrong) of keys that do not fit each other."""
     checks = (
         _check_decoder,
+        _check_initial_weights,
         _check_headless,
         _check_loss,
         _check_float16,
@@ -171,6 +172,13 @@ def _check_decoder(config: Config) -> Iterator[Problem]:
         yield from ((f"model.model_config.{name}", problem) for name, problem in model.shape_problems())
         yield from (("parallelism.tp", problem) for problem in model.tp_problems(tp))
         yield from (("parallelism.expert_parallel_size", problem) for problem in model.ep_problems(ep))
+
+
+def _check_initial_weights(config: Config) -> Iterator[Problem]:
+    for number, group in enumerate(config.optimizer.param_groups or ()):
+        if group.init_std_scale != 1 and isinstance(config.model.init_method, ExistingCheckpointInit):
+            at = f"optimizer.param_groups.{number}.init_std_scale"
+            yield at, "has no effect: model.init_method.path has the weights; remove it"
 
 
 def _check_headless(config: Config) -> Iterator[Problem]:

@@ -207,6 +207,9 @@ class ParamGroup(Section):
 
     pattern: Regex = our_key("Regular expression that is searched for in the parameter's name.")
     learning_rate_scale: float = our_key("Factor on the learning rate; 0 freezes the parameters.", 1.0, ge=0)
+    init_std_scale: float = our_key(
+        "Factor on the standard deviation that its initial weights are drawn with.", 1.0, ge=0
+    )
     weight_decay: float | None = our_key("Weight decay of the group; null: the optimizer's.", None, ge=0)
     optimizer_factory: OptimizerFactory | None = our_key(
         "Update rule of the group; null: optimizer.optimizer_factory.", None
@@ -259,6 +262,11 @@ class Optimizer(Section):
         "Consecutive steps with a non-finite loss or gradient that are skipped before the run stops.", 10, ge=0
     )
     spikes: Spikes | None = our_key("Skip steps with spikes of loss or gradient norm; null: never.", None)
+
+    def group_of(self, name: str) -> ParamGroup:
+        """The settings of the parameter `name`."""
+        found = (rule for rule in self.param_groups or () if re.search(rule.pattern, name))
+        return next(found, ParamGroup(pattern=""))
 
     @property
     def factories(self) -> list[tuple[str, OptimizerFactory]]:

@@ -160,10 +160,11 @@ def table(config: Config) -> list[str]:
     rules = [] if isinstance(init, ExistingCheckpointInit) else model.init_rules(init.std, init.scaling_method)
     rows: dict[tuple[str, ...], None] = {}
     for name, parameter in named_parameters(model):
-        numbers = found.get(name, Factors())
-        drawn = times(rule_for(name, rules), numbers.std) if rules else None
+        numbers, group = found.get(name, Factors()), config.optimizer.group_of(name)
+        drawn = times(rule_for(name, rules), numbers.std * group.init_std_scale) if rules else None
         spread = f"{drawn.std:.4g}" if isinstance(drawn, Normal) else "-"
-        steps = (f"{each:.4g}" for each in (numbers.learning_rate, numbers.weight_decay, numbers.epsilon))
+        rate = numbers.learning_rate * group.learning_rate_scale
+        steps = (f"{each:.4g}" for each in (rate, numbers.weight_decay, numbers.epsilon))
         rows[re.sub(r"\.\d+\.", ".*.", name), " x ".join(map(str, parameter.shape)), spread, *steps] = None
     titles = ("parameter", "shape", "std", "learning rate x", "weight decay x", "epsilon x")
     widths = [max(len(row[column]) for row in (titles, *rows)) for column in range(len(titles))]
