@@ -44,6 +44,9 @@ def test_a_difference_names_the_path_and_both_values(minimal: dict[str, Any]) ->
         ("tokens.train_steps", 15, 30),
         ("model.init_method.path", ABSENT, "x"),
     ]
+    c = load(minimal, ["optimizer.param_groups=[{pattern: mlp, weight_decay: 0.5}]"])
+    assert ("optimizer.param_groups.0.weight_decay", ABSENT, 0.5) in diff(a, c)
+    assert "optimizer.param_groups" not in {path for path, *_ in diff(a, c)}  # which is null, and a list
 
 
 @pytest.mark.parametrize(

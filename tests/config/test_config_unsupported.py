@@ -26,6 +26,8 @@ DATASET = "data_stages.0.data.dataset"
         (["model.model_config._attn_implementation=llama3_ring_attention"], "context_parallel_method: allgather"),
         (["model.model_config.hidden_act=sliu"], "hidden_act: sliu; did you mean 'silu'?"),
         (["model.dtype=float64"], "model.dtype: float64"),
+        (["model.dtype=torch.double"], "model.dtype: torch.double"),
+        (["model.dtype=float8_e4m3fn"], "model.dtype: float8_e4m3fn"),
         (["checkpoints.local={path: x, interval: 1, copy_to_next_machine: true}"], "copy_to_next_machine: True"),
     ],
 )

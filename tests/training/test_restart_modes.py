@@ -398,6 +398,8 @@ def test_another_optimizer_or_batch_is_refused_before_the_model_is_built(parent:
     lion = "optimizer.param_groups=[{pattern: mlp, optimizer_factory: {name: lion}}]"
     with pytest.raises(InputError, match=r"param_groups.0.optimizer_factory.name is .absent. in .* and lion in"):
         start(restarted(parent, tmp_path, "transfer", lion))
+    with pytest.raises(InputError, match=r"ema_decay is None in .* and 0\.9 in this config.*model_only"):
+        start(restarted(parent, tmp_path, "transfer", "optimizer.ema_decay=0.9"))
     with pytest.raises(InputError, match=r"16 samples in 4 steps, but this config's global batch of 8 makes that 32"):
         start(restarted(parent, tmp_path, "model_data", "tokens.micro_batch_size=8"))
     train_quietly(restarted(parent, tmp_path, "transfer", "tokens.micro_batch_size=8"))

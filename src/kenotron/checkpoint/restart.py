@@ -115,7 +115,10 @@ def _check_optimizer(config: Config, before: Config, start: Start) -> None:
     ]
     several = max(len(each.optimizer.factories) for each in (before, config)) > 1
     for name, old, new in changed:
-        if name.endswith("optimizer_factory.name") or (several and name.endswith(".pattern") and old != ABSENT):
+        of_another = name.endswith("optimizer_factory.name") or (
+            several and name.endswith(".pattern") and old != ABSENT
+        )
+        if of_another or (name == "ema_decay" and old is None):
             raise InputError(f"{KEY}: optimizer.{name} is {old} in {path} and {new} in this config; {WITHOUT}")
     if changed:
         logger.info(

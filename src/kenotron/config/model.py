@@ -106,7 +106,7 @@ class Distillation(Section):
 def _choose_loss(value: Any) -> str | None:
     name = value.get("name") if isinstance(value, dict) else getattr(value, "name", None)
     if isinstance(value, dict | Headless | Distillation):
-        return "(distillation)" if name == "distillation" else "(headless)"
+        return {"distillation": "(distillation)", "headless": "(headless)"}.get(str(name))
     return "(dotted)" if isinstance(value, str) and "." in value else None
 
 

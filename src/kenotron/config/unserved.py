@@ -50,7 +50,8 @@ def _keys(data: dict[str, Any]) -> Iterator[tuple[Keys, Any]]:
                 del section[name]
             else:
                 yield keys, section[name]
-    if str(dtype := _at(data, ("model", "dtype"))).lower().removeprefix("torch.") in ("float64", "fp64"):
+    dtype = _at(data, ("model", "dtype"))
+    if str(dtype).lower().removeprefix("torch.").startswith(("float64", "fp64", "double", "float8", "fp8")):
         yield ("model", "dtype"), dtype  # weights may be in it, no run computes in it
 
 

@@ -84,9 +84,7 @@ def diff(a: Config, b: Config) -> list[tuple[str, object, object]]:
 
 
 def differences(left: Mapping[str, object], right: Mapping[str, object]) -> list[tuple[str, object, object]]:
-    """As `diff`, of values by their names."""
-    return [
-        (path, left.get(path, ABSENT), right.get(path, ABSENT))
-        for path in dict.fromkeys([*left, *right])
-        if left.get(path, ABSENT) != right.get(path, ABSENT)
-    ]
+    """As `diff`, of values by their names; of what is a map or a list on one side alone, that side's leaves."""
+    paths = [path for path in dict.fromkeys([*left, *right]) if left.get(path, ABSENT) != right.get(path, ABSENT)]
+    maps = {path[:end] for path in paths for end, character in enumerate(path) if character == "."}
+    return [(path, left.get(path, ABSENT), right.get(path, ABSENT)) for path in paths if path not in maps]

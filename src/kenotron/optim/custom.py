@@ -83,7 +83,8 @@ def _check_elementwise(
         return
     raise InputError(
         f"{FACTORY}.name: {path} is not known to be elementwise, which it has to be {where}; expected adamW, sgd, "
-        f"muon, an elementwise optimizer of torch.optim, or a class with `elementwise = True` (docs/architecture.md)"
+        "lion, muon, normuon, soap, an elementwise optimizer of torch.optim, or a class with `elementwise = True` "
+        "(docs/architecture.md)"
     )
 
 
