@@ -114,6 +114,12 @@ REFUSED += [
     (f"{STAGE}={{text_files: texts.jsonl}}", "missing: the stage 'only' reads text (set it, or tokenizer.train)"),
     ("optimizer.optimizer_factory={name: fractions.Fraction}", "expected a torch.optim.Optimizer at 'fractions.Frac"),
     (f"{LR}.lr_decay_style=math.pi", f"{LR}.lr_decay_style: expected a function at 'math.pi', found 3.14159"),
+    ("optimizer.param_groups=[{pattern: nothere}]", "optimizer.param_groups: 'nothere' matches no parameter's name"),
+    (
+        "model.loss={name: distilation}",
+        "or a dotted path such as my_module.name, found 'distilation'; did you mean 'disti",
+    ),
+    ("model.loss=headless", "model.loss: expected a map of keys, found 'headless'; set model.loss.name=headless"),
 ]
 
 
@@ -399,7 +405,7 @@ COMMANDS = [
             "model.make_vocab_size_divisible_by=1024",
         ),
         "error: optimizer.optimizer_factory.name: torch.optim.Adafactor is not known to be elementwise, which it has "
-        "to be with rows that pad the vocabulary (model.make_vocab_size_divisible_by); expected adamW, sgd, muon",
+        "to be with rows that pad the vocabulary (model.make_vocab_size_divisible_by); expected adamW, sgd, lion",
     ),
     (
         ("train", "tiny.yaml", "parallelism.dp=64"),

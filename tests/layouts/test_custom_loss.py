@@ -96,6 +96,8 @@ def test_it_is_the_sum_over_tokens_with_a_label_and_validation_stays_cross_entro
 def test_what_is_no_loss_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"model.loss: module 'support.user_parts' has no 'smoothd'; did you mean"):
         load_loss("support.user_parts.smoothd")
+    with pytest.raises(InputError, match=r"model.loss: math.isfinite cannot be called with .logits, labels.: "):
+        load_loss("math.isfinite")
     with pytest.raises(InputError, match=r"model.loss: expected a function at 'support.user_parts.__name__'"):
         load_loss("support.user_parts.__name__")
     with pytest.raises(InputError, match=r"a loss for every token, of shape \[3\], found \[\].*reduction='none'"):

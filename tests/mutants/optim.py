@@ -2,6 +2,7 @@
 
 from mutants.mutant import Mutant
 
+ELASTIC = "layouts/test_elastic_resume.py::test_a_run_saved_under_one_layout_goes_on_under_another"
 CLIP = ("optim/test_clip_gradients.py",)
 
 MUTANTS = [
@@ -12,6 +13,22 @@ MUTANTS = [
         replace="weight_decay = rule.weight_decay or weight_decay",
         why="a group of parameters that asks for no weight decay gets the optimizer's",
         tests=("optim/test_parameter_groups.py::test_the_first_pattern_that_matches_wins",),
+    ),
+    Mutant(
+        name="momentum-is-left-out-of-checkpoints",
+        file="optim/state.py",
+        find="        if value is not None\n    }",
+        replace='        if value is not None and key != "momentum_buffer"\n    }',
+        why="Muon on ZeRO 1 goes on from another model on another layout, in silence (Megatron-LM #6920)",
+        tests=(f"{ELASTIC}[dp=2 zero=1 to tp=2 (normuon)]",),
+    ),
+    Mutant(
+        name="the-average-of-weights-has-their-dtype",
+        file="optim/combined.py",
+        find="parameter.detach().to(torch.float32, copy=True)",
+        replace="parameter.detach().clone()",
+        why="an average of bf16 weights does not move",
+        tests=("optim/test_combined.py",),
     ),
     Mutant(
         name="clip-forgets-a-group",

@@ -113,6 +113,19 @@ def _check_architecture(config: Config) -> None:
         check_plan(config.model, config.parallelism)
         if is_users_own(architecture.family):
             _check_family(config, architecture)
+    if isinstance(architecture, DecoderArchitecture) and config.optimizer.param_groups:
+        _check_groups(config)
+
+
+def _check_groups(config: Config) -> None:
+    """Raises InputError: a pattern without parameters, an optimizer of matrices for something else."""
+    import torch
+
+    from kenotron.models import build, named_parameters
+    from kenotron.optim.groups import parameter_groups
+
+    with torch.device("meta"):
+        parameter_groups(named_parameters(build(config.model)), config.optimizer)
 
 
 def _check_family(config: Config, architecture: DecoderArchitecture) -> None:

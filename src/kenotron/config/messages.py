@@ -82,7 +82,8 @@ def _lines(error: dict[str, Any], extra: list[Location], document: Document) -> 
         if error["type"] == "variant" and isinstance(error["input"], dict) and "name" in error["input"]:
             keys, error = (*keys, "name"), error | {"input": error["input"]["name"]}
         name, asked = error["input"], dotted(keys)
-        if asked.endswith(("optimizer_factory", "model.loss")) and isinstance(name, str):
+        of_loss = asked == "model.loss" and name in context["keys"]
+        if isinstance(name, str) and (of_loss or asked.endswith("optimizer_factory")):
             yield document.at(keys, f"{asked}: expected a map of keys, found {name!r}; set {asked}.name={name}")
             return
         words = _names(error["input"]) if isinstance(error["input"], dict | str) else []

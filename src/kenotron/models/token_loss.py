@@ -11,6 +11,7 @@ over gathered logits. All logits of a micro-batch are then in memory in fp32, wh
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
@@ -72,6 +73,12 @@ def load_loss(setting: str | Headless | Distillation | None) -> TrainingLoss | N
     found = import_dotted(setting, "model.loss")
     if not callable(found):
         raise InputError(f"model.loss: expected a function at '{setting}', found {found!r}")
+    try:
+        inspect.signature(found).bind("logits", "labels")
+    except TypeError as error:
+        raise InputError(f"model.loss: {setting} cannot be called with (logits, labels): {error}") from None
+    except ValueError:  # a function in C that does not show its arguments
+        pass
     return OwnLoss(found)
 
 
