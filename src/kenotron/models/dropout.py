@@ -8,8 +8,6 @@ what else was drawn, and in recomputation on how the generator was kept. Here th
 of its own for each sample (`kernels.random`), of which a hash serves four elements.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

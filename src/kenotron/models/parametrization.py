@@ -25,20 +25,17 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 
+from kenotron.config import Config
 from kenotron.config.errors import InputError
 from kenotron.config.model import ExistingCheckpointInit, SpectralInit
 from kenotron.models import build, named_parameters
+from kenotron.models.decoder import Decoder
 from kenotron.models.family import EMBEDDING, HEAD
 from kenotron.models.init_rules import Normal, rule_for, times
 from kenotron.models.plan import modules
-
-if TYPE_CHECKING:
-    from kenotron.config import Config
-    from kenotron.models.decoder import Decoder
 
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # that nanotron has as one matrix
 

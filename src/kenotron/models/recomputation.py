@@ -9,20 +9,16 @@ Every number of q costs as many FLOPs as one of gate, two for each feature of th
 et al. 2022, arXiv 2205.05198, recompute the attention, which held its scores then.)
 """
 
-from __future__ import annotations
-
 from functools import partial
 from math import inf
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import kenotron.kernels.products  # for its operator  # noqa: F401
-
-if TYPE_CHECKING:
-    from kenotron.config.decoder import DecoderArchitecture
+from kenotron.config.decoder import DecoderArchitecture
 
 Recompute = bool | Literal["selective", "elementwise"]
 _PRODUCTS = {  # and the place of the rows among the arguments; the matrix follows them

@@ -9,26 +9,20 @@ head is: on the last pipeline rank, on a context-parallel rank's own tokens, and
 over gathered logits. All logits of a micro-batch are then in memory in fp32, which cross entropy avoids.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from kenotron.config.dotted import import_dotted
 from kenotron.config.errors import InputError
-from kenotron.config.model import Distillation
+from kenotron.config.model import Distillation, Headless
 from kenotron.kernels.linear_cross_entropy import IGNORED
+from kenotron.models.context import Context
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from kenotron.config.model import Headless
-    from kenotron.models.context import Context
-
-TokenLoss = Callable[["Tensor", "Tensor"], "Tensor"]
+TokenLoss = Callable[[Tensor, Tensor], Tensor]
 HEADLESS = "kenotron.models.headless.HeadlessLoss"  # imported where a config asks for it
 
 

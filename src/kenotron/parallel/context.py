@@ -19,13 +19,11 @@ A recurrent layer (Mamba) needs the state that the tokens before leave: ``state_
 `shard` cuts a micro-batch. Every rank's gradients are those of its own tokens' losses: `parallel.data` sums over cp.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from math import lcm
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,11 +35,9 @@ from kenotron.kernels.attention import Borders, attention
 from kenotron.models import Context, MicroBatch
 from kenotron.parallel.collectives import Group, all_reduce, exchange_rows
 from kenotron.parallel.cp_schedule import Chunks, contiguous, zigzag
+from kenotron.parallel.mesh import Mesh
 from kenotron.parallel.ring import allgather_attention, ring_attention
 from kenotron.parallel.state_passing import StatesOfRanks
-
-if TYPE_CHECKING:
-    from kenotron.parallel.mesh import Mesh
 
 
 def shard(micro_batch: MicroBatch, mesh: Mesh, method: str) -> MicroBatch:

@@ -18,15 +18,14 @@ and the outputs come back the same way (`exchange`). An expert's gradient then h
 is left to sum are the ranks that hold it too, `mesh.group("expert_gradient")`, among which ZeRO splits it.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.func import functional_call
 
@@ -36,12 +35,8 @@ from kenotron.kernels.token_slots import Collect, Spread
 from kenotron.models.blocks.linear import Linear
 from kenotron.models.plan import Plan, modules
 from kenotron.parallel.collectives import exchange_rows
+from kenotron.parallel.mesh import Mesh
 from kenotron.parallel.tensor_labels import Replicated, TensorParallelSettings, local_part
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from kenotron.parallel.mesh import Mesh
 
 INSIDE = {"gate_proj.weight": Shard(1), "up_proj.weight": Shard(1), "down_proj.weight": Shard(2)}  # of every expert
 

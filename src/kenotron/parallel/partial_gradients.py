@@ -11,11 +11,9 @@ A function without weights can be wrong, too: a norm, a softmax, a top-k or a ha
 one process, and those of its part on a rank. The features are the last dimension, until a view makes heads of them.
 """
 
-from __future__ import annotations
-
 from copy import deepcopy
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,15 +23,12 @@ from torch.utils._pytree import tree_leaves
 
 from kenotron.config.errors import InputError
 from kenotron.config.families import built_in_names
+from kenotron.config.model import Model
+from kenotron.config.parallelism import Parallelism
 from kenotron.models import build
 from kenotron.models.context import Context
 from kenotron.models.decoder import Decoder
-from kenotron.models.plan import modules
-
-if TYPE_CHECKING:
-    from kenotron.config.model import Model
-    from kenotron.config.parallelism import Parallelism
-    from kenotron.models.plan import Plan
+from kenotron.models.plan import Plan, modules
 
 TOKENS = 4
 # What modules of a field return: a part (True), the whole, or shards of tokens if the model works on them (False).

@@ -23,12 +23,10 @@ passes, a recomputed block a forward pass for every weight (11 in place of 2 [me
 split, in the same order of work, and a rank waits about as long as with interleaved_1f1b.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -45,16 +43,13 @@ from torch.distributed.pipelining.schedules import (
     ScheduleZBVZeroBubble,
 )
 
-from kenotron.config.parallelism import ZERO_BUBBLE_ENGINES
+from kenotron.config.parallelism import ZERO_BUBBLE_ENGINES, Parallelism
 from kenotron.kernels import products
 from kenotron.models import MicroBatch
 from kenotron.models.decoder import Decoder
+from kenotron.parallel.mesh import Mesh
 from kenotron.parallel.pipeline_layout import bubble, parts_here, rank_of_stage, stage_numbers
 from kenotron.parallel.shards import shard_of
-
-if TYPE_CHECKING:
-    from kenotron.config.parallelism import Parallelism
-    from kenotron.parallel.mesh import Mesh
 
 __all__ = ["Pipeline", "StageModule", "parts_here"]
 

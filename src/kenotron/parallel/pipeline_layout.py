@@ -9,19 +9,13 @@ model, so that its two ends meet on rank 0 and the fold needs no message:
 Layers are dealt out by cost, the head counted like the layers that it costs as much as.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
-from kenotron.config.parallelism import V_ENGINES
+from kenotron.config.model import Model
+from kenotron.config.parallelism import V_ENGINES, Parallelism
 from kenotron.models.part import ModelPart
-
-if TYPE_CHECKING:
-    from kenotron.config.model import Model
-    from kenotron.config.parallelism import Parallelism
-    from kenotron.parallel.mesh import Mesh
+from kenotron.parallel.mesh import Mesh
 
 
 def parts_here(model: Model, layout: Parallelism, mesh: Mesh, length: int) -> list[ModelPart]:

@@ -10,26 +10,22 @@ measured (`kernels.attention`); that on GPUs follows from how much work a functi
 hidden come before those that mask it (an H200's times: docs/attention.md).
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import sysconfig
 from collections.abc import Callable
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from kenotron.config import Config
 from kenotron.config.decoder import AttentionArchitecture
 from kenotron.config.dotted import import_dotted
 from kenotron.config.errors import InputError
 from kenotron.kernels.attention import Documents
 from kenotron.kernels.attentions.documents import has_documents
-
-if TYPE_CHECKING:
-    from kenotron.config import Config
 
 KEY = "model.model_config._attn_implementation"
 PACKAGES = {"flash_attn": "flash_attn", "flash_3": "flash_attn_interface", "flash_4": "flash_attn.cute"}

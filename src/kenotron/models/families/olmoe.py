@@ -1,7 +1,5 @@
 """OLMoE (arXiv 2409.02060): a Llama with many small experts, and norms of queries and keys over all heads."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Literal
 

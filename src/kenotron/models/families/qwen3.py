@@ -3,8 +3,6 @@
 The published ones make use of a free `head_dim`: 64 heads of 128 channels read a residual stream of 5120.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Literal
 

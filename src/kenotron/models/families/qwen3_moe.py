@@ -1,7 +1,5 @@
 """Qwen3 with experts (arXiv 2505.09388): a Qwen3 with a mixture of many small experts in place of the MLP."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, Literal
 
