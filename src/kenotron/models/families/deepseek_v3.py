@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from kenotron.config.decoder import Problem
 from kenotron.config.section import key, our_key
+from kenotron.models.families.llama import ATTENTION
 from kenotron.models.families.mixtral import BiasedMixtureArchitecture, SparseArchitecture, SparseStyle
 from kenotron.models.family import EMBEDDING, HEAD
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-
-ATTENTION = "model.layers.*.self_attn"
 
 
 class DeepseekV3Architecture(BiasedMixtureArchitecture, SparseArchitecture):

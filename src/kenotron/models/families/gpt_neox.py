@@ -77,12 +77,9 @@ class GPTNeoX(Family[GPTNeoXArchitecture]):
 
         config, bias = self.config, self.config.attention_bias
         block = ParallelResidualBlock if config.use_parallel_residual else PreNormBlock
-        return block(
-            self.final_norm(),
-            Attention.of(config, layer, qkv_bias=bias, output_bias=bias),
-            self.final_norm(),
-            MLP(config.hidden_size, config.intermediate_size, config.hidden_act),
-        )
+        attention = Attention.of(config, layer, qkv_bias=bias, output_bias=bias)
+        mlp = MLP(config.hidden_size, config.intermediate_size, config.hidden_act)
+        return block(self.final_norm(), attention, self.final_norm(), mlp)
 
     def final_norm(self) -> nn.Module:
         """LayerNorm, as before attention and feed-forward."""

@@ -19,6 +19,8 @@ from kenotron.models.plan import Plan
 if TYPE_CHECKING:
     from torch import nn
 
+ATTENTION, MLP = "model.layers.*.self_attn", "model.layers.*.mlp"
+
 
 class LlamaStyleArchitecture(RopeArchitecture):
     """A decoder with rotary positions and RMSNorm."""
@@ -59,15 +61,9 @@ class LlamaStyle(Family[C]):
 
     plan = Plan(
         blocks="model.layers.*",
-        column=(
-            "model.layers.*.self_attn.q_proj",
-            "model.layers.*.self_attn.k_proj",
-            "model.layers.*.self_attn.v_proj",
-            "model.layers.*.mlp.gate_proj",
-            "model.layers.*.mlp.up_proj",
-        ),
-        kv=("model.layers.*.self_attn.k_proj", "model.layers.*.self_attn.v_proj"),
-        row=("model.layers.*.self_attn.o_proj", "model.layers.*.mlp.down_proj"),
+        column=(*(f"{ATTENTION}.{part}_proj" for part in "qkv"), f"{MLP}.gate_proj", f"{MLP}.up_proj"),
+        kv=tuple(f"{ATTENTION}.{part}_proj" for part in "kv"),
+        row=(f"{ATTENTION}.o_proj", f"{MLP}.down_proj"),
         vocab=("model.embed_tokens", "lm_head"),
         sequence=(
             "model.layers.*.input_layernorm",

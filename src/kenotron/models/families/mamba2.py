@@ -74,11 +74,8 @@ class Mamba2Architecture(Mamba2StyleArchitecture):
         """Heads that do not fill the width, or do not divide into groups."""
         yield from super().shape_problems()
         if self.num_heads * self.head_dim != self.inner_size:
-            yield (
-                "num_heads",
-                f"expected num_heads * head_dim = expand * hidden_size {self.inner_size}, found {self.num_heads} * "
-                f"{self.head_dim}",
-            )
+            found = f"found {self.num_heads} * {self.head_dim}"
+            yield "num_heads", f"expected num_heads * head_dim = expand * hidden_size {self.inner_size}, {found}"
         if self.limit[0] > self.limit[1]:
             yield "time_step_limit", f"expected [least, most], found {self.time_step_limit}"
 
@@ -117,13 +114,10 @@ class Mamba2Style(MambaStyle[D]):
 
         config = self.config
         heads, state_size = config.recurrence
+        head_dim = config.inner_size // heads
+        widths = (config.hidden_size, heads, head_dim, config.n_groups, state_size, config.conv_kernel)
         mixer = Mamba2Mixer(
-            config.hidden_size,
-            heads,
-            config.inner_size // heads,
-            config.n_groups,
-            state_size,
-            config.conv_kernel,
+            *widths,
             bias=config.use_bias,
             conv_bias=config.use_conv_bias,
             eps=config.layer_norm_epsilon,

@@ -42,10 +42,8 @@ class MixtureArchitecture(DecoderArchitecture):
         """A token cannot go through more experts than there are."""
         yield from super().shape_problems()
         if 0 < self.experts < self.num_experts_per_tok:
-            yield (
-                "num_experts_per_tok",
-                f"expected at most the {self.experts} experts, found {self.num_experts_per_tok}",
-            )
+            found = self.num_experts_per_tok
+            yield "num_experts_per_tok", f"expected at most the {self.experts} experts, found {found}"
 
     def cp_problems(self, cp: int, tp: int, method: str, lengths: Mapping[str, int]) -> Iterator[str]:
         """A capacity is counted in whole sequences."""

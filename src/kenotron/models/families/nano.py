@@ -82,16 +82,11 @@ class Nano(LlamaStyle[NanoArchitecture]):
         of_a_head = PlainRMSNorm(config.head_dim, config.rms_norm_eps)
         values: dict[str, nn.Module] = {}
         if config.has_value_embedding(layer):
-            values = {
-                "value_embedding": Embedding(config.vocab_size, config.kv_heads * config.head_dim),
-                "value_gate": Linear(config.hidden_size, config.kv_heads, together=1),
-            }
-        return PreNormBlock(
-            self.final_norm(),
-            Attention.of(config, layer, q_norm=of_a_head, k_norm=of_a_head, **values),
-            self.final_norm(),
-            MLP(config.hidden_size, config.intermediate_size, config.hidden_act, bias=False),
-        )
+            values["value_embedding"] = Embedding(config.vocab_size, config.kv_heads * config.head_dim)
+            values["value_gate"] = Linear(config.hidden_size, config.kv_heads, together=1)
+        attention = Attention.of(config, layer, q_norm=of_a_head, k_norm=of_a_head, **values)
+        mlp = MLP(config.hidden_size, config.intermediate_size, config.hidden_act, bias=False)
+        return PreNormBlock(self.final_norm(), attention, self.final_norm(), mlp)
 
     def final_norm(self) -> nn.Module:
         """The norm before attention and feed-forward, too."""

@@ -9,12 +9,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from kenotron.config.section import key, our_key
-from kenotron.models.families.llama import LlamaStyle, LlamaStyleArchitecture
+from kenotron.models.families.llama import ATTENTION, LlamaStyle, LlamaStyleArchitecture
 
 if TYPE_CHECKING:
     from torch import nn
 
-Q_NORM, K_NORM = "model.layers.*.self_attn.q_norm", "model.layers.*.self_attn.k_norm"
+Q_NORM, K_NORM = f"{ATTENTION}.q_norm", f"{ATTENTION}.k_norm"
 
 
 class Olmo2Architecture(LlamaStyleArchitecture):

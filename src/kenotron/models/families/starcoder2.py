@@ -118,12 +118,9 @@ class Starcoder2(Family[Starcoder2Architecture]):
         from kenotron.models.blocks.pre_norm import PreNormBlock
 
         config, bias = self.config, self.config.use_bias
-        return PreNormBlock(
-            self.final_norm(),
-            Attention.of(config, layer, qkv_bias=bias, output_bias=bias),
-            self.final_norm(),
-            MLP(config.hidden_size, config.intermediate_size, config.hidden_act, bias),
-        )
+        attention = Attention.of(config, layer, qkv_bias=bias, output_bias=bias)
+        mlp = MLP(config.hidden_size, config.intermediate_size, config.hidden_act, bias)
+        return PreNormBlock(self.final_norm(), attention, self.final_norm(), mlp)
 
     def final_norm(self) -> nn.Module:
         """LayerNorm, as before attention and feed-forward."""
