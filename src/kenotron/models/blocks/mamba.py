@@ -20,7 +20,7 @@ from kenotron.kernels.selective_scan import scan_by_chunks, selective_scan
 from kenotron.kernels.swiglu import swiglu
 from kenotron.models.blocks.linear import Linear
 from kenotron.models.blocks.recurrence import document_starts, fold, inputs_before, kept, recall, remember, unfold
-from kenotron.models.context import Context, StatePassing
+from kenotron.models.context import Context
 
 
 class MixerBlock(nn.Module):
@@ -86,20 +86,13 @@ class ChannelScan(nn.Module):
         self.D = nn.Parameter(torch.empty(channels))
 
     def forward(
-        self,
-        x: Tensor,
-        dt: Tensor,
-        b: Tensor,
-        c: Tensor,
-        starts: Tensor | None,
-        state: Tensor | None,
-        passing: StatePassing | None,
+        self, x: Tensor, dt: Tensor, b: Tensor, c: Tensor, starts: Tensor | None, state: Tensor | None, ctx: Context
     ) -> tuple[Tensor, Tensor]:
         """As `kernels.selective_scan`. The rates are rounded to x's dtype as all weights are, and then used in fp32."""
         rates, skip = -self.A_log.to(x.dtype).float().exp(), self.D.to(x.dtype)
-        if passing is not None:
+        if ctx.passing is not None:
             _, added = scan_by_chunks(x, dt, rates, b, c, skip, starts, None)
-            state = passing.state_before(added, kept(dt.sum(1)[..., None] * rates, starts))
+            state = ctx.passing.state_before(added, kept(dt.sum(1)[..., None] * rates, starts))
         return selective_scan(x, dt, rates, b, c, skip, starts, state)
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
@@ -140,6 +133,6 @@ class MambaMixer(nn.Module):
         y, conv_state = self.conv1d(x, starts, inputs_before(x, self.reach, ctx, conv_state))
         steps, b, c = self.x_proj(unfold(y, ctx)).split(self.split, dim=-1)
         dt, b, c = (fold(each, ctx) for each in (self.dt_proj(steps), b, c))  # before a text dt is 0: nothing happens
-        y, state = self.scan(y, dt, b, c, starts, state, ctx.passing)
+        y, state = self.scan(y, dt, b, c, starts, state, ctx)
         remember(ctx, self, (conv_state, state))
         return self.out_proj(swiglu(z, unfold(y, ctx), "silu"))

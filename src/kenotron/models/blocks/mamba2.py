@@ -22,7 +22,7 @@ from kenotron.models.blocks.linear import Linear
 from kenotron.models.blocks.mamba import CausalConv
 from kenotron.models.blocks.norm import GroupRMSNorm
 from kenotron.models.blocks.recurrence import document_starts, fold, inputs_before, kept, recall, remember, unfold
-from kenotron.models.context import Context, StatePassing
+from kenotron.models.context import Context
 
 
 class HeadTimeSteps(nn.Module):
@@ -49,14 +49,7 @@ class HeadScan(nn.Module):
         self.head_dim, self.state_size = head_dim, state_size
 
     def forward(
-        self,
-        x: Tensor,
-        dt: Tensor,
-        b: Tensor,
-        c: Tensor,
-        starts: Tensor | None,
-        state: Tensor | None,
-        passing: StatePassing | None,
+        self, x: Tensor, dt: Tensor, b: Tensor, c: Tensor, starts: Tensor | None, state: Tensor | None, ctx: Context
     ) -> tuple[Tensor, Tensor]:
         """x ``[sequences, length, heads * head_dim]``, b and c ``[sequences, length, groups * state_size]``.
 
@@ -65,9 +58,9 @@ class HeadScan(nn.Module):
         rates, heads = -self.A_log.to(x.dtype).float().exp(), x.unflatten(2, (-1, self.head_dim))
         b, c = (each.unflatten(2, (-1, self.state_size)) for each in (b, c))
         skip = self.D.to(x.dtype)
-        if passing is not None:
+        if ctx.passing is not None:
             _, added = state_space_dual(heads, dt, rates, b, c, skip, starts)
-            state = passing.state_before(added, kept(dt.sum(1) * rates, starts)[..., None, None])
+            state = ctx.passing.state_before(added, kept(dt.sum(1) * rates, starts)[..., None, None])
         y, state = state_space_dual(heads, dt, rates, b, c, skip, starts, state)
         return y.flatten(2), state
 
@@ -121,7 +114,7 @@ class Mamba2Mixer(nn.Module):
         mixed = [conv(each, starts, last) for conv, each, last in zip(convs, given, before)]
         (x, b, c), conv_states = zip(*mixed)  # type: ignore[assignment]
         dt = fold(self.time_steps(dt), ctx)  # before a text dt is 0: nothing happens
-        y, state = self.scan(x, dt, b, c, starts, state, ctx.passing)
+        y, state = self.scan(x, dt, b, c, starts, state, ctx)
         remember(ctx, self, (*conv_states, state))
         gated = unfold(y, ctx).float() * F.silu(z.float())
         return self.out_proj(self.norm(gated).to(z.dtype))
