@@ -28,11 +28,9 @@ class StatePassing(Protocol):
 
     def inputs_before(self, x: Tensor, count: int) -> Tensor:
         """The last `count` rows of what the rank before has in the place of x ``[sequences, length, features]``."""
-        ...
 
     def state_before(self, added: Tensor, kept: Tensor) -> Tensor:
         """The state to begin in, from what this rank's tokens add to one and what they keep of one."""
-        ...
 
 
 @dataclass(eq=False)

@@ -122,8 +122,7 @@ class Decoder(nn.Module):
         z_loss = config.z_loss_coefficient if config.z_loss_enabled else 0.0
         self.model = Body(self.family, rows, self.part)
         softcap = getattr(config, "final_logit_softcapping", None)
-        head = LMHead(config.hidden_size, config.vocab_size, rows, z_loss, softcap) if self.part.last else None
-        self.lm_head = head
+        self.lm_head = LMHead(config.hidden_size, config.vocab_size, rows, z_loss, softcap) if self.part.last else None
         self.further_loss: Tensor | None = None  # of predicting further tokens, since somebody read it
         self.tie_weights()
         if self.is_complete:

@@ -142,12 +142,10 @@ class HuggingFaceArchitecture(ForeignArchitecture):
 
 def with_floats(value: Any) -> Any:
     """A copy with the floats that JSON lacks, as transformers writes and reads them: ``{"__float__": "Infinity"}``."""
+    if isinstance(value, dict) and value.keys() == {"__float__"}:
+        return float(value["__float__"])
     if isinstance(value, dict):
-        return (
-            float(value["__float__"])
-            if value.keys() == {"__float__"}
-            else {k: with_floats(v) for k, v in value.items()}
-        )
+        return {k: with_floats(v) for k, v in value.items()}
     return [with_floats(each) for each in value] if isinstance(value, list | tuple) else value
 
 

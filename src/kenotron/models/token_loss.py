@@ -35,7 +35,6 @@ class TrainingLoss(Protocol):
 
     def of_logits(self, logits: Tensor, labels: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
         """From all logits ``[tokens, vocab]``."""
-        ...
 
 
 class OwnLoss:

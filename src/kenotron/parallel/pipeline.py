@@ -323,10 +323,8 @@ class Pipeline:
         first = self.stages[0].part if self.numbers[0] == 0 else None
         last = self.stages[-1].part if self.numbers[-1] == self.count - 1 else None
         for copy, owner in self.stages[0].part.ties().items():
-            yield (
-                None if first is None else first.get_parameter(owner),
-                None if last is None else last.get_parameter(copy),
-            )
+            owned = None if first is None else first.get_parameter(owner)
+            yield owned, None if last is None else last.get_parameter(copy)
 
     def _carry(self, tensor: Tensor | None, source: int, destination: int, like: Tensor | None) -> Tensor | None:
         """`tensor` of rank `source` at rank `destination`, where it looks like `like`; elsewhere None."""

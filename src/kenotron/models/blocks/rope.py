@@ -64,9 +64,8 @@ def frequencies(
     `length` is the longest position + 1 of the batch, which only ``dynamic`` asks for.
     """
     kind = scaling_type(scaling)
-    if kind == "default":
+    if kind == "default" or scaling is None:
         return _plain(head_dim, theta), 1.0
-    assert scaling is not None
     if kind == "linear":
         return [f / scaling["factor"] for f in _plain(head_dim, theta)], 1.0
     if kind == "dynamic":
