@@ -87,7 +87,6 @@ class LocalTier:
     """
 
     def __init__(self, config: Config, machine_of_rank: Sequence[int], warn: Report, say: Report) -> None:
-        assert config.checkpoints.local is not None
         self.config, self.warn, self.say = config, warn, say
         rank = rank_and_size()[0]
         self.machine, self.machines = machine_of_rank[rank], max(machine_of_rank) + 1
@@ -118,8 +117,7 @@ class LocalTier:
         """Remove the run's local checkpoints and give it a new id, so that none elsewhere counts."""
         self._open()
         found = any(gather(bool(self._folders())))
-        self.remove()
-        self._wait()
+        self.close()
         if found:
             self.warn(f"--fresh: the local checkpoints in {self.run_folder} were removed")
         run_on_rank0(lambda: durable.new_run_id(self.config.checkpoint_folder))
@@ -146,7 +144,7 @@ class LocalTier:
             self._remove([self.run_folder])
 
     def close(self) -> None:
-        """The run has ended normally: remove everything."""
+        """As `remove`, with all bytes gone on return: the run has ended normally, or begins afresh."""
         self.remove()
         self._wait()
 

@@ -52,15 +52,8 @@ class Manifest:
 
 def render(manifest: Manifest) -> bytes:
     """The text of a manifest."""
-    content = {
-        "format": FORMAT,
-        "version": VERSION,
-        "step": manifest.step,
-        "saved_at": manifest.saved_at,
-        "state": manifest.state,
-        "files": {name: record._asdict() for name, record in manifest.files.items()},
-    }
-    return _seal(content)
+    files = {name: record._asdict() for name, record in manifest.files.items()}
+    return _seal({"format": FORMAT, "version": VERSION, **vars(manifest), "files": files})
 
 
 def _seal(content: dict[str, Any]) -> bytes:

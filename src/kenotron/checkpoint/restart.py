@@ -42,9 +42,9 @@ def start_elsewhere(config: Config, path: Path) -> Start:
             for line in changed_settings(before.model.decoder, config.model.decoder, path):
                 logger.warning(line)
         if "optimizer" in start.loads:
-            _check_optimizer(config, before, start)
+            _check_optimizer(config, before, start, path)
         if "scheduler" in start.loads or start.loads >= {"data", "step"}:
-            warn_of_higher_rate(config, before, start)
+            warn_of_higher_rate(config, before, start, path)
     return start
 
 
@@ -60,7 +60,7 @@ def place_elsewhere(config: Config, path: Path) -> Start:
             f"is left; raise tokens.train_steps, or start at step 0 (checkpoints.load_mode: transfer)"
         )
     if (path / "config.yaml").exists() and "data" in start.loads:
-        _check_data_position(config, read_resolved(path / "config.yaml"), start)
+        _check_data_position(config, read_resolved(path / "config.yaml"), start, path)
     return start
 
 
@@ -77,10 +77,9 @@ def _start(config: Config, path: Path) -> Start:
     )
 
 
-def _check_data_position(config: Config, before: Config, start: Start) -> None:
+def _check_data_position(config: Config, before: Config, start: Start, path: Path) -> None:
     """Raise InputError unless the steps of the data so far had the samples that `config` gives them."""
-    path, step = start.path, start.step - start.data_start
-    assert path is not None
+    step = start.step - start.data_start
     anew = "or restart the data (checkpoints.load_mode: transfer)"
     if (difference := past_stage_difference(before, config, step)) is not None:
         raise InputError(f"{KEY}: {changed_stage(before, path, step, difference)}, {anew}")
@@ -93,14 +92,13 @@ def _check_data_position(config: Config, before: Config, start: Start) -> None:
         )
 
 
-def _check_optimizer(config: Config, before: Config, start: Start) -> None:
+def _check_optimizer(config: Config, before: Config, start: Start, path: Path) -> None:
     """Log what the config changes: its values hold from the first step on.
 
     Raises InputError for another optimizer, or no state where there should be some: there is none before the first
     step, as in an imported model, and none of SGD without momentum.
     """
-    path, schedule = start.path, "optimizer.learning_rate_scheduler."
-    assert path is not None
+    schedule = "optimizer.learning_rate_scheduler."
     saved, factory = manifest.read_manifest(path), before.optimizer.optimizer_factory
     if not saved.below("optimizer"):
         if saved.step > 0 and getattr(factory, "momentum", None) != 0:

@@ -133,7 +133,7 @@ def start_of_run(config: Config, newest: Path | None, start_elsewhere: StartElse
         before = read_resolved(newest / "config.yaml")
         check_batch(before, config, newest)
         _check_same_run(before, config, newest, start.step - start.data_start)
-        warn_of_higher_rate(config, before, start)
+        warn_of_higher_rate(config, before, start, newest)
         return start
     named = config.resume_folder
     if named is None:
@@ -203,13 +203,12 @@ def check_batch(before: Config, config: Config, path: Path) -> None:
     )
 
 
-def warn_of_higher_rate(config: Config, before: Config, start: Start) -> None:
-    """Log that the learning rate rises at the first step, which it would not have done in the run of the checkpoint.
+def warn_of_higher_rate(config: Config, before: Config, start: Start, path: Path) -> None:
+    """Log that the learning rate rises at the first step, which it would not have done in the run of `path`.
 
     `before` is that run's config. It comes of more `tokens.train_steps` after a decay, or of another peak.
     """
-    assert start.path is not None
-    saved = Start.at(start.path, continues=False)
+    saved = Start.at(path, continues=False)
     done, steps = saved.step - saved.schedule_start, config.tokens.train_steps
     if done < 1 or start.step >= start.end(config):
         return

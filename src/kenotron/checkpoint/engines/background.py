@@ -239,11 +239,8 @@ class BackgroundEngine(Engine):
         self.in_flight = False
         self.held.close()
         if self.writer.state != COMMITTED or self._problem():
-            late = (
-                "the files of other ranks did not arrive"
-                if self.writer.state == WRITTEN
-                else "it was still being written"
-            )
+            written = self.writer.state == WRITTEN
+            late = "the files of other ranks did not arrive" if written else "it was still being written"
             return Unsaved(self.folder, self._problem() or late)
         size, at, notes = self.writer.committed
         seconds = at - self.started  # until it was complete: training has waited for the news, too
