@@ -32,16 +32,15 @@ def report_page(runs: Sequence[LoggedRun]) -> str:
     """The page of `runs`, as the text of an HTML file."""
     data = json.dumps([_run(run, runs[0]) for run in runs], allow_nan=False, separators=(",", ":"))
     title = ", ".join(run.name for run in runs[:3]) + (f" and {len(runs) - 3} more" if len(runs) > 3 else "")
-    page = PAGE.read_text(encoding="utf-8")
-    page = page.replace("<title></title>", f"<title>{_escaped(title)}</title>")
+    title = re.sub("[<>&]", lambda found: f"&#{ord(found[0])};", title)
+    page = PAGE.read_text(encoding="utf-8").replace("<title></title>", f"<title>{title}</title>")
     return page.replace("/*RUNS*/[]", data.replace("<", "\\u003c"))  # no text of a run ends the script
 
 
 def _run(run: LoggedRun, first: LoggedRun) -> dict[str, Any]:
-    summary = summary_of(run)
     return {
         "name": run.name,
-        "summary": asdict(summary),
+        "summary": asdict(summary_of(run)),
         "facts": list(_facts(run)),
         "history": run.history,
         "samples": run.samples,
@@ -117,7 +116,7 @@ def _is_drawn(name: str, values: Sequence[float]) -> bool:
 
 def _curve(name: str, buckets: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any]:
     groups = [numbers(bucket, name) for bucket in buckets]
-    curve: dict[str, Any] = {"group": _group(name), "y": [_mean(group) for group in groups]}
+    curve: dict[str, Any] = {"group": _group(name), "y": [_rounded(sum, group, len(group)) for group in groups]}
     if max(map(len, groups)) > 1:
         curve |= {"low": [_rounded(min, group) for group in groups], "high": [_rounded(max, group) for group in groups]}
     return curve
@@ -127,14 +126,6 @@ def _group(name: str) -> str:
     return tag_of(name).split("/")[0]
 
 
-def _mean(group: Sequence[float]) -> float | None:
-    return _rounded(sum, group, len(group))
-
-
 def _rounded(what: Any, group: Sequence[float], divisor: int = 1) -> float | None:
     """To six digits, which are more than can be seen."""
     return float(f"{what(group) / divisor:.6g}") if group else None
-
-
-def _escaped(text: str) -> str:
-    return re.sub("[<>&]", lambda found: f"&#{ord(found[0])};", text)
