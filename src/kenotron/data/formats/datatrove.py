@@ -38,10 +38,10 @@ def open_file(path: AnyPath, where: str, dtype: np.dtype | None = None) -> list[
     metadata = _metadata(_beside(path, "metadata"))
     index = _beside(path, "index")
     ends = map_array(index, np.dtype("<u8"), whole=True) if index.exists() else None
-    tokens = map_array(path, _width(path, ends, metadata, where, dtype))
-    if ends is None and (metadata is None or metadata.width is None):
+    tokens = map_array(path, _width(path, ends, metadata.width, where, dtype))
+    if ends is None and metadata.width is None:
         check_width(path, tokens, where)
-    if metadata and metadata.tokens is not None and metadata.tokens != len(tokens):
+    if metadata.tokens is not None and metadata.tokens != len(tokens):
         raise InputError(
             f"{path}: holds {len(tokens)} tokens of {tokens.itemsize} bytes, up to byte {tokens.nbytes}; "
             f"{path.name}.metadata says {metadata.tokens}"
@@ -52,9 +52,8 @@ def open_file(path: AnyPath, where: str, dtype: np.dtype | None = None) -> list[
     loss = map_array(loss_path, np.dtype(np.bool_)) if loss_path.exists() else None
     if loss is not None and len(loss) != len(tokens):
         raise InputError(f"{loss_path}: {len(loss)} bytes, expected one for each of the {len(tokens)} tokens")
-    tokenizer = metadata.tokenizer if metadata else None
     paths = (None if ends is None else index, None if loss is None else loss_path)
-    return [TokenFile(path, "datatrove", tokens, ends, loss, tokenizer, *paths)]
+    return [TokenFile(path, "datatrove", tokens, ends, loss, metadata.tokenizer, *paths)]
 
 
 def _beside(path: Any, kind: str) -> Any:
@@ -62,23 +61,24 @@ def _beside(path: Any, kind: str) -> Any:
 
 
 class _Metadata(NamedTuple):
-    tokenizer: str | None
-    width: int | None
-    """Bytes of a token."""
-    tokens: int | None
+    """What is known of a file; `width`: bytes of a token."""
+
+    tokenizer: str | None = None
+    width: int | None = None
+    tokens: int | None = None
 
 
-def _metadata(path: AnyPath) -> _Metadata | None:
-    """What a `.metadata` says; None where there is none. One written by hand may lack the width or the count."""
+def _metadata(path: AnyPath) -> _Metadata:
+    """What a `.metadata` says; nothing where there is none. One written by hand may lack the width or the count."""
     if not path.exists():
-        return None
+        return _Metadata()
     with readable(path):
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
         except UnicodeDecodeError as error:
             raise InputError(f"{path}: not UTF-8 at byte {error.start}") from None
     if not lines:
-        return None
+        return _Metadata()
     name, bar, width = lines[0].rpartition("|")
     if not bar:
         name, width = lines[0], ""
@@ -92,10 +92,9 @@ def _metadata(path: AnyPath) -> _Metadata | None:
 
 
 def _width(
-    path: AnyPath, ends: NDArray[np.uint64] | None, metadata: _Metadata | None, where: str, given: np.dtype | None
+    path: AnyPath, ends: NDArray[np.uint64] | None, said: int | None, where: str, given: np.dtype | None
 ) -> np.dtype:
-    """The type of the ids: `given`, else by the metadata, else by the index and the file's size, else two bytes."""
-    said = metadata.width if metadata else None
+    """The type of the ids: `given`, or as `said` by the metadata, or by the index and the file's size, or two bytes."""
     if given is not None:
         if given not in WIDTHS.values():
             raise InputError(f"{where}: {path} cannot hold {given.name}; datatrove writes uint16 or uint32")

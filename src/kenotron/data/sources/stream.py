@@ -68,7 +68,7 @@ class Stream(StreamSource):
         self._reader = StreamReader(self.rules)
         self._positions: dict[int, ShardPosition] = {}  # after a step
         self._lock = threading.Lock()
-        self._held_out: TokenSource = super().held_out
+        self.to_validate_on: TokenSource = super().held_out
 
     def __len__(self) -> int:
         return ENDLESS
@@ -85,7 +85,7 @@ class Stream(StreamSource):
     @property
     def held_out(self) -> TokenSource:
         """The first held-out documents of the stream."""
-        return self._held_out
+        return self.to_validate_on
 
     @property
     def fingerprint(self) -> str:
@@ -135,15 +135,11 @@ class Stream(StreamSource):
             self._reader = StreamReader(self.rules, position)
             self._positions[step] = position
 
-    def validate_on(self, held_out: TokenSource) -> None:
-        """Set the samples that validation reads."""
-        self._held_out = held_out
-
     def describe(self) -> str:
         """Files, order and reader shards."""
         buffer, parts = self.rules.shuffle_buffer, counted(self.texts.parts, "file")
         order = f"shuffled over {buffer:,} documents" if buffer > 1 else "in their order"
-        held = counted(len(self._held_out), "sample")
+        held = counted(len(self.to_validate_on), "sample")
         shards = counted(self.rules.shards, "reader shard")
         return f"{self.name}: streamed from {parts}, {order}, {shards}; held out for validation: {held}"
 
@@ -284,5 +280,5 @@ def open_stream(
             )
         tokens = run.validation_samples * length + 1
         split = cached_first_held_out(texts, stream.encode, run.val_fraction, tokens, run.report)
-        stream.validate_on(HeldOutWindows(texts.name, split, length))
+        stream.to_validate_on = HeldOutWindows(texts.name, split, length)
     return stream

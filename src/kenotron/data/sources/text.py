@@ -131,16 +131,8 @@ class TextDataset(TextSpec):
             return FileDocuments(", ".join(names), files, column, hook=hook, skip_bad=skip_bad, advice=advice)
         from kenotron.text.hub_datasets import HubDocuments
 
-        return HubDocuments(
-            section.hf_dataset_or_datasets,
-            section.hf_dataset_splits,
-            section.hf_dataset_config_name,
-            column,
-            hook,
-            self.is_stream,
-            skip_bad,
-            advice,
-        )
+        which = (section.hf_dataset_or_datasets, section.hf_dataset_splits, section.hf_dataset_config_name)
+        return HubDocuments(*which, column, hook, self.is_stream, skip_bad, advice)
 
     # ---- held out, or not ----
 
@@ -182,17 +174,10 @@ class TextDataset(TextSpec):
             streamed.tell = None if isinstance(section, EmbeddedCorpus) else run.report
             return open_stream(streamed, run.tokenizer, rules, section.streaming, opening)
         chosen = opening.reserved - {chosen_hash(texts, run.val_fraction)} if opening.reserved else frozenset()
-        cache = open_tokens(
-            texts,
-            run.tokenizer,
-            rules,
-            run.val_fraction,
-            section.dataset_processing_num_proc_per_process if isinstance(section, HubSection) else 1,
-            isinstance(section, HubSection) and section.dataset_overwrite_cache,
-            run.report,
-            run.stop,
-            chosen,
-        )
+        how = (1, False)  # processes, and whether what is cached is made again
+        if isinstance(section, HubSection):
+            how = section.dataset_processing_num_proc_per_process, section.dataset_overwrite_cache
+        cache = open_tokens(texts, run.tokenizer, rules, run.val_fraction, *how, run.report, run.stop, chosen)
         check_ids(texts.name, max(cache.train.max_id, cache.validation.max_id), run.tokenizer, run.vocab_size)
         length = opening.sequence_length
         train: TokenSource = TokenFolder(texts.name, [cache.train], length, run.vocab_size, watched=False)
