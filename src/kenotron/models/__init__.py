@@ -135,8 +135,5 @@ def flops_per_token(model: nn.Module, sequence_length: int, causal: bool) -> flo
     `causal` False counts the whole attention square (nanotron, PaLM appendix B), True only the half that a
     causal mask keeps. Training costs three times this: backward needs two products for each forward one.
     """
-    return sum(
-        module.flops_per_token(sequence_length, causal)  # type: ignore[operator]
-        for module in model.modules()
-        if hasattr(module, "flops_per_token")
-    )
+    parts = [part for part in model.modules() if hasattr(part, "flops_per_token")]
+    return sum(part.flops_per_token(sequence_length, causal) for part in parts)  # type: ignore[operator]

@@ -68,9 +68,8 @@ def factors(model: Decoder, config: Config) -> dict[str, Factors]:
     key = "model.init_method.use_mup" if spectral else "model.parametrization"
     _check(model, config, key, ("adamW",) if spectral else ("adamW", "muon", "normuon"))
     shapes = {name: tuple(parameter.shape) for name, parameter in named_parameters(model)}
-    if spectral:
+    if chosen is None:
         return _spectral(model, shapes, fused=config.model.init_method.mup_factors == "fused")  # type: ignore[union-attr]
-    assert chosen is not None
     wide, deep = model.config.hidden_size / chosen.base_width, model.config.num_hidden_layers / chosen.base_depth
     completep, scale = chosen.kind == "completep", getattr(config.optimizer.optimizer_factory, "muon_scale", None)
     if completep and any(name.endswith("post_feedforward_layernorm.weight") for name in shapes):

@@ -52,6 +52,7 @@ class GPTNeoX(Family[GPTNeoXArchitecture]):
 
     section = GPTNeoXArchitecture
     plan = Starcoder2.plan
+    positions = Starcoder2.positions  # on a part of every head
     hf_model_type = "gpt_neox"
     hf_class = "GPTNeoXForCausalLM"
     hf_names = {  # noqa: RUF012
@@ -86,12 +87,6 @@ class GPTNeoX(Family[GPTNeoXArchitecture]):
         from kenotron.models.blocks.norm import LayerNorm
 
         return LayerNorm(self.config.hidden_size, self.config.layer_norm_eps)
-
-    def positions(self) -> nn.Module:
-        """RoPE on a part of every head."""
-        from kenotron.models.blocks.rope import Rope
-
-        return Rope.of(self.config)
 
     def to_hf(self, values: dict[str, Any]) -> dict[str, Any]:
         """Heads have their share of the hidden size there; `rotary_emb_base` is rope_theta before transformers 5."""

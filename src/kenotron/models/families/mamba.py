@@ -135,11 +135,11 @@ class MambaStyle(Family[C]):
         "mixer.scan.": "mixer.",
     }
 
-    def mamba_block(self, mixer: nn.Module) -> nn.Module:
-        """``x + mixer(norm(x))``."""
+    def mixer_block(self, mixer: nn.Module, reads: tuple[str, ...] = ("ctx",)) -> nn.Module:
+        """``x + mixer(norm(x))``; for `reads` see `MixerBlock`."""
         from kenotron.models.blocks.mamba import MixerBlock
 
-        return MixerBlock(self.final_norm(), mixer, self.config.residual_in_fp32)
+        return MixerBlock(self.final_norm(), mixer, self.config.residual_in_fp32, reads)
 
     def final_norm(self) -> nn.Module:
         """RMSNorm, as before every mixer."""
@@ -190,7 +190,7 @@ class Mamba(MambaStyle[MambaArchitecture]):
 
         config = self.config
         widths = (config.hidden_size, config.inner_size, config.state_size, config.rank, config.conv_kernel)
-        return self.mamba_block(MambaMixer(*widths, bias=config.use_bias, conv_bias=config.use_conv_bias))
+        return self.mixer_block(MambaMixer(*widths, bias=config.use_bias, conv_bias=config.use_conv_bias))
 
     def init_rules(self, std: float, scaling: str) -> list[InitRule]:
         """The rules above, and the projection to time steps by its own keys."""

@@ -123,7 +123,7 @@ class Mamba2Style(MambaStyle[D]):
             eps=config.layer_norm_epsilon,
             time_step_limit=config.limit,
         )
-        return self.mamba_block(mixer)
+        return self.mixer_block(mixer)
 
     def hf_split(self, hf_name: str, tensor: Tensor) -> Sequence[Tensor]:
         """Splits by the widths of the parts."""

@@ -155,19 +155,17 @@ class NemotronH(Mamba2Style[NemotronHArchitecture]):
     def block(self, layer: int) -> nn.Module:
         """Layer number `layer`, of the kind that the pattern names."""
         from kenotron.models.blocks.attention import Attention
-        from kenotron.models.blocks.mamba import MixerBlock
         from kenotron.models.blocks.mlp import MLP
 
         config, kind = self.config, self.config.hybrid_override_pattern[layer]
         if kind == "*":
             heads = (config.num_attention_heads, config.kv_heads, config.head_dim)
-            attention = Attention(config.hidden_size, *heads, rotary=False)
-            return MixerBlock(self.final_norm(), attention, config.residual_in_fp32, ("positions", "ctx"))
+            return self.mixer_block(Attention(config.hidden_size, *heads, rotary=False), ("positions", "ctx"))
         if kind == "-":
             mlp = MLP(config.hidden_size, config.intermediate_size, config.hidden_act, config.mlp_bias)
-            return MixerBlock(self.final_norm(), mlp, config.residual_in_fp32, ())
+            return self.mixer_block(mlp, ())
         if kind == "E":
-            return self.mamba_block(self.mixture())
+            return self.mixer_block(self.mixture())
         return super().block(layer)
 
     def mixture(self) -> nn.Module:

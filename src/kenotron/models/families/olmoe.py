@@ -5,7 +5,7 @@ from typing import Literal
 
 from kenotron.config.section import key, our_key
 from kenotron.models.families.mixtral import SparseArchitecture, SparseStyle
-from kenotron.models.families.olmo2 import K_NORM, Q_NORM
+from kenotron.models.families.olmo2 import Olmo2
 
 
 class OlmoeArchitecture(SparseArchitecture):
@@ -25,11 +25,7 @@ class Olmoe(SparseStyle[OlmoeArchitecture]):
 
     section = OlmoeArchitecture
     qk_norm = "all"
-    plan = replace(
-        SparseStyle.plan,
-        column=(*SparseStyle.plan.column, Q_NORM, K_NORM),
-        kv=(*SparseStyle.plan.kv, K_NORM),
-    )
+    plan = replace(Olmo2.plan, sequence=SparseStyle.plan.sequence)  # norms are before the branches
     hf_model_type = "olmoe"
     hf_class = "OlmoeForCausalLM"
     hf_fixed = {"clip_qkv": None}  # noqa: RUF012

@@ -107,6 +107,7 @@ class Starcoder2(Family[Starcoder2Architecture]):
 
     section = Starcoder2Architecture
     plan = replace(LlamaStyle.plan, column=UNGATED_COLUMNS)
+    positions = LlamaStyle.positions
     hf_model_type = "starcoder2"
     hf_class = "Starcoder2ForCausalLM"
     hf_names = {"mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"}  # noqa: RUF012
@@ -127,9 +128,3 @@ class Starcoder2(Family[Starcoder2Architecture]):
         from kenotron.models.blocks.norm import LayerNorm
 
         return LayerNorm(self.config.hidden_size, self.config.norm_epsilon)
-
-    def positions(self) -> nn.Module:
-        """RoPE."""
-        from kenotron.models.blocks.rope import Rope
-
-        return Rope.of(self.config)
