@@ -28,12 +28,10 @@ def block_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float)
     """
     kernel = _kernel(q)
     if kernel == "cpu":
-        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
-    elif kernel == "flash":
-        out, lse = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)[:2]
-    else:
-        out, lse = plain_block_attention(q, k, v, causal, scale)
-    return out, lse
+        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+    if kernel == "flash":
+        return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)[:2]
+    return plain_block_attention(q, k, v, causal, scale)
 
 
 def unit_stride(x: Tensor) -> Tensor:

@@ -236,10 +236,8 @@ def _earlier_backward(dq: Tensor, saved: Saved, kv: Tensor, blocks: list[ScoreBl
 
 
 def _backward(saved: Saved, k: Tensor, v: Tensor, t: ScoreBlock, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    grad, q, out, lse = saved
-    ours = (x[t.rows, :, t.q] for x in (q, out, lse))
-    q, out, lse = ours
-    return block_backward(grad[t.rows, :, t.q], q, k[t.rows, :, t.k], v[t.rows, :, t.k], out, lse, t.causal, scale)
+    grad, q, out, lse = (x[t.rows, :, t.q] for x in saved)
+    return block_backward(grad, q, k[t.rows, :, t.k], v[t.rows, :, t.k], out, lse, t.causal, scale)
 
 
 def _add(dkv: Tensor, shares: Shares) -> None:
