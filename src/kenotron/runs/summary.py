@@ -83,10 +83,8 @@ def find_runs(folders: Iterable[Path]) -> list[LoggedRun]:
     for folder in folders:
         if not folder.exists():
             raise no_such_path("FOLDER", folder)
-        files = sorted(folder.rglob(METRICS))
-        if not files:
+        runs = [read_run(file.parent) for file in sorted(folder.rglob(METRICS))]
+        if not runs:
             raise InputError(f"{folder}: expected runs, folders with {METRICS}, such as logging.log_dir has them")
-        for file in files:
-            run = read_run(file.parent)
-            found[run.folder] = run
+        found |= {run.folder: run for run in runs}
     return sorted(found.values(), key=lambda run: (run.folder / METRICS).stat().st_mtime)

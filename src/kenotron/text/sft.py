@@ -153,9 +153,8 @@ class SftDocuments:
         answered = row.get(columns.completion, "") is not None  # null, as tables have it: no answer, as ""
         for column in (columns.prompt, columns.completion)[: 1 + answered]:
             if not isinstance(row.get(column), str):
-                there = column in row
                 names = f"no such column, but {', '.join(sorted(row))}{nearest(column, row)}"
-                found = type(row[column]).__name__ if there else names
+                found = type(row[column]).__name__ if column in row else names
                 raise InputError(
                     f"{where}: expected text in the columns '{columns.prompt}' and '{columns.completion}', or a list "
                     f"'{columns.messages}'; for '{column}' found {found}"

@@ -142,9 +142,8 @@ class TokenFolder(TokenSource):
 
     def describe(self) -> str:
         """Files, documents and tokens, for the console."""
-        tokens = (
-            f"{sum(len(file.tokens) for file in self.token_files):,} tokens in {counted(len(self.token_files), 'file')}"
-        )
+        count = sum(len(file.tokens) for file in self.token_files)
+        tokens = f"{count:,} tokens in {counted(len(self.token_files), 'file')}"
         if any(file.ends is None for file in self.token_files):
             return f"{tokens} (ends of documents not known)"
         documents = sum(len(file.ends) for file in self.token_files if file.ends is not None)
