@@ -176,11 +176,7 @@ class _InFlight:
         self.blocks: dict[str, Future[bytes]] = {}
 
 
-@lru_cache
-def _in_flight() -> _InFlight:
-    return _InFlight()
-
-
+_in_flight = lru_cache(_InFlight)  # one a process
 os.register_at_fork(after_in_child=_in_flight.cache_clear)  # a forked process has none of its parent's threads
 
 
