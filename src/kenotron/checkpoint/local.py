@@ -217,14 +217,13 @@ class LocalTier:
         state, root = entry.manifest.state, self.config.checkpoint_folder
         if durable_one is not None and entry.step <= int(durable_one.name):
             return False
+        skipping = f"skipping local checkpoint {entry.path}"
         follows, end = state.get(FOLLOWS, 0), state.get("schedule_start", 0) + self.config.tokens.train_steps
         if follows and not (root / str(follows)).exists():
-            self.warn(
-                f"skipping local checkpoint {entry.path}: it follows checkpoint {follows}, which is not in {root}"
-            )
+            self.warn(f"{skipping}: it follows checkpoint {follows}, which is not in {root}")
             return False
         if entry.step >= end:  # tokens.train_steps is lower than it was
-            self.warn(f"skipping local checkpoint {entry.path}: the run ends at step {end}")
+            self.warn(f"{skipping}: the run ends at step {end}")
             return False
         return True
 

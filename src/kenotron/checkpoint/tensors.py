@@ -105,12 +105,10 @@ class MappedFiles:
 def dtype_name(dtype: torch.dtype) -> str:
     """`torch.float32` → `F32`; an error for what safetensors has no name for."""
     wanted = str(dtype).removeprefix("torch.")
-    for name, (torch_name, _) in DTYPES.items():
-        if torch_name == wanted:
-            return name
-    raise CheckpointError(
-        f"tensors of dtype {wanted} cannot be saved; known are {', '.join(t for t, _ in DTYPES.values())}"
-    )
+    names = {torch_name: name for name, (torch_name, _) in DTYPES.items()}
+    if wanted not in names:
+        raise CheckpointError(f"tensors of dtype {wanted} cannot be saved; known are {', '.join(names)}")
+    return names[wanted]
 
 
 def torch_dtype(name: str) -> torch.dtype:
