@@ -234,9 +234,8 @@ class Pipeline:
         """A schedule for `count` micro-batches of `tokens`: it owns receive buffers of that shape."""
         if self._shape == (count, tokens):
             return
-        hidden = torch.empty(
-            tokens // self.sequence_shards, self.width, dtype=self.dtype, device="meta", requires_grad=True
-        )
+        rows = tokens // self.sequence_shards
+        hidden = torch.empty(rows, self.width, dtype=self.dtype, device="meta", requires_grad=True)
         losses = (torch.empty((), device="meta", requires_grad=True), torch.empty((), device="meta"))
         kind: Any = schedule_of(self.engine, self.count, count)
         alone = issubclass(kind, PipelineScheduleSingle)

@@ -17,13 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kenotron.config.errors import InputError, os_errors
-from kenotron.data.formats.token_file import (
-    TokenFile,
-    check_ends,
-    check_width,
-    map_array,
-    readable,
-)
+from kenotron.data.formats.token_file import TokenFile, check_ends, check_width, map_array, readable
 from kenotron.storage.arrays import release
 from kenotron.storage.paths import AnyPath
 
