@@ -58,9 +58,8 @@ def test_a_rank_that_was_started_in_another_way_is_named_on_all(tmp_path: Path) 
 def data_refusal(rank: int, samples: list[int], held_out: list[int]) -> str:
     plan = SimpleNamespace(label="w")
     stage = SimpleNamespace(sources=[range(samples[rank])], stage=SimpleNamespace(sources=[plan]))
-    validated = [(plan, SimpleNamespace(held_out=range(held_out[rank])))]
-    data = SimpleNamespace(stage_of=lambda step: stage, validated=validated)
-    run: Any = SimpleNamespace(step=0, data=data, config=SimpleNamespace(tokens=SimpleNamespace(validates=True)))
+    evaluated = {"val": [(plan, SimpleNamespace(held_out=range(held_out[rank])))]}
+    run: Any = SimpleNamespace(step=0, data=SimpleNamespace(stage_of=lambda step: stage, evaluated=evaluated))
     try:
         SameData().on_train_start(run)
     except InputError as error:

@@ -99,8 +99,8 @@ MUTANTS = [
     Mutant(
         name="the-end-of-a-run-is-not-validated",
         file="observers/validation.py",
-        find="run.config.tokens.val_check_interval == 0 or run.finished:",
-        replace="run.config.tokens.val_check_interval == 0:",
+        find="tokens.validates and (is_due(run) or run.finished)",
+        replace="tokens.validates and is_due(run)",
         why="the loss that is published is that of a thousand steps before the end",
         tests=(f"{CONSOLE}::test_the_last_step_is_validated_whatever_the_interval",),
     ),
@@ -155,8 +155,8 @@ MUTANTS = [
     Mutant(
         name="data-of-validation-may-differ-between-machines",
         file="observers/consistency.py",
-        find="        if run.config.tokens.validates:\n",
-        replace="        if False:\n",
+        find="        for split, some in run.data.evaluated.items():\n",
+        replace="        for split, some in ():\n",
         why="val_loss is one over two versions of the held-out text",
         tests=("launch/test_agreement.py::test_a_machine_with_other_files_is_named_on_all",),
     ),

@@ -196,7 +196,11 @@ def split_long_chunk(chunk: DocumentChunk, longest: int) -> Iterator[DocumentChu
 
 def whole_characters(text: str) -> str:
     """`text` with a question mark for half a surrogate pair, which JSON may escape and no UTF-8 holds."""
-    return text.encode("utf-8", "replace").decode()
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-8", "replace").decode()
+    return text
 
 
 def texts_of_row(row: object, column: str, hook: RowHook | None, file: str) -> list[str]:
