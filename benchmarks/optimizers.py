@@ -1,20 +1,26 @@
 """What a step of each optimizer costs, beside torch's own fused AdamW on the same 17M parameters.
 
     python benchmarks/optimizers.py [--threads 1] [--rounds 7]
+    python benchmarks/optimizers.py --ranks 2            # the same steps on shards, beside an even share of them
 
 The model has the weights of training.py's 17M: hidden 384, 6 layers, intermediate 1024, vocabulary 8192, untied. All
 candidates take turns in every round, so that a busy machine slows them alike; each line has the best round, and its
 ratio to that of the first line.
+
+With --ranks, weights are sharded as by ZeRO over ranks of one thread each. The ideal is what one process takes, divided
+by the number of ranks: all work shared, and nothing sent.
 """
 
 from __future__ import annotations
 
 import argparse
+import tempfile
 import time
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -70,7 +76,7 @@ def ours(module: nn.Module, **factory: object) -> Callable[[], object]:
             "learning_rate_scheduler": {"learning_rate": 1e-4},
         }
     )
-    return build_optimizer(with_gradients(module).named_parameters(), config).step
+    return build_optimizer(with_gradients(module).named_parameters(), config, dtype="bfloat16").step
 
 
 def candidates() -> dict[str, Callable[[], object]]:
@@ -80,7 +86,7 @@ def candidates() -> dict[str, Callable[[], object]]:
     fully_shard(wrapped, mesh=init_device_mesh("cpu", (1,)))
     hidden = [p for layer in model().layers for p in layer.parameters() if p.ndim == 2]
     shapes = [[p.detach() for p in hidden if p.shape == shape] for shape in {p.shape for p in hidden}]
-    dtype = matmul_dtype(torch.device("cpu"))
+    dtype = matmul_dtype(torch.device("cpu"), torch.bfloat16)
     batches = [batch for same in shapes for batch in torch.stack(same).to(dtype).split(10)]
 
     def iterate() -> None:
@@ -105,11 +111,41 @@ def candidates() -> dict[str, Callable[[], object]]:
     }
 
 
+def on_ranks(rank: int, ranks: int, rounds: int, store: str) -> None:
+    """Compare steps of one process with those of all ranks, in turns; rank 0 prints."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    mesh = init_device_mesh("cpu", (ranks,))
+    for name in ("adamW", "muon", "normuon", "soap"):
+        wrapped = model()
+        for layer in wrapped.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(wrapped, mesh=mesh)
+        alone, shared = ours(model(), name=name), ours(wrapped, name=name)
+        best = {"alone": float("inf"), "shared": float("inf")}
+        for turn in range(rounds + 1):  # the first makes the state
+            for which, step in (("alone", alone if rank == 0 else lambda: None), ("shared", shared)):
+                dist.barrier()
+                start = time.perf_counter()
+                step()
+                dist.barrier()
+                best[which] = min(best[which], time.perf_counter() - start) if turn else best[which]
+        if rank == 0:
+            one, all_ranks = 1e3 * best["alone"], 1e3 * best["shared"]
+            print(f"{name:12}{one:9.1f} ms alone{all_ranks:9.1f} ms shared{all_ranks * ranks / one:8.2f}x of the ideal")
+    dist.destroy_process_group()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--ranks", type=int, default=1)
     arguments = parser.parse_args()
+    if arguments.ranks > 1:
+        with tempfile.TemporaryDirectory() as folder:
+            mp.spawn(on_ranks, (arguments.ranks, arguments.rounds, f"{folder}/store"), nprocs=arguments.ranks)
+        return
     torch.set_num_threads(arguments.threads)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     steps = candidates()
