@@ -212,6 +212,8 @@ def test_what_does_not_fit_is_one_line(tmp_path: Path) -> None:
         tiny_config(tmp_path, *keys(tmp_path, "evaluation.eval_interval=3"))
     with pytest.raises(InputError, match=r"evaluation\.tasks: need a tokenizer; expected tokenizer\.tokenizer_name_or"):
         tiny_config(tmp_path, "evaluation={tasks: [sums]}")
+    with pytest.raises(InputError, match=r"evaluation\.ema: expected optimizer\.ema_decay beside it"):
+        tiny_config(tmp_path, *keys(tmp_path, "evaluation.ema=true"))
 
 
 @pytest.mark.slow
@@ -224,8 +226,10 @@ def test_a_device_that_is_not_there_is_said_before_the_first_step(tmp_path: Path
 @pytest.mark.slow
 def test_a_run_is_evaluated_as_the_command_does(tmp_path: Path) -> None:
     pytest.importorskip("lm_eval", reason="lm_eval is not installed")
-    options = {"num_fewshot": 1, "limit": 7, "batch_size": 2, "device": "cpu"}
-    config = tiny_config(tmp_path, *keys(tmp_path), *(f"evaluation.{name}={value}" for name, value in options.items()))
+    """With the average of the weights, too, which gives each right answer another probability."""
+    options = {"num_fewshot": 1, "limit": 7, "batch_size": 2, "device": "cpu", "ema": True}
+    more = (*keys(tmp_path), *(f"evaluation.{name}={value}" for name, value in options.items()))
+    config = tiny_config(tmp_path, *more, "optimizer.ema_decay=0.9")
     _, said = train_and_listen(config)
     assert "Evaluation: loading sums" in said
     left = {line["iteration"]: line for line in metrics(config) if "eval/sums/acc" in line}
@@ -238,8 +242,11 @@ def test_a_run_is_evaluated_as_the_command_does(tmp_path: Path) -> None:
         assert found["acc"].value * 7 == pytest.approx(round(found["acc"].value * 7))
         assert line["eval/sums/acc"] == found["acc"].value
         assert line["eval/sums/bits_per_byte"] == pytest.approx(found["bits_per_byte"].value, rel=1e-6)
+    last = kn.evaluate(checkpoint, "sums", include_path=tmp_path / "tasks", **options | {"ema": False})["sums"]
+    assert last["bits_per_byte"].value != pytest.approx(found["bits_per_byte"].value, rel=1e-4)
     with pytest.raises(InputError, match=r"^evaluation\.tasks: lm_eval has no task 'sumz'; did you mean 'sums'"):
-        train_and_listen(tiny_config(tmp_path, *keys(tmp_path, "evaluation.tasks=[sumz]", "tokens.train_steps=8")))
+        again = ("evaluation.tasks=[sumz]", "tokens.train_steps=8", "optimizer.ema_decay=0.9")
+        train_and_listen(tiny_config(tmp_path, *keys(tmp_path, *again)))
 
 
 @pytest.mark.slow

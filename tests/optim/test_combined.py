@@ -3,8 +3,10 @@
 import pytest
 import torch
 
+from kenotron.cli import main
 from kenotron.config.errors import InputError
 from kenotron.config.optimizer import LearningRateScheduler
+from kenotron.generation.load import load_for_generation
 from kenotron.interop import to_hf
 from kenotron.optim.build import build_optimizer
 from kenotron.optim.groups import set_learning_rates
@@ -124,7 +126,7 @@ def test_the_average_of_bf16_weights_moves_by_less_than_they_round(tiny, section
     assert torch.equal(average, kept)
 
 
-def test_the_average_of_a_run_is_validated_resumed_and_exported(tmp_path):
+def test_the_average_of_a_run_is_validated_resumed_decoded_and_exported(tmp_path, capsys):
     """Step 4 after a stop at 2 as without one; a run that starts from the export has the loss that was logged."""
     overrides = (*text_overrides(tmp_path), "optimizer.ema_decay=0.5", "checkpoints.checkpoint_interval=2")
     overrides += ("tokens.val_check_interval=2", "tokens.limit_val_batches=-1", "tokens.val_fraction=0.2")
@@ -143,6 +145,16 @@ def test_the_average_of_a_run_is_validated_resumed_and_exported(tmp_path):
     smooth = exported(tmp_path / "smooth")
     assert {f"state.{name}.ema" for name in smooth} == {name for name in one if name.endswith(".ema")}
     assert all(torch.equal(smooth[name], one[f"state.{name}.ema"]) for name in smooth)
+    checkpoint = tmp_path / "whole" / "checkpoints"
+    texts = []
+    for arguments in ((checkpoint, "--ema"), (tmp_path / "smooth",), (checkpoint,)):
+        with pytest.raises(SystemExit):
+            main(["generate", *map(str, arguments), "--prompt", "Once", "--json", "--logprobs", "--dtype", "float32"])
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+    assert texts[0] != texts[2]
+    with pytest.raises(InputError, match="smooth has no moving average of weights: it is a Hugging Face model"):
+        load_for_generation(tmp_path / "smooth", ema=True)
     again = tiny_config(
         tmp_path / "again",
         *overrides[:-3],

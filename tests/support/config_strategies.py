@@ -158,7 +158,10 @@ def _agree(config: dict[str, Any]) -> dict[str, Any]:
     if config.get("metrics_logging"):
         config["metrics_logging"]["gradient_noise_scale"] = False
     if config.get("evaluation"):
-        config["evaluation"]["eval_interval"] = None
+        config["evaluation"].update(eval_interval=None, ema=False)
+    if "path" in config["model"]["init_method"]:
+        for group in config["optimizer"].get("param_groups") or ():
+            group["init_std_scale"] = 1.0
     if config["checkpoints"].get("staging_path") or config["checkpoints"].get("remove_after_upload"):
         config["checkpoints"]["checkpoints_path"], config["s3_upload"] = "s3://a/b", None
     if config.get("s3_upload"):

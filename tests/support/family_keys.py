@@ -56,7 +56,7 @@ TESTS = {
     (
         "test_evaluation_of_runs.py",
         "Evaluation",
-    ): "tasks include_path eval_interval num_fewshot limit batch_size device srun",
+    ): "tasks include_path eval_interval num_fewshot limit batch_size device ema srun",
     ("test_headless.py", "Headless"): "name negatives block_size temperature",
     ("test_distillation.py", "Distillation"): "name teacher weight temperature top_k cache",
     ("test_lion.py", "Lion"): "name lion_beta1 lion_beta2",

@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from kenotron.checkpoint import folders, manifest
 from kenotron.checkpoint.model_files import find_model, is_hub_name
-from kenotron.config import ABSENT, Config, fill_run_name, same_run_difference
+from kenotron.config import Config, fill_run_name, same_run_difference
 from kenotron.config.checkpoints import LOAD_MODES
 from kenotron.config.errors import InputError
 from kenotron.config.model import ExistingCheckpointInit
@@ -237,8 +237,7 @@ def changed_stage(before: Config, path: Path, step: int, difference: tuple[str, 
         what = f"{key}: a stage begins at step {old or new} {where} in this config"
     else:
         name = before.data_stages[int(key.split(".")[1])].name
-        had, has = ("something else" if value is ABSENT else repr(value) for value in (old, new))  # a list, a map
-        what = f"{key} of stage '{name}' is {had} there and {has} in this config"
+        what = f"{key} of stage '{name}' is {old!r} there and {new!r} in this config"
     return (
         f"{path} is at step {step}, and stages that have begun by then may not change: {what}; put that back "
         f"(stages that begin later may be edited)"

@@ -7,6 +7,7 @@ import typer
 
 from kenotron.cli.data import on_this_machine
 from kenotron.cli.remote import at_hand
+from kenotron.cli.sampling_options import Ema
 from kenotron.cli.tables import progress_bar, to_stderr
 from kenotron.config.errors import InputError, byte_size, no_such_path
 
@@ -43,9 +44,7 @@ def to_hf(
         str | None, typer.Option(help="float32, bfloat16 or float16; default: the config's model.dtype.")
     ] = None,
     max_shard_size: Annotated[str, typer.Option(help="Maximum size of a safetensors file.")] = "5GB",
-    ema: Annotated[
-        bool, typer.Option("--ema", help="Take the moving average of weights that the run kept (optimizer.ema_decay).")
-    ] = False,
+    ema: Ema = False,
 ) -> None:
     """Convert a checkpoint to a folder that transformers loads."""
     from kenotron.checkpoint.folders import resolve

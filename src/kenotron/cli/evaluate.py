@@ -21,6 +21,7 @@ def evaluate(
     limit: Annotated[int | None, typer.Option(help="Documents of each task, the first ones.", min=1)] = None,
     batch_size: Annotated[int, typer.Option(help="Sequences of a forward pass.", min=1)] = 8,
     dtype: options.Dtype = None,
+    ema: options.Ema = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Evaluate a model on tasks of lm-evaluation-harness."""
@@ -35,6 +36,7 @@ def evaluate(
         limit=limit,
         batch_size=batch_size,
         dtype=dtype,
+        ema=ema,
     )
     if as_json:
         print(json.dumps({task: {name: each._asdict() for name, each in found[task].items()} for task in found}))

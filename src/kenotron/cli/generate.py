@@ -50,6 +50,7 @@ def generate(
         bool, typer.Option("--logprobs", help="With --json: the logarithm of every token's probability.")
     ] = False,
     dtype: options.Dtype = None,
+    ema: options.Ema = False,
     batch_size: Annotated[int, typer.Option(help="Prompts decoded per batch.", min=1)] = 8,
     tp: Annotated[
         int | None,
@@ -105,6 +106,7 @@ def generate(
         prompts=prompts,
         built_in=not (prompt or prompt_file or prompt_tokens),
         dtype=dtype,
+        ema=ema,
         show="stream" if stream else "json" if as_json else "text",
         sampling=sampling,
         batch_size=1 if stream else batch_size,

@@ -21,4 +21,7 @@ RepetitionPenalty = Annotated[
     float, typer.Option(help="Make tokens of the text so far less likely: above 1. 1: no penalty.")
 ]
 Seed = Annotated[int, typer.Option(help="Seed of the sampling.")]
+Ema = Annotated[
+    bool, typer.Option("--ema", help="Take the moving average of weights that the run kept (optimizer.ema_decay).")
+]
 Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; default: that of the config.")]

@@ -259,6 +259,8 @@ def _check_evaluation(config: Config) -> Iterator[Problem]:
         yield "evaluation.eval_interval", f"expected a multiple of checkpoint_interval {saved}, found {interval}"
     if not (config.tokenizer.train or config.tokenizer.tokenizer_name_or_path):
         yield "evaluation.tasks", "need a tokenizer; expected tokenizer.tokenizer_name_or_path"
+    if evaluation.ema and config.optimizer.ema_decay is None:
+        yield "evaluation.ema", "expected optimizer.ema_decay beside it"
 
 
 def _check_documents(config: Config) -> Iterator[Problem]:

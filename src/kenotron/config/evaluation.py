@@ -16,6 +16,7 @@ class Evaluation(Section):
     num_fewshot: int | None = our_key("Examples before each question; null: as the task says.", None, ge=0)
     limit: int | None = our_key("Documents of each task, the first ones; null: all of them.", None, ge=1)
     batch_size: int = our_key("Sequences of a forward pass.", 8, ge=1)
+    ema: bool = our_key("Evaluate the moving average of the weights (optimizer.ema_decay) instead of them.", False)
     device: str = our_key("Device of the evaluating process: cpu, or cuda where a GPU has room beside training.", "cpu")
     srun: dict[str, str | int | None] | None = our_key(
         'Options of srun, {partition: eval, gpus: 1, time: "2:00:00"} (a value of null: a flag): the process runs in a '

@@ -19,14 +19,17 @@ from kenotron.config.config import Config
 from kenotron.config.scalars import Loader
 
 
-class _Absent:
+class _Missing:
     """In a difference: the value of a key that one side does not have."""
 
+    def __init__(self, text: str) -> None:
+        self.text = text
+
     def __repr__(self) -> str:
-        return "(absent)"
+        return self.text
 
 
-ABSENT = _Absent()
+ABSENT, OTHER = _Missing("(absent)"), _Missing("something else")
 
 
 SafeDumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # libyaml's, ten times as fast, where PyYAML has it
@@ -84,7 +87,13 @@ def diff(a: Config, b: Config) -> list[tuple[str, object, object]]:
 
 
 def differences(left: Mapping[str, object], right: Mapping[str, object]) -> list[tuple[str, object, object]]:
-    """As `diff`, of values by their names; of what is a map or a list on one side alone, that side's leaves."""
-    paths = [path for path in dict.fromkeys([*left, *right]) if left.get(path, ABSENT) != right.get(path, ABSENT)]
-    maps = {path[:end] for path in paths for end, character in enumerate(path) if character == "."}
-    return [(path, left.get(path, ABSENT), right.get(path, ABSENT)) for path in paths if path not in maps]
+    """As `diff`, of values by their names; `OTHER` stands for a map or a list where a side has a plain value."""
+    paths = dict.fromkeys([*left, *right])
+    inner = {path[:end] for path in paths for end, character in enumerate(path) if character == "."}
+    found = []
+    for path in paths:
+        missing = OTHER if path in inner else ABSENT
+        old, new = left.get(path, missing), right.get(path, missing)
+        if old != new:
+            found.append((path, old, new))
+    return found

@@ -27,12 +27,14 @@ def evaluate(
     batch_size: int = 8,
     device: str | None = None,
     dtype: str | None = None,
+    ema: bool = False,
 ) -> Results:
     """Evaluate the checkpoint or Hugging Face model at `path` on tasks, groups or tags of lm-evaluation-harness.
 
     The result has a value and its standard error for each metric of each task. `include_path` is a folder with YAML
     files of tasks of one's own; `num_fewshot` None is what each task says, `limit` None means all of its documents;
-    `device` None is the accelerator, if there is one, `dtype` None that of the config. Raises
+    `device` None is the accelerator, if there is one, `dtype` None that of the config; `ema` takes the
+    moving average of weights that the run kept. Raises
     `kenotron.config.InputError`: there is no such task, its dataset cannot be loaded, no model or tokenizer at `path`.
     """
     from kenotron.evaluation.harness import Tasks
@@ -42,7 +44,7 @@ def evaluate(
     from kenotron.generation.load import load_for_generation
     from kenotron.generation.ranks import ModelOnRanks
 
-    model, tokenizer, _ = load_for_generation(path, dtype, device)
+    model, tokenizer, _ = load_for_generation(path, dtype, device, ema=ema)
     assert not isinstance(model, ModelOnRanks), "without a mesh it is whole"
     if tokenizer is None:
         raise InputError(f"{path} has no tokenizer, which evaluation needs")

@@ -128,6 +128,7 @@ def main() -> None:
                 limit=settings.limit,
                 batch_size=settings.batch_size,
                 device=settings.device,
+                ema=settings.ema,
             )
         except Exception as error:  # of one checkpoint: the next may go well
             traceback.print_exc()

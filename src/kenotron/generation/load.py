@@ -56,19 +56,20 @@ def load_for_generation(
     dtype: str | torch.dtype | None = None,
     device: str | torch.device | None = None,
     mesh: Mesh | None = None,
+    ema: bool = False,
 ) -> Loaded:
     """Build the model of `path` with its weights, in eval mode.
 
     `dtype` None is the config's `model.dtype`; `device` None the accelerator, or the CPU where there is none. With a
     `mesh` of axes pp, dp_replicate, tp and ep every rank calls this; replicas along dp_replicate share out the prompts,
-    or decode the same ones where ep of them share the experts.
+    or decode the same ones where ep of them share the experts. `ema`: the moving average of the weights instead.
     Raises InputError: nothing at `path` (names what is near), not a checkpoint, damaged, not a family that
     can decode, or of a shape that the mesh does not divide.
     """
     mesh = mesh or Mesh()
     # An error of one is then an error of all.
     on_all: Callable[[Callable[[], Any]], Any] = raise_on_any_rank if mesh.world_size > 1 else lambda work: work()
-    source = on_all(lambda: open_source(path, verify=mesh.is_first))
+    source = on_all(lambda: open_source(path, verify=mesh.is_first, ema=ema))
     decoded_in = dtype_of(dtype or source.model.dtype)
     target = torch.device(device) if device is not None else best_device()
     check_layout(source.architecture, layout_of(mesh))

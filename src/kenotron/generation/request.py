@@ -30,6 +30,7 @@ class Request(Section):
     prompts: list[str | list[int]]
     built_in: bool = False  # the prompts are the command's own: no user named them
     dtype: str | None = None
+    ema: bool = False
     show: Literal["text", "json", "stream"] = "text"
     sampling: SamplingOptions
     batch_size: int = 8
@@ -57,7 +58,7 @@ def decode_on_ranks(request: Request, mesh: Mesh, device: torch.device) -> None:
     Raises InputError: text without a tokenizer, and those of `load_for_generation` and `generate`.
     """
     prompts = run_on_rank0(lambda: request.prompts)
-    model, tokenizer, _ = load_for_generation(request.path, request.dtype, device, mesh)
+    model, tokenizer, _ = load_for_generation(request.path, request.dtype, device, mesh, request.ema)
     streams = request.show == "stream"
     if tokenizer is None and any(isinstance(prompt, str) for prompt in prompts):
         raise InputError(f"{request.path} has no tokenizer: give --prompt-tokens 1,2,3 instead of text")

@@ -60,14 +60,18 @@ class Source:
         return self.model.decoder
 
 
-def open_source(path: str | Path, *, report: Report = quiet, verify: bool = True, family: str | None = None) -> Source:
+def open_source(
+    path: str | Path, *, report: Report = quiet, verify: bool = True, family: str | None = None, ema: bool = False
+) -> Source:
     """Open a checkpoint of ours (a step, or the folder of steps) or a Hugging Face model, by folder or hub name.
 
-    `family`: one to try for Hugging Face's besides the built-in ones.
+    `family`: one to try for Hugging Face's besides the built-in ones. `ema`: see `checkpoint_source`.
     Raises InputError: missing, not a checkpoint, damaged (`verify`: checksums are compared now), not supported.
     """
     found = find_model(path)
-    return checkpoint_source(found.folder, verify) if found.ours else hf_source(path, report, family)
+    if ema and not found.ours:
+        raise InputError(f"{path} has no moving average of weights: it is a Hugging Face model")
+    return checkpoint_source(found.folder, verify, ema) if found.ours else hf_source(path, report, family)
 
 
 def hf_source(path: str | Path, report: Report = quiet, family: str | None = None) -> Source:
