@@ -244,8 +244,8 @@ def test_a_run_is_evaluated_as_the_command_does(tmp_path: Path) -> None:
         assert line["eval/sums/bits_per_byte"] == pytest.approx(found["bits_per_byte"].value, rel=1e-6)
     last = kn.evaluate(checkpoint, "sums", include_path=tmp_path / "tasks", **options | {"ema": False})["sums"]
     assert last["bits_per_byte"].value != pytest.approx(found["bits_per_byte"].value, rel=1e-4)
+    again = ("evaluation.tasks=[sumz]", "tokens.train_steps=8", "optimizer.ema_decay=0.9")
     with pytest.raises(InputError, match=r"^evaluation\.tasks: lm_eval has no task 'sumz'; did you mean 'sums'"):
-        again = ("evaluation.tasks=[sumz]", "tokens.train_steps=8", "optimizer.ema_decay=0.9")
         train_and_listen(tiny_config(tmp_path, *keys(tmp_path, *again)))
 
 
