@@ -86,9 +86,9 @@ def _architecture(
     for key in ("bos_token_id", "eos_token_id"):
         if key in config and found.get(key) is None:
             report(f"{where}: {key} is null; {_default(kind, key)} is used where there is no tokenizer")
-    for key in filter(config.get, DROPOUTS):
+    if dropouts := ", ".join(f"{key} {config[key]}" for key in DROPOUTS if config.get(key)):
         report(
-            f"{where}: {key} {config[key]} is ignored: families of ours have no dropout; "
+            f"{where}: {dropouts} is ignored: families of ours have no dropout; "
             "model_config: {hf: …, family: kenotron.models.foreign.HuggingFace, training_dropout: true} has it"
         )
     try:
