@@ -9,8 +9,8 @@ MUTANTS = [
     Mutant(
         name="a-groups-weight-decay-of-zero-is-none",
         file="optim/groups.py",
-        find="weight_decay = weight_decay if rule.weight_decay is None else rule.weight_decay",
-        replace="weight_decay = rule.weight_decay or weight_decay",
+        find="optimizer_config.weight_decay if rule.weight_decay is None else rule.weight_decay",
+        replace="rule.weight_decay or optimizer_config.weight_decay",
         why="a group of parameters that asks for no weight decay gets the optimizer's",
         tests=("optim/test_parameter_groups.py::test_the_first_pattern_that_matches_wins",),
     ),

@@ -264,7 +264,7 @@ class Optimizer(Section):
     spikes: Spikes | None = our_key("Skip steps with spikes of loss or gradient norm; null: never.", None)
 
     def group_of(self, name: str) -> ParamGroup:
-        """The settings of the parameter `name`."""
+        """The settings of the parameter `name`: of the first pattern that is found in it, or the defaults."""
         found = (rule for rule in self.param_groups or () if re.search(rule.pattern, name))
         return next(found, ParamGroup(pattern=""))
 

@@ -65,27 +65,23 @@ def parameter_groups(
     """
     parameters = list(named_parameters)
     names = [name for name, _ in parameters] if all_names is None else all_names
-    rules = optimizer_config.param_groups or []
-    chosen = _choose_rules([rule.pattern for rule in rules], names)
+    _check_patterns([rule.pattern for rule in optimizer_config.param_groups or ()], names)
     excluded = _excluded(optimizer_config.weight_decay_exclude_named_params or [], names)
 
     groups: dict[Any, dict[str, Any]] = {}
     for name, parameter in parameters:
         if not parameter.requires_grad:
             continue
-        scale, weight_decay = 1.0, optimizer_config.weight_decay
-        factory: Any = optimizer_config.optimizer_factory  # one of several sections, which differ in name
-        schedule = None
-        if name in chosen:
-            rule = rules[chosen[name]]
-            scale, schedule = rule.learning_rate_scale, rule.learning_rate_scheduler
-            factory = rule.optimizer_factory or factory
-            if rule.optimizer_factory and factory.name in OF_MATRICES and not is_hidden_matrix(name, parameter):
-                raise InputError(
-                    f"optimizer.param_groups: '{rule.pattern}' gives {name} to {factory.name}, which is for hidden "
-                    "matrices alone"
-                )
-            weight_decay = weight_decay if rule.weight_decay is None else rule.weight_decay
+        rule = optimizer_config.group_of(name)
+        scale, schedule = rule.learning_rate_scale, rule.learning_rate_scheduler
+        # One of several sections, which differ in name.
+        factory: Any = rule.optimizer_factory or optimizer_config.optimizer_factory
+        if rule.optimizer_factory and factory.name in OF_MATRICES and not is_hidden_matrix(name, parameter):
+            raise InputError(
+                f"optimizer.param_groups: '{rule.pattern}' gives {name} to {factory.name}, which is for hidden "
+                "matrices alone"
+            )
+        weight_decay = optimizer_config.weight_decay if rule.weight_decay is None else rule.weight_decay
         if name in excluded:
             weight_decay = 0.0
         if factors:
@@ -137,22 +133,20 @@ def is_hidden_matrix(name: str, parameter: torch.Tensor) -> bool:
     return matrices and leaf == "weight" and in_a_layer and not path[-1].endswith("embedding")
 
 
-def _choose_rules(patterns: list[str], names: Sequence[str]) -> dict[str, int]:
-    """For each name that some pattern is found in, the index of the first such pattern."""
+def _check_patterns(patterns: list[str], names: Sequence[str]) -> None:
+    """Raise InputError for a pattern that is first for none of the names."""
     key = "optimizer.param_groups"
-    found = [{name for name in names if re.search(pattern, name)} for pattern in patterns]
-    chosen: dict[str, int] = {}
-    for index, pattern in enumerate(patterns):
-        if not found[index]:
+    taken: set[str] = set()
+    for pattern in patterns:
+        found = {name for name in names if re.search(pattern, name)}
+        if not found:
             raise InputError(f"{key}: '{pattern}' matches no parameter's name{_nearest(pattern, names)}")
-        new = found[index] - chosen.keys()
-        if not new:
+        if found <= taken:
             raise InputError(
                 f"{key}: '{pattern}' has no effect: earlier patterns match all that it matches, and the first match "
                 "wins"
             )
-        chosen.update(dict.fromkeys(new, index))
-    return chosen
+        taken |= found
 
 
 def _excluded(patterns: list[str], names: Sequence[str]) -> set[str]:
