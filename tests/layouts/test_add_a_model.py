@@ -93,6 +93,12 @@ def test_losses_on_two_layouts_are_those_of_one_process(folder: Path, trained: P
 
 
 @pytest.mark.slow
+def test_the_comparison_on_the_page_agrees(folder: Path) -> None:
+    (folder / "my.yaml").write_text(yaml.safe_dump(plain(folder, "compared")))
+    assert kn.compare(folder / "my.yaml", ["parallelism.tp=2"], steps=1, dtype="float32").agrees
+
+
+@pytest.mark.slow
 def test_it_goes_to_hugging_face_and_back(folder: Path, trained: Path) -> None:
     from transformers import GPTNeoXForCausalLM
 
