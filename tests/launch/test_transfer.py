@@ -85,9 +85,13 @@ def test_best_rates_are_those_of_whole_runs(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(transfer, "_last_loss", loss)
     config = load(small(tmp_path, "mup"))
     half = pytest.approx(0.005)
-    assert transfer.best_rates(config, 2, quiet) == {"mup": (half, half), "standard": (half, 0.0025)}
+    assert [(each.kind, each.size, each.best) for each in transfer.rates(config, 2, quiet)] == [
+        ("mup", 1, half),
+        ("mup", 2, half),
+        ("standard", 2, 0.0025),
+    ]
     with pytest.raises(InputError, match=r"^optimizer.*learning_rate: expected one near the best of base_width, found"):
-        transfer.best_rates(load(config, ["optimizer.learning_rate_scheduler.learning_rate=0.1"]), 2, quiet)
+        transfer.rates(load(config, ["optimizer.learning_rate_scheduler.learning_rate=0.1"]), 2, quiet)
 
 
 def test_a_run_that_diverged_counts_as_a_model_that_knows_nothing(tmp_path: Path) -> None:
@@ -103,19 +107,31 @@ def call(folder: Path, content: dict[str, Any], *arguments: str) -> int | str | 
     return ended.value.code
 
 
+def grids(*best: float) -> list[transfer.Grid]:
+    """Grids of parabolas with these minima, over rates from 0.0025 to 0.04."""
+    rates = [0.01 * 2 ** (half / 2) for half in range(-4, 5)]
+    losses = [{rate: 3 + np.log2(rate / each) ** 2 for rate in rates} for each in best]
+    return [transfer.Grid(*case, each) for case, each in zip([("mup", 1), ("mup", 4), ("standard", 4)], losses)]
+
+
 def test_the_command_prints_a_table_and_leaves_no_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transfer, "best_rates", lambda *args: {"mup": (0.01, 0.011), "standard": (0.01, 0.004)})
+    monkeypatch.setattr(transfer, "rates", lambda *args: grids(0.01, 0.011, 0.004))
     assert call(tmp_path, small(tmp_path, "mup"), "--learning-rates") == 0
     said = capsys.readouterr().out.splitlines()
     assert said[0].split() == ["over", "width", "mup", "|x|", "mup", "moved", "standard", "|x|", "standard", "moved"]
     assert said[1].startswith("model.embed_tokens ")
-    assert said[-4] == "mup over width: holds"
-    assert said[-3].startswith("standard over width: does not hold: ")
-    assert said[-2] == "mup: best rate 0.01, then 0.011: holds"
-    assert said[-1] == "standard: best rate 0.01, then 0.004: does not hold"
-    monkeypatch.setattr(transfer, "best_rates", lambda *args: {"mup": (0.01, 0.02)})
+    holds = said.index("mup over width: holds")
+    assert said[holds + 1].startswith("standard over width: does not hold: ")
+    canvas = np.array([list(line.ljust(82)[10:]) for line in said[holds + 2 : -4]])
+    lowest = {mark: max(np.argwhere(canvas == mark), key=lambda at: at[0])[1] for mark in "*o+"}
+    assert lowest["+"] < lowest["*"]
+    assert lowest["*"] <= lowest["o"] <= lowest["*"] + 9  # of 72 columns for four octaves
+    assert said[-3] == "* mup, base_width: best rate 0.01"
+    assert said[-2] == "o mup, 4 times as wide: best rate 0.011: holds"
+    assert said[-1] == "+ standard, 4 times as wide: best rate 0.004: does not hold"
+    monkeypatch.setattr(transfer, "rates", lambda *args: grids(0.01, 0.02, 0.02))
     assert call(tmp_path, small(tmp_path, "mup"), "--learning-rates") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["my.yaml"]
 

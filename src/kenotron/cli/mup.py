@@ -3,12 +3,16 @@
 Exit code 0: it holds; 1: it does not.
 """
 
-from typing import Annotated
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kenotron.cli.config import File, Overrides
 from kenotron.cli.tables import to_stderr
+
+if TYPE_CHECKING:
+    from kenotron.launch.transfer import Grid
 
 app = typer.Typer(help="Check that a learning rate carries over to other sizes.", no_args_is_help=True)
 
@@ -26,7 +30,7 @@ def check(
     Beside the parametrization of the config stands the standard one. Exit code 0: it holds; 1: it does not.
     """
     from kenotron.config import load, refuse_unsupported
-    from kenotron.launch.transfer import best_rates, coordinates, table
+    from kenotron.launch.transfer import coordinates, rates, table
 
     config = load(file, overrides or [], report=to_stderr)
     refuse_unsupported(config)
@@ -35,8 +39,24 @@ def check(
     holds = all(sweep.promised.all() for sweep in sweeps[::2])
     for ours, standard in zip(sweeps[::2], sweeps[1::2]):
         typer.echo("\n".join(table(ours, standard)))
-    for kind, best in best_rates(config, sizes[-1], to_stderr).items() if learning_rates else ():
-        carries = 2**-0.5 <= best[1] / best[0] <= 2**0.5  # a step of their grid
-        typer.echo(f"{kind}: best rate {best[0]:.4g}, then {best[1]:.4g}: {'holds' if carries else 'does not hold'}")
-        holds = holds and (carries or kind == "standard")
+    if learning_rates:
+        holds = _compare_rates(rates(config, sizes[-1], to_stderr)) and holds
     raise typer.Exit(0 if holds else 1)
+
+
+def _compare_rates(grids: "Sequence[Grid]") -> bool:
+    """Draw the losses over rates and print the best ones; whether that of the parametrization carries over."""
+    import numpy as np
+
+    from kenotron.runs.plot import MARKS, drawn
+
+    points = [[(np.log2(rate), loss) for rate, loss in grid.losses.items()] for grid in grids]
+    typer.echo("\n".join(drawn([(mark, np.array(each)) for mark, each in zip(MARKS, points)])))
+    typer.echo(f"{'':10}losses over learning rates, each √2 times the one before")
+    small, *large = grids
+    carries = [2**-0.5 <= grid.best / small.best <= 2**0.5 for grid in large]  # a step of the grid
+    typer.echo(f"{MARKS[0]} {small.kind}, base_width: best rate {small.best:.4g}")
+    for mark, grid, same in zip(MARKS[1:], large, carries):
+        verdict = "holds" if same else "does not hold"
+        typer.echo(f"{mark} {grid.kind}, {grid.size} times as wide: best rate {grid.best:.4g}: {verdict}")
+    return carries[0]

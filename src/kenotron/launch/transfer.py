@@ -7,7 +7,7 @@
 
 `coordinates` is the coordinate check of Tensor Programs V (arXiv 2203.03466): a few steps on one batch, then the mean
 |x| of every module's output, and of how far it moved. The steps have a quarter of the config's learning rate: the rules
-are those of small steps, and large ones show that widths are finite. `best_rates` trains in full, over a grid of rates.
+are those of small steps, and large ones show that widths are finite. `rates` trains in full, over a grid of rates.
 """
 
 import math
@@ -99,19 +99,33 @@ def table(*sweeps: Sweep) -> Iterator[str]:
         yield f"{each.kind} over {each.axis}: {found}"
 
 
-def best_rates(config: Config, largest: int = 4, say: Report = print) -> dict[str, tuple[float, float]]:
-    """Kind of parametrization → the best learning rates of base_width and of `largest` times it, by whole runs.
+class Grid(NamedTuple):
+    """The `losses` of whole runs at `size` times base_width, by learning rate."""
 
-    The grid has steps of sqrt 2 around the config's. Raises as `coordinates`, and if that is not near the first.
+    kind: str
+    size: int
+    losses: dict[float, float]
+
+    @property
+    def best(self) -> float:
+        """The rate at the minimum."""
+        return best_rate(self.losses)
+
+
+def rates(config: Config, largest: int = 4, say: Report = print) -> list[Grid]:
+    """Whole runs over learning rates: of the parametrization at base_width and `largest` times it, of the standard one.
+
+    The grid has steps of sqrt 2 around the config's. Raises as `coordinates`, and if that is not near the first best.
     """
     config, base = _checked(config)
-    rates = [2 ** (half / 2) * config.optimizer.learning_rate_scheduler.learning_rate for half in range(-4, 5)]
-    models = [at_size(config, base, *case) for case in ((base.kind, 1), (base.kind, largest), ("standard", largest))]
-    losses = _each([load(model, [f"{RATE}={rate}"]) for model in models for rate in rates], _last_loss, say)
-    small, ours, standard = (best_rate(dict(zip(rates, losses[at * len(rates) :]))) for at in range(3))
-    if small in (rates[0], rates[-1]):
-        raise InputError(f"{RATE}: expected one near the best of base_width, found {rates[4]}; {small:.4g} is better")
-    return {base.kind: (small, ours), "standard": (small, standard)}
+    tried = [2 ** (half / 2) * config.optimizer.learning_rate_scheduler.learning_rate for half in range(-4, 5)]
+    cases = [(base.kind, 1), (base.kind, largest), ("standard", largest)]
+    runs = [load(at_size(config, base, *case), [f"{RATE}={rate}"]) for case in cases for rate in tried]
+    losses = iter(_each(runs, _last_loss, say))
+    grids = [Grid(*case, dict(zip(tried, losses))) for case in cases]
+    if (best := grids[0].best) in (tried[0], tried[-1]):
+        raise InputError(f"{RATE}: expected one near the best of base_width, found {tried[4]}; {best:.4g} is better")
+    return grids
 
 
 def best_rate(losses: dict[float, float]) -> float:

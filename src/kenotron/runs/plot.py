@@ -1,4 +1,4 @@
-"""The losses of runs over tokens, drawn with characters."""
+"""Curves drawn with characters: the losses of runs over tokens."""
 
 from collections.abc import Sequence
 
@@ -24,10 +24,17 @@ def loss_plot(runs: Sequence[LoggedRun]) -> str:
         training, validation = _losses(run, "lm_loss"), _losses(run, "val_loss")
         curves += [(mark, training), (VALIDATION, validation)]
         legend.append(f"{mark} {run.name}: {training[-1, 1]:.4g}" if len(training) else f"{mark} {run.name}: no losses")
-    tokens, losses = np.concatenate([curve for _, curve in curves]).T
+    tokens = np.concatenate([curve[:, 0] for _, curve in curves])
     if not len(tokens):
         raise InputError(f"{runs[0].folder}: its metrics.jsonl has no losses yet")
-    (left, right), (low, high) = (tokens.min(), tokens.max()), (losses.min(), losses.max())
+    across = f"{human_format(tokens.min())} to {human_format(tokens.max())} tokens"
+    return "\n".join([*drawn(curves), f"{'':10}{across}; {VALIDATION}: validation; last losses:", *legend])
+
+
+def drawn(curves: Sequence[tuple[str, NDArray[np.float64]]]) -> list[str]:
+    """Lines with the curves (mark, ``[points, 2]``); of the points in one column the mean is drawn."""
+    x, y = np.concatenate([curve for _, curve in curves]).T
+    (left, right), (low, high) = (x.min(), x.max()), (y.min(), y.max())
     canvas = np.full((HEIGHT, WIDTH), " ")
     for mark, curve in curves:
         column = np.rint((curve[:, 0] - left) / (right - left or 1) * (WIDTH - 1)).astype(int)
@@ -35,9 +42,7 @@ def loss_plot(runs: Sequence[LoggedRun]) -> str:
             mean = curve[column == at, 1].mean()
             canvas[round((high - mean) / (high - low or 1) * (HEIGHT - 1)), at] = mark
     labels = [f"{high:.4g}", *[""] * (HEIGHT - 2), f"{low:.4g}"]
-    rows = [f"{label:>8} |{''.join(row)}".rstrip() for label, row in zip(labels, canvas)]
-    below = f"{human_format(left)} to {human_format(right)} tokens; {VALIDATION}: validation; last losses:"
-    return "\n".join([*rows, f"{'':10}{below}", *legend])
+    return [f"{label:>8} |{''.join(row)}".rstrip() for label, row in zip(labels, canvas)]
 
 
 def _losses(run: LoggedRun, key: str) -> NDArray[np.float64]:
