@@ -213,9 +213,9 @@ def sum_over_ranks(count: int, group: Group, device: torch.device) -> int:
         return count
     # On the CPU where the group has it too: the device, whose queue of work would be drained, is not asked then.
     total = torch.tensor(count, device="cpu" if "cpu" in dist.get_backend_config(group) else device)
-    counts = [torch.empty_like(total) for _ in range(group.size())] if group.rank() == 0 else None
-    dist.gather(total, counts, group=group, group_dst=0)
-    if counts is not None:
-        total = torch.stack(counts).sum()
+    counts = total.new_empty(group.size())
+    dist.gather(total, list(counts.unbind()) if group.rank() == 0 else None, group=group, group_dst=0)
+    if group.rank() == 0:
+        total = counts.sum()
     dist.broadcast(total, group=group, group_src=0)
     return int(total)

@@ -19,6 +19,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -134,8 +135,9 @@ class Transfer:
 class Trace(TorchDispatchMode):
     """Within, what happens on the stand-in is recorded, on a rank of `mesh`; `ranks_on_machine` share a machine."""
 
-    def __init__(self, mesh: Mesh, ranks_on_machine: int) -> None:
+    def __init__(self, mesh: Mesh, ranks_on_machine: int, device: str = stand_in.NAME) -> None:
         super().__init__()
+        self.device = device
         self.events: list[Event] = []
         self.marks = 0
         self.of_results: dict[int, int] = {}  # address of a storage → the mark of the transfer that fills it
@@ -181,13 +183,15 @@ class Trace(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not PLAIN.issuperset(types):
             return NotImplemented
+        if function is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device
         out = function(*args, **(kwargs or {}))
         space, name = function.namespace, function.overloadpacket.__name__
         if space == "_c10d_functional":
             self._functional(name, args, out)
         elif name not in FREE:
             tensors = [each for each in tree_leaves((args, kwargs, out)) if isinstance(each, Tensor)]
-            if any(each.device.type == stand_in.NAME for each in tensors):
+            if any(each.device.type == self.device for each in tensors):
                 if space == "c10d":
                     raise ValueError(f"{name}: no time is known for this collective; expected {', '.join(COLLECTIVES)}")
                 self._run(_operator(name, tensors, args, kwargs or {}))
@@ -206,7 +210,7 @@ class Trace(TorchDispatchMode):
             mark = self.of_results.pop(args[0].untyped_storage()._cdata, None)
             if mark is not None:
                 self.wait(stand_in.current_queue(), mark)
-        elif args[0].device.type == stand_in.NAME:
+        elif args[0].device.type == self.device:
             mark = self._communicate(COLLECTIVES[name], [args[0], out], args[-1])
             self.of_results[out.untyped_storage()._cdata] = mark
 
@@ -215,7 +219,7 @@ class Trace(TorchDispatchMode):
 
         def method(group: dist.ProcessGroup, *args: Any, **options: Any) -> Transfer:
             tensors = [each for each in tree_leaves(args) if isinstance(each, Tensor)]
-            if not tensors or tensors[0].device.type != stand_in.NAME:
+            if not tensors or tensors[0].device.type != self.device:
                 return Transfer(tensors)
             peer = args[1] if name in ("send", "recv") else 0
             if group.group_name not in self.groups:  # several axes of a parameter's mesh
