@@ -100,7 +100,7 @@ MUTANTS = [
     Mutant(
         name="a-tied-head-is-not-compared",
         file="interop/tensor_names.py",
-        find="        raise untied_head(theirs.where, head, embedding)\n",
+        find="        raise untied_head(hf_weights.where, head, embedding)\n",
         replace="        pass\n",
         why="a head that differs from the embedding is dropped, and the logits are another model's",
         tests=("interop/test_duplicate_weights.py::test_a_head_beside_a_tied_config_must_equal_the_embedding",),

@@ -18,7 +18,7 @@ from transformers.utils import logging
 
 from kenotron.interop.hf_config import architecture_from_hf
 from kenotron.interop.hf_weights import Box, Stored, Weights
-from kenotron.interop.tensor_names import by_hf_name, in_our_names
+from kenotron.interop.tensor_names import by_hf_name, from_hf_names
 from kenotron.models import named_parameters
 from kenotron.models.decoder import Decoder
 from kenotron.models.families.hf.configuration_kenotron_nano import KenotronNanoConfig
@@ -231,7 +231,7 @@ def in_our_names_of(model: Decoder, theirs: Mapping[str, Tensor]) -> Mapping[str
         in_files.get(name, name): Stored(tuple(tensor.shape), partial(_box, tensor)) for name, tensor in theirs.items()
     }
     shapes = {name: tuple(parameter.shape) for name, parameter in named_parameters(model)}
-    return in_our_names(Weights(stored, "memory"), model.family, shapes)
+    return from_hf_names(Weights(stored, "memory"), model.family, shapes)
 
 
 def _box(tensor: Tensor, box: Box) -> Tensor:

@@ -1,8 +1,8 @@
-"""`to_hf` in a separate process, at low priority, while the run that saved the checkpoint trains on.
+"""Run `to_hf` in a separate process, at low priority, while the run that saved the checkpoint trains on.
 
     export = BackgroundExport(path, path / "hf")
     export.ended                # False for a while
-    export.wait()               # the bytes that were written; InputError if it failed
+    export.wait()               # the number of bytes written; InputError if it failed
 
 The process reads only the checkpoint's files. It ignores the signals that a scheduler sends to all processes.
 """
@@ -22,7 +22,7 @@ MAIN = "from kenotron.interop.background import main; main()"
 
 
 class BackgroundExport:
-    """Starts the export of checkpoint `source` to the new folder `target`."""
+    """A process that exports checkpoint `source` to the new folder `target`; it starts at once."""
 
     def __init__(self, source: Path, target: Path) -> None:
         self.source, self.target = source, target
@@ -33,36 +33,36 @@ class BackgroundExport:
             stdout=subprocess.PIPE,
             stderr=self._errors,
             env=os.environ | {"PYTHONPATH": search_path(), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-            start_new_session=True,  # Ctrl-C on the terminal is for the training process
+            start_new_session=True,  # Ctrl-C on the terminal stops only the training process
         )
 
     @property
     def ended(self) -> bool:
-        """Whether `wait` returns at once."""
+        """Whether the process has ended, so that `wait` returns at once."""
         return self._process.poll() is not None
 
     def wait(self) -> int:
-        """Wait for the end; the bytes of the files with weights. Raises InputError."""
-        said, _ = self._process.communicate()
+        """Wait for the end and return the bytes of the weight files. Raises InputError if the export failed."""
+        output, _ = self._process.communicate()
         with self._errors:
             if self._process.returncode:
                 self._errors.seek(0)
                 lines = self._errors.read().decode(errors="replace").splitlines() or [""]
                 raise InputError(f"the process ended with exit code {self._process.returncode}: {lines[-1]}")
-        outcome = json.loads(said.splitlines()[-1])
+        outcome = json.loads(output.splitlines()[-1])
         if "problem" in outcome:
             raise InputError(outcome["problem"])
         return outcome["bytes"]
 
     def stop(self) -> None:
-        """End it now; a temporary folder may be left."""
+        """Kill the process; its temporary folder may be left behind."""
         self._process.kill()
         self._process.communicate()
         self._errors.close()
 
 
 def main() -> None:
-    """The process: arguments are source and target."""
+    """Run in the child process: export `sys.argv[1]` to `sys.argv[2]` and print the outcome as JSON."""
     stay_in_background()
     from kenotron.interop.exporting import to_hf
 

@@ -2,11 +2,11 @@
 
     to_hf("checkpoints/100", "exported", dtype="bfloat16", max_shard_size="5GB")
     → exported/config.json, generation_config.json, model.safetensors (or shards and an index), tokenizer files,
-      and for a family that transformers does not know, the code of its model
+      and for a family that transformers does not have, the code of its model
 
-The folder is written beside its place and renamed when it is complete. At most one shard is in memory. In a run all
-ranks call it (`checkpoints.export_hf`), and each writes some of the shards: it reads their tensors from the checkpoint,
-whose files do not depend on the layout, so no rank ever gathers the model.
+The files are written to a temporary folder next to `exported`, which is renamed when it is complete. At most one shard
+is in memory. During training all ranks call `to_hf` (`checkpoints.export_hf`), and each writes some of the shards. It
+reads their tensors from the checkpoint, whose files do not depend on the layout, so no rank ever gathers the model.
 """
 
 import json
@@ -28,7 +28,7 @@ from kenotron.interop.hf_code import copy_code
 from kenotron.interop.hf_config import hf_config
 from kenotron.interop.older_readers import with_older_class, with_older_keys
 from kenotron.interop.sources import Source, checkpoint_source, fitted, skeleton
-from kenotron.interop.tensor_names import by_hf_name, their_names, their_tensor
+from kenotron.interop.tensor_names import by_hf_name, hf_names_of, hf_tensor
 from kenotron.interop.whole_weights import write_whole
 from kenotron.models.family import Family, family_of
 from kenotron.models.foreign import HuggingFaceArchitecture
@@ -40,7 +40,7 @@ from kenotron.text.tokenizer import GENERATION, TextTokenizer, end_of_text, load
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written: the folder, its safetensors files and their bytes, and the dtype."""
+    """What an export wrote: the folder, its safetensors files, their total size in bytes, and the dtype."""
 
     path: Path
     files: list[str]
@@ -61,11 +61,11 @@ def to_hf(
 ) -> Exported:
     """Write checkpoint `src` as a Hugging Face model in the new folder `dst`; all ranks of a run call it together.
 
-    `dtype` None is the config's `model.dtype`. `verify` False: the checkpoint's checksums were compared already.
-    `ema`: the moving average of the weights that the run kept (`optimizer.ema_decay`) instead of the weights.
-    `progress(done, total)` counts bytes.
-    Raises InputError: no checkpoint at `src` or a damaged one, or one without a moving average, `dst` not empty, an
-    unknown dtype or size, disk full.
+    `dtype` None stands for the config's `model.dtype`. Set `verify` to False if the checkpoint's checksums have been
+    compared already. `ema` exports the moving average of the weights that the run kept (`optimizer.ema_decay`) instead
+    of the weights. `progress(done, total)` counts bytes.
+    Raises InputError if `src` has no checkpoint, a damaged one or, with `ema`, one without a moving average, if `dst`
+    is not empty, if the dtype or size is unknown, or if the disk is full.
     """
     from safetensors import SafetensorError
 
@@ -83,13 +83,13 @@ def to_hf(
     temporary = run_on_rank0(lambda: temporary_beside(final))
     try:
         run_on_rank0(lambda: temporary.mkdir(parents=True))
-        if isinstance(architecture, HuggingFaceArchitecture):  # without a family: transformers writes it
+        if isinstance(architecture, HuggingFaceArchitecture):  # it has no family: transformers writes it
             run_on_rank0(lambda: write_whole(source.weights, architecture, temporary, name, size_limit))
         run_on_rank0(lambda: write_configs(source, temporary, name))
         if plan is not None:
             raise_on_any_rank(lambda: _write_shards(plan, temporary, rank, ranks, progress))
         run_on_rank0(lambda: _finish(source, temporary, final, report))
-    except (OSError, SafetensorError) as error:  # safetensors wraps those of the operating system
+    except (OSError, SafetensorError) as error:  # safetensors wraps errors of the operating system
         raise InputError(f"cannot write {final}: {getattr(error, 'strerror', None) or error}") from error
     finally:
         if rank == 0:
@@ -101,37 +101,37 @@ def to_hf(
 
 
 class _Plan:
-    """Their tensors: ours that each is made of, its bytes, and which are in each file."""
+    """The tensors of an export: the Kénotron tensors that make up each, its size in bytes, and the file it goes to."""
 
     def __init__(self, source: Source, dtype: str, size_limit: int) -> None:
         self.weights, self.dtype = fitted(source, _in_halves(source.architecture)), dtype
         self.family = family = family_of(source.architecture)
         shapes = {parameter: tuple(value.shape) for parameter, value in skeleton(source.model).named_parameters()}
         self.groups = by_hf_name(family, shapes)
-        itemsize = {theirs: 4 if _dtype(theirs, family, dtype) == "float32" else 2 for theirs in self.groups}
-        of_ours = {each: math.prod(shape) // len(their_names(family, each, shape)) for each, shape in shapes.items()}
+        itemsize = {hf_name: 4 if _dtype(hf_name, family, dtype) == "float32" else 2 for hf_name in self.groups}
+        numel = {name: math.prod(shape) // len(hf_names_of(family, name, shape)) for name, shape in shapes.items()}
         self.sizes = {
-            theirs: sum(of_ours[each] for each in ours) * itemsize[theirs] for theirs, ours in self.groups.items()
+            hf_name: sum(numel[name] for name in names) * itemsize[hf_name] for hf_name, names in self.groups.items()
         }
         self.files = _shards(self.sizes, size_limit)
 
 
 def _write_shards(plan: _Plan, folder: Path, rank: int, ranks: int, progress: Progress | None) -> None:
-    """The files of this rank; the first writes the index as well."""
+    """Write the shards of this rank, every `ranks`-th one; rank 0 also writes the index."""
     if rank == 0 and len(plan.files) > 1:
-        places = {name: file for file, names in plan.files.items() for name in names}
-        index = {"metadata": {"total_size": sum(plan.sizes.values())}, "weight_map": places}
+        weight_map = {name: file for file, names in plan.files.items() for name in names}
+        index = {"metadata": {"total_size": sum(plan.sizes.values())}, "weight_map": weight_map}
         (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
     done, total = 0, sum(plan.sizes.values())
     for file in list(plan.files)[rank::ranks]:
         _write_shard(folder / file, plan, plan.files[file])
-        done += sum(plan.sizes[theirs] for theirs in plan.files[file])
+        done += sum(plan.sizes[hf_name] for hf_name in plan.files[file])
         if progress:
             progress(done, total)
 
 
 def _finish(source: Source, temporary: Path, final: Path, report: Report) -> None:
-    """Add the tokenizer, and give the folder its name."""
+    """Add the tokenizer, and rename the temporary folder to `final`."""
     if source.tokenizer:
         load_tokenizer(source.tokenizer).save(temporary)
         _rewrite(temporary / "tokenizer_config.json", with_older_class)
@@ -141,13 +141,13 @@ def _finish(source: Source, temporary: Path, final: Path, report: Report) -> Non
 
 
 def _in_halves(architecture: DecoderArchitecture) -> DecoderArchitecture:
-    """The same with RoPE's channels in the order of transformers."""
+    """Return the same architecture with RoPE's channels in transformers' order (halves, not interleaved)."""
     rope = isinstance(architecture, RopeArchitecture)
     return architecture.model_copy(update={"rope_interleaved": False}) if rope else architecture
 
 
 def _shards(sizes: dict[str, int], size_limit: int) -> dict[str, list[str]]:
-    """File → the tensors in it, in order: files of at most `size_limit` bytes, or one tensor."""
+    """Return file → its tensors, in order: a file has at most `size_limit` bytes, unless it holds a single tensor."""
     from huggingface_hub import split_state_dict_into_shards_factory
 
     split = split_state_dict_into_shards_factory(
@@ -160,25 +160,25 @@ def _shards(sizes: dict[str, int], size_limit: int) -> dict[str, list[str]]:
 
 
 def _write_shard(file: Path, plan: _Plan, names: list[str]) -> None:
-    """One safetensors file: each of their tensors from ours of its group."""
+    """Write one safetensors file with the Hugging Face tensors `names`."""
     import torch
     from safetensors.torch import save_file
 
     shard = {}
-    for theirs in names:
-        target: torch.dtype = getattr(torch, _dtype(theirs, plan.family, plan.dtype))
-        shard[theirs] = their_tensor(plan.weights, plan.family, theirs, plan.groups[theirs]).to(target).contiguous()
+    for hf_name in names:
+        target: torch.dtype = getattr(torch, _dtype(hf_name, plan.family, plan.dtype))
+        shard[hf_name] = hf_tensor(plan.weights, plan.family, hf_name, plan.groups[hf_name]).to(target).contiguous()
     save_file(shard, file, metadata={"format": "pt"})
-    shutil.copymode(file.with_name("config.json"), file)  # save_file makes files that only their owner reads
+    shutil.copymode(file.with_name("config.json"), file)  # save_file makes files that only their owner can read
 
 
-def _dtype(theirs: str, family: Family[Any], dtype: str) -> str:
-    """What their tensor is written in, in an export in `dtype`."""
-    return "float32" if theirs.endswith(family.hf_fp32) else dtype
+def _dtype(hf_name: str, family: Family[Any], dtype: str) -> str:
+    """Return the dtype of the tensor `hf_name` in an export whose dtype is `dtype`."""
+    return "float32" if hf_name.endswith(family.hf_fp32) else dtype
 
 
 def write_configs(source: Source, folder: Path, dtype: str) -> None:
-    """`config.json` and `generation_config.json`; one that the run's model came with goes out as it came."""
+    """Write `config.json` and `generation_config.json`; the latter is copied if the run's model came with one."""
     from transformers import GenerationConfig
 
     architecture = source.architecture
@@ -197,7 +197,11 @@ def write_configs(source: Source, folder: Path, dtype: str) -> None:
 def _token_ids(
     architecture: DecoderArchitecture, tokenizer: TextTokenizer | None, carried: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The ids in `config.json`: of tokens that the tokenizer has, or that the `carried` file names; null otherwise."""
+    """Return the special ids for `config.json`; None for a token that neither the tokenizer nor `carried` has.
+
+    `carried` is the content of the `generation_config.json` that came with the model; a list of `eos_token_id` in it is
+    kept. Without a tokenizer, the ids are the architecture's.
+    """
     eos, pad = end_of_text(tokenizer, architecture), architecture.pad_token_id
     bos: int | None = architecture.bos_token_id
     if tokenizer and (tokenizer.bos_token_id is not None or bos != carried.get("bos_token_id")):
@@ -213,7 +217,7 @@ def _token_ids(
 
 
 def _rewrite(file: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """Change the content of a JSON file."""
+    """Replace the content of a JSON file by `change` of it."""
     content = change(read_json(file))
     file.write_text(json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
 
@@ -222,7 +226,7 @@ SIZE = TypeAdapter(Annotated[ByteSize, Field(ge=1)])
 
 
 def _size(text: str | int) -> int:
-    """Bytes of "5GB", "500 MB" or a number."""
+    """Return the number of bytes in "5GB", "500 MB" or a number."""
     try:
         return SIZE.validate_python(text)
     except ValidationError:

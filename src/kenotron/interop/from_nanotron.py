@@ -1,18 +1,18 @@
-"""`kenotron convert from-nanotron`: a nanotron run continues here.
+"""`kenotron convert from-nanotron`: a nanotron run continues in Kénotron.
 
     from_nanotron("nanotron/checkpoints", "checkpoints/mine")     # the step in latest.txt; or a step's folder
     → checkpoints/mine/<step>/: weights in fp32, AdamW's moments, the step, config.yaml
 
-Weights are nanotron's fp32 masters where the optimizer has them, else what the model computed with. Its matrices are
-fused, and cut over ranks (`nanotron_files`); ours are separate rows of them:
+Weights are nanotron's fp32 master weights where the optimizer has them, else the weights that the model computed with.
+nanotron's matrices are fused and sharded over ranks (`nanotron_files`); Kénotron's are separate row ranges of them:
 
     attn.qkv_proj [6 heads x 16, hidden]      4 query heads  ─▶ q_proj, rows 0 … 63
                                               1 key head     ─▶ k_proj, rows 64 … 79
                                               1 value head   ─▶ v_proj, rows 80 … 95
 
 `config.yaml` is nanotron's, read as any YAML of its schema: ``kenotron train <dst>/<step>/config.yaml`` continues the
-run: weights, moments, schedule and number of samples. The order of the samples is ours from there on. One tensor at a
-time is in memory.
+run with its weights, moments, schedule and number of samples. From there on, samples come in Kénotron's order. Only one
+tensor at a time is in memory.
 """
 
 import itertools
@@ -39,12 +39,12 @@ from kenotron.text.tokenizer import load_tokenizer
 
 VERSIONS = ("1.4", "1.5")  # of checkpoint_metadata.json
 FAMILIES = ("llama", "qwen2")
-LEFT_OUT = ("lighteval", "s3_upload", "metrics_logging")  # sections that say nothing of the model or its data
+LEFT_OUT = ("lighteval", "s3_upload", "metrics_logging")  # sections that say nothing about the model or its data
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 
 class Rows(NamedTuple):
-    """Where nanotron has a tensor of ours of this `shape`: in its tensor `name`, from row `first` on."""
+    """The rows of nanotron's tensor `name` that are a Kénotron tensor of shape `shape`: from row `first` on."""
 
     name: str
     first: int
@@ -52,12 +52,12 @@ class Rows(NamedTuple):
 
     @property
     def last(self) -> int:
-        """The row behind it."""
+        """The index after the last row."""
         return self.first + self.shape[0]
 
 
 class Position(NamedTuple):
-    """How far the run was."""
+    """How far the run had trained."""
 
     step: int
     samples: int
@@ -69,10 +69,11 @@ def from_nanotron(
 ) -> engine.Saved:
     """Write the nanotron checkpoint `src`, a step's folder or the folder of steps, as checkpoint `<dst>/<step>`.
 
-    `report` is called with a line for what is left out; `progress(done, total)` counts tensors as they are written.
-    Raises InputError: no checkpoint of nanotron 1.4 or 1.5 at `src`, of another family than Llama and Qwen2, damaged,
-    a tensor missing, left over or of another shape than the config says; `dst` holds checkpoints already. Nothing is
-    written then.
+    `report` is called with a line for everything that is left out; `progress(done, total)` counts tensors as they are
+    written.
+    Raises InputError, before anything is written, if `src` has no checkpoint of nanotron 1.4 or 1.5, if the checkpoint
+    is damaged or of a family other than Llama and Qwen2, if a tensor is missing, superfluous or of another shape than
+    the config says, or if `dst` already holds checkpoints.
     """
     root = Path(dst).expanduser()
     if folders.list_checkpoints(root) or (root.exists() and not root.is_dir()):
@@ -83,10 +84,10 @@ def from_nanotron(
     parameters = {name: tuple(each.shape) for name, each in skeleton(config.model).named_parameters()}
     weights = read_weights(folder)
     assert isinstance(config.model.decoder, AttentionArchitecture), "as all of FAMILIES"
-    places = _places(config.model.decoder, parameters)
-    _check(folder, config, places, weights, report)
+    sources = _sources(config.model.decoder, parameters)
+    _check(folder, config, sources, weights, report)
     optimizer = OptimizerFiles(folder)
-    model, moments = _tensors(places, weights, optimizer, report, progress)
+    model, moments = _tensors(sources, weights, optimizer, report, progress)
     _compare_batch(config, position, report)
     return saving.save(
         root,
@@ -105,11 +106,11 @@ def from_nanotron(
     )
 
 
-# ---- what the files say of the run -----------------------------------------------------------------------------
+# ---- metadata and config ---------------------------------------------------------------------------------------
 
 
 def _folder(path: Path) -> Path:
-    """The step's folder: `path` itself, or the one that its `latest.txt` names."""
+    """Return the step's folder: `path` itself, or the folder that its `latest.txt` names."""
     if not path.is_dir():
         raise no_such_path("SRC", path)
     latest = path / "latest.txt"
@@ -140,7 +141,7 @@ def _position(folder: Path) -> Position:
 
 
 def _config(folder: Path, root: Path, report: Report) -> Config:
-    """nanotron's config.yaml with the checkpoints of `root`."""
+    """Return nanotron's config.yaml as a Config whose checkpoints folder is `root`."""
     file = folder / "config.yaml"
     if not file.is_file():
         raise InputError(f"{folder} is not a checkpoint of nanotron: it has no config.yaml")
@@ -190,8 +191,8 @@ def _save_tokenizer(config: Config, report: Report) -> Callable[[Path], None] | 
 # ---- tensors -------------------------------------------------------------------------------------------------
 
 
-def _places(architecture: AttentionArchitecture, shapes: Mapping[str, Shape]) -> dict[str, Rows]:
-    """Our name → where nanotron has it."""
+def _sources(architecture: AttentionArchitecture, shapes: Mapping[str, Shape]) -> dict[str, Rows]:
+    """Return Kénotron's name of each tensor → the rows of the nanotron tensor that it is read from."""
     queries, keys = (
         heads * architecture.head_dim for heads in (architecture.num_attention_heads, architecture.kv_heads)
     )
@@ -209,38 +210,38 @@ def _places(architecture: AttentionArchitecture, shapes: Mapping[str, Shape]) ->
         "model.norm.weight": "model.final_layer_norm.pp_block.weight",
         HEAD: "model.lm_head.pp_block.weight",
     }
-    places = {}
+    sources = {}
     for name, shape in shapes.items():
         if name in ends:
-            places[name] = Rows(ends[name], 0, shape)
+            sources[name] = Rows(ends[name], 0, shape)
             continue
         layer, _, rest = name.removeprefix("model.layers.").partition(".")
         module, _, kind = rest.rpartition(".")
-        theirs, first = fused.get(module, (module, 0))
-        places[name] = Rows(f"model.decoder.{layer}.pp_block.{theirs}.{kind}", first, shape)
-    return places
+        nanotron_module, first = fused.get(module, (module, 0))
+        sources[name] = Rows(f"model.decoder.{layer}.pp_block.{nanotron_module}.{kind}", first, shape)
+    return sources
 
 
 def _check(
-    folder: Path, config: Config, places: Mapping[str, Rows], weights: Mapping[str, Merged], report: Report
+    folder: Path, config: Config, sources: Mapping[str, Rows], weights: Mapping[str, Merged], report: Report
 ) -> None:
-    """Raise InputError unless the files hold just the model of the config."""
-    wanted: dict[str, Shape] = {}
-    for place in places.values():
-        rows = max(place.last, wanted.get(place.name, (0,))[0])
-        wanted[place.name] = (rows, *place.shape[1:])
+    """Raise InputError unless the files hold exactly the tensors of the config's model, in their shapes."""
+    expected: dict[str, Shape] = {}
+    for source in sources.values():
+        rows = max(source.last, expected.get(source.name, (0,))[0])
+        expected[source.name] = (rows, *source.shape[1:])
     where = folder / "model"
-    if missing := sorted(set(wanted) - set(weights)):
-        near = nearest(missing[0], set(weights) - set(wanted))
+    if missing := sorted(set(expected) - set(weights)):
+        near = nearest(missing[0], set(weights) - set(expected))
         raise InputError(f"{where} has no tensor {missing[0]}, which the model of its config.yaml has{near}")
-    if extra := sorted(set(weights) - set(wanted)):
+    if extra := sorted(set(weights) - set(expected)):
         raise InputError(f"{where} has the tensor {extra[0]}, which the model of its config.yaml lacks")
     vocab = config.model.decoder.vocab_size
     multiple = config.model.make_vocab_size_divisible_by * config.parallelism.tp
     padded = -(-vocab // multiple) * multiple
-    for name, shape in wanted.items():
+    for name, shape in expected.items():
         found = weights[name].shape
-        by_vocabulary = name in (places[EMBEDDING].name, places[HEAD].name if HEAD in places else None)
+        by_vocabulary = name in (sources[EMBEDDING].name, sources[HEAD].name if HEAD in sources else None)
         if found != shape and not (by_vocabulary and found == (padded, *shape[1:])):
             raise InputError(f"{where}: {name} has shape {list(found)}, and its config.yaml says {list(shape)}")
         if found != shape:
@@ -248,35 +249,35 @@ def _check(
 
 
 def _tensors(
-    places: Mapping[str, Rows],
+    sources: Mapping[str, Rows],
     weights: Mapping[str, Merged],
     optimizer: OptimizerFiles,
     report: Report,
     progress: Progress | None,
 ) -> tuple[dict[str, TensorShard], dict[str, TensorShard]]:
-    """Our model and our optimizer state (empty if there is none), still on the disk."""
+    """Return the model's tensors and the optimizer state (empty if there is none), which are read when saved."""
     keys = optimizer.keys
     if unknown := keys - {*MOMENTS, MASTER}:
         raise NotSupportedYet(f"{optimizer.folder}: the optimizer state {sorted(unknown)[0]!r} (supported: AdamW's)")
     if not keys & set(MOMENTS):
         report(f"{optimizer.folder}: no optimizer state; a run that resumes from here begins with a fresh one")
     averages = sorted(keys & {"exp_avg", "exp_avg_sq"})
-    done, total = itertools.count(1), len(places) * (1 + len(averages))
+    done, total = itertools.count(1), len(sources) * (1 + len(averages))
 
-    def later(tensor: Merged, place: Rows) -> TensorShard:
+    def later(tensor: Merged, source: Rows) -> TensorShard:
         def rows() -> Tensor:
             if progress:
                 progress(next(done), total)
-            return tensor.rows(place.first, place.last)
+            return tensor.rows(source.first, source.last)
 
-        return TensorShard.later(place.shape, torch.float32, rows)
+        return TensorShard.later(source.shape, torch.float32, rows)
 
     model, moments = {}, {}
-    for name, place in places.items():
-        weight = weights[place.name]
-        model[name] = later(optimizer.tensor(weight, MASTER) if MASTER in keys else weight, place)
+    for name, source in sources.items():
+        weight = weights[source.name]
+        model[name] = later(optimizer.tensor(weight, MASTER) if MASTER in keys else weight, source)
         for key in averages:
-            moments[f"state.{name}.{key}"] = later(optimizer.tensor(weight, key), place)
+            moments[f"state.{name}.{key}"] = later(optimizer.tensor(weight, key), source)
         if "step" in keys:
-            moments[f"state.{name}.step"] = TensorShard.full(torch.tensor(optimizer.step(place.name)))
+            moments[f"state.{name}.step"] = TensorShard.full(torch.tensor(optimizer.step(source.name)))
     return model, moments

@@ -1,4 +1,4 @@
-"""Models that transformers does not know: an export brings their code along (`Family.hf_code`).
+"""Exports of models that transformers does not have include the code of the model (`Family.hf_code`).
 
     my_family.py                 hf_code = {"AutoConfig": "configuration_mine.MineConfig",
     hf/configuration_mine.py                "AutoModelForCausalLM": "modeling_mine.MineForCausalLM"}
@@ -19,9 +19,9 @@ from kenotron.models.family import Family
 
 
 def code_files(family: Family[Any] | type[Family[Any]]) -> list[Path]:
-    """The files that an export of this family brings along, in the folder ``hf`` beside the family's own.
+    """Return the files that an export of this family includes; they are in the folder ``hf`` beside the family's file.
 
-    Raises InputError for a missing one.
+    Raises InputError if one is missing.
     """
     folder = Path(inspect.getfile(type(family))).parent / "hf"
     files = [folder / f"{module}.py" for module in sorted({each.split(".")[0] for each in family.hf_code.values()})]
@@ -32,13 +32,13 @@ def code_files(family: Family[Any] | type[Family[Any]]) -> list[Path]:
 
 
 def copy_code(family: Family[Any], folder: Path) -> None:
-    """Copy them into `folder`."""
+    """Copy the family's code files into `folder`."""
     for file in code_files(family):
         shutil.copyfile(file, folder / file.name)
 
 
 def config_class(family: Family[Any] | type[Family[Any]]) -> Any:
-    """The class of its config: of transformers, or from those files."""
+    """Return the family's config class, from transformers or from the family's code files, which are executed."""
     from transformers import CONFIG_MAPPING
 
     if not family.hf_code:

@@ -1,12 +1,12 @@
-"""Hugging Face's `config.json` and our `model.model_config`, one into the other, for any family.
+"""Convert between Hugging Face's `config.json` and Kénotron's `model.model_config`, for any family.
 
 Most keys have one name in both; a family lists the others (`Family.hf_keys`). Rotary positions differ by version:
 
     transformers 5      rope_parameters: {rope_theta: 500000.0, rope_type: llama3, factor: 8.0, …}
     transformers 4      rope_theta: 500000.0   rope_scaling: {rope_type: llama3, factor: 8.0, …}   (older: type)
-    ours                rope_theta: 500000.0   rope_scaling: {rope_type: llama3, factor: 8.0, …}
+    Kénotron            rope_theta: 500000.0   rope_scaling: {rope_type: llama3, factor: 8.0, …}
 
-What the family's maths does not compute is refused by name, never dropped.
+A setting that the family's code does not implement is refused by name, never ignored.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from kenotron.models.foreign import HuggingFace, HuggingFaceArchitecture, UserMo
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# Probabilities that published configs name; they change training alone.
+# Probabilities in published configs; they matter only in training.
 DROPOUTS = ("attention_dropout", "residual_dropout", "embedding_dropout", "hidden_dropout")
-# Keys of a section that this file decides, or that are ours alone.
+# Keys of a section that this file sets, or that only Kénotron has.
 SETTLED = {"family", "eos_token_id", "hidden_act", "rope_theta", "rope_scaling", "rope_interleaved"}
 
 
@@ -45,10 +45,10 @@ def architecture_from_hf(
     overrides: Mapping[str, Any] | None = None,
     family: str | None = None,
 ) -> DecoderArchitecture:
-    """The architecture that a `config.json` describes; `overrides` (our keys) replace its values.
+    """Return the architecture that a `config.json` describes; `overrides` (Kénotron's keys) replace its values.
 
-    The family is the one of its `model_type` among the built-in ones, the one that `overrides` name, and `family`, by
-    its dotted path. `where` is the file, for errors; `report` is called with a line for every choice that was made.
+    The family is found by `model_type` among the built-in families and the family that `overrides` or `family` names.
+    `where` is the path of the file, for errors; `report` is called with a line for every choice that was made.
     """
     try:
         return _architecture(config, where, report, overrides, family)
@@ -72,12 +72,12 @@ def _architecture(
     _refuse_foreign(config, where, kind)
     shared = _shared_keys(kind)
     nulls = [
-        theirs for ours, theirs in shared if config.get(theirs, 0) is None and isinstance(_default(kind, ours), bool)
+        hf_key for key, hf_key in shared if config.get(hf_key, 0) is None and isinstance(_default(kind, key), bool)
     ]
-    config = {**config, **dict.fromkeys(nulls, False)}  # as a condition of transformers takes them
-    complete = _defaults_there(kind) | config
-    found = {ours: complete[theirs] for ours, theirs in shared if theirs in complete}
-    found = {ours: value for ours, value in found.items() if value is not None or _takes_null(kind, ours)}
+    config = {**config, **dict.fromkeys(nulls, False)}  # transformers' conditions take null as false
+    complete = _hf_defaults(kind) | config
+    found = {key: complete[hf_key] for key, hf_key in shared if hf_key in complete}
+    found = {key: value for key, value in found.items() if value is not None or _takes_null(kind, key)}
     found |= {"family": name if name and family_named(name) is kind else _default(kind, "family")}
     found |= {"hidden_act": _activation(config.get("hidden_act", _default(kind, "hidden_act")), where)}
     if issubclass(kind.section, RopeArchitecture):
@@ -125,7 +125,7 @@ def _family_of(config: Mapping[str, Any], where: str, name: str | None) -> type[
 
 
 def _shared_keys(family: type[Family[Any]]) -> list[tuple[str, str]]:
-    """(our key, theirs) of what goes over as it is, where Hugging Face has it."""
+    """Return the pairs (key of the section, key of config.json) whose values are the same on both sides."""
     names = [name for name, field in family.section.model_fields.items() if name not in SETTLED and not field.alias]
     return [(name, family.hf_keys.get(name, name)) for name in names]
 
@@ -134,8 +134,8 @@ def _default(family: type[Family[Any]], name: str) -> Any:
     return family.section.model_fields[name].default
 
 
-def _defaults_there(family: type[Family[Any]]) -> dict[str, Any]:
-    """The values that transformers takes for keys that a config.json does not have; code of an export is not run."""
+def _hf_defaults(family: type[Family[Any]]) -> dict[str, Any]:
+    """Return transformers' defaults for keys that a config.json lacks; empty for a family with its own code files."""
     if family.hf_code:
         return {}
     return {name: each.default for name, each in inspect.signature(config_class(family)).parameters.items()}
@@ -146,7 +146,7 @@ def _takes_null(family: type[Family[Any]], name: str) -> bool:
 
 
 def _refuse_foreign(config: Mapping[str, Any], where: str, family: type[Family[Any]]) -> None:
-    """NotSupportedYet for what would load and then compute something else."""
+    """Raise NotSupportedYet for a value with which the model would load but compute something else."""
     for key, value in family.hf_fixed.items():
         if config.get(key, value) != value:
             raise NotSupportedYet(f"{where}: {key}: {json.dumps(config[key])}")
@@ -159,15 +159,15 @@ def _refuse_foreign(config: Mapping[str, Any], where: str, family: type[Family[A
 
 
 def _head_dim(config: Mapping[str, Any], where: str, family: type[Family[Any]]) -> dict[str, Any]:
-    """`head_dim` where it is another one than the widths make it."""
+    """Return `head_dim` if it differs from hidden_size / num_attention_heads."""
     if not issubclass(family.section, AttentionArchitecture):
         return {}
-    width, given = config["hidden_size"] // config["num_attention_heads"], config.get("head_dim")
-    if given in (None, width):
+    width, head_dim = config["hidden_size"] // config["num_attention_heads"], config.get("head_dim")
+    if head_dim in (None, width):
         return {}
     if not any(field.alias == "head_dim" for field in family.section.model_fields.values()):
-        raise NotSupportedYet(f"{where}: head_dim {given}, other than hidden_size / num_attention_heads = {width}")
-    return {"head_dim": given}
+        raise NotSupportedYet(f"{where}: head_dim {head_dim}, other than hidden_size / num_attention_heads = {width}")
+    return {"head_dim": head_dim}
 
 
 def _end_of_text(config: Mapping[str, Any], where: str, report: Report) -> dict[str, int]:
@@ -186,10 +186,10 @@ def _activation(name: str, where: str) -> str:
 
 
 def _rope(config: Mapping[str, Any], where: str, family: type[Family[Any]]) -> dict[str, Any]:
-    """`rope_theta`, `rope_scaling` and where there is one `rotary_pct`, from either form."""
-    given = config.get("rope_scaling") or config.get("rope_parameters") or {}  # as transformers chooses
-    rope = {k: v for k, v in given.items() if v is not None}
-    has_key = "rotary_pct" in family.section.model_fields  # GPT-NeoX, which has names of its own
+    """Return `rope_theta`, `rope_scaling` and, if the family has it, `rotary_pct`, from the keys of either version."""
+    settings = config.get("rope_scaling") or config.get("rope_parameters") or {}  # in transformers' precedence
+    rope = {k: v for k, v in settings.items() if v is not None}
+    has_key = "rotary_pct" in family.section.model_fields  # GPT-NeoX, which has its own names
     theta = rope.pop("rope_theta", config.get("rotary_emb_base" if has_key else "rope_theta"))
     theta = theta or getattr(config_class(family), "default_theta", 10000.0)
     old_name = rope.pop("type", "default")
@@ -205,9 +205,9 @@ def _rope(config: Mapping[str, Any], where: str, family: type[Family[Any]]) -> d
 
 
 def hf_config(architecture: DecoderArchitecture, dtype: str, eos_token_id: int | list[int]) -> PretrainedConfig:
-    """The architecture as a config of the installed version of transformers, which knows how it is written.
+    """Return the architecture as a config object of the installed transformers, which decides how it is written.
 
-    Raises InputError: the family has no counterpart in transformers, or not for these values.
+    Raises InputError if the family has no counterpart in transformers, or none for these values.
     """
     if isinstance(architecture, HuggingFaceArchitecture):
         return whole_config(architecture, dtype, eos_token_id)
@@ -222,7 +222,7 @@ def hf_config(architecture: DecoderArchitecture, dtype: str, eos_token_id: int |
         kind = config_class(family)
         plain = kind()
         values = {
-            theirs: getattr(architecture, ours) for ours, theirs in _shared_keys(type(family)) if hasattr(plain, theirs)
+            hf_key: getattr(architecture, key) for key, hf_key in _shared_keys(type(family)) if hasattr(plain, hf_key)
         }
         if isinstance(architecture, AttentionArchitecture):
             values |= _heads_for(plain, architecture, family.hf_class)

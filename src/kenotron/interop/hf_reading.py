@@ -1,8 +1,9 @@
-"""A `config.json` as transformers' own model reads it, beside what our section makes of it.
+"""Check that transformers' model would compute the same from a `config.json` as Kénotron's section of it.
 
-A section knows the keys of its family. Whether a file says more than that, a key of another family or a null where the
-default is true, is decided by the reader's code: every attribute of the config that the modeling module of transformers
-takes must have the value that our section, turned back into a config, has. Keys that no module reads change nothing.
+A section has only the keys of its family. A file may say more, such as a key of another family, or a null where the
+default is true. Whether that matters is decided by transformers' code: every attribute of the config that its modeling
+module reads must have the same value in the file and in the section converted back to a config. Keys that the module
+does not read are ignored.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from kenotron.models.foreign import with_floats
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# Read outside of that module, by code that all models share: the value of a config that does not have it.
+# Attributes read outside of that module, by code that all models share → their value in a config that lacks them.
 OF_ALL: dict[str, Any] = {"is_causal": True, "layer_types": None, "tie_word_embeddings": None}
-# Read, and without influence on what a trained model computes: outputs, speed, tokens, and terms of its own loss.
+# Attributes that are read but do not change the logits of a trained model: outputs, speed, token ids, auxiliary losses.
 NAMES_NOT_OF_MATHS = """
     _attn_implementation _experts_implementation chunk_size eos_token_id is_encoder_decoder max_position_embeddings
     num_labels pad_token_id problem_type residual_in_fp32 return_dict router_aux_loss_coef router_jitter_noise use_cache
@@ -33,7 +34,7 @@ NAMES_NOT_OF_MATHS = """
 NOT_MATHS = frozenset(NAMES_NOT_OF_MATHS.split())
 NOT_MATHS_PARTS = ("drop", "output_", "return_", "gradient_checkpointing")
 
-# Keys that transformers writes beside rules that do not read them.
+# RoPE type → keys that transformers writes for it although its rule does not read them.
 ROPE_UNREAD: dict[str, set[str]] = {
     "default": {"factor", "original_max_position_embeddings"},
     "linear": {"original_max_position_embeddings"},
@@ -44,26 +45,29 @@ ROPE_UNREAD: dict[str, set[str]] = {
 
 
 def model_type_of(config: Mapping[str, Any]) -> Any:
-    """The `model_type` of the class that transformers' Auto classes pick."""
+    """Return the `model_type` of the class that transformers' Auto classes choose."""
     kind = config.get("model_type")
     return "ministral" if kind == "mistral" and "layer_types" in config else kind
 
 
-def refuse_what_differs(config: Mapping[str, Any], ours: PretrainedConfig, where: str) -> None:
-    """NotSupportedYet, by name: the modeling module would read another value from the file `where` than from `ours`."""
+def refuse_what_differs(config: Mapping[str, Any], converted: PretrainedConfig, where: str) -> None:
+    """Raise NotSupportedYet if transformers' modeling module reads a value from `config` that `converted` lacks.
+
+    `converted` is the section converted back to a config; `where` is the path of the file that `config` comes from.
+    """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     with one_line(where):
-        theirs = type(ours).from_dict(with_floats(config))
-    for name in sorted(_names_read(MODEL_FOR_CAUSAL_LM_MAPPING[type(ours)].__module__)):
-        found, computed = _value(theirs, name), _value(ours, name)
+        original = type(converted).from_dict(with_floats(config))
+    for name in sorted(_names_read(MODEL_FOR_CAUSAL_LM_MAPPING[type(converted)].__module__)):
+        found, computed = _value(original, name), _value(converted, name)
         if found != computed:
             said = "" if computed is None else f"; expected {computed!r}"
             raise NotSupportedYet(f"{where}: {name}: {config.get(name, found)!r}{said}")
 
 
 def _value(config: PretrainedConfig, name: str) -> Any:
-    """None for whatever a condition takes as false, 0 excepted, and for an attribute that there is not."""
+    """Return the attribute in a comparable form: None if it is missing, or false in a condition (except 0)."""
     value = getattr(config, name, OF_ALL.get(name))
     if name == "rope_parameters" and isinstance(value, dict):
         unread = {"type"} | ROPE_UNREAD.get(value.get("rope_type", "default"), set())
@@ -84,13 +88,13 @@ def _names_read(modeling_module: str) -> set[str]:
 
 
 def _attributes_of_configs(module: ModuleType) -> Iterator[str]:
-    """Names in `config.name` and `getattr(config, "name", …)`, outside of the functions that set first weights."""
-    waiting: list[ast.AST] = [ast.parse(inspect.getsource(module))]
-    while waiting:
-        node = waiting.pop()
+    """Yield the names in `config.name` and `getattr(config, "name", …)`, except in `_init_weights` methods."""
+    pending: list[ast.AST] = [ast.parse(inspect.getsource(module))]
+    while pending:
+        node = pending.pop()
         if isinstance(node, ast.FunctionDef) and node.name == "_init_weights":
             continue
-        waiting += ast.iter_child_nodes(node)
+        pending += ast.iter_child_nodes(node)
         match node:
             case ast.Attribute(value=owner, attr=name) if _is_config(owner):
                 yield name

@@ -1,4 +1,4 @@
-"""The tensors of a Hugging Face model's folder, read when they are used.
+"""Read the tensors of a Hugging Face model's folder lazily.
 
 weights = hf_weights(Path("exported"))
 weights["model.norm.weight"]                      # only these bytes are read
@@ -14,34 +14,34 @@ from torch import Tensor
 from kenotron.checkpoint.model_files import ADAPTER, INDEX, SINGLE, shard_names
 from kenotron.config.errors import InputError, nearest
 
-Box = tuple[slice, ...]  # from and to, of each dimension; () is everything
+Box = tuple[slice, ...]  # start and stop in each dimension; () is the whole tensor
 
 
 class Stored(NamedTuple):
-    """A tensor that is still on the disk: its shape, and how to read a box of it."""
+    """A tensor on disk: its shape, and a function that reads a box of it."""
 
     shape: tuple[int, ...]
     read: Callable[[Box], Tensor]
 
 
 class Weights(Mapping[str, Tensor]):
-    """Tensors by name; each is read again whenever it is asked for, so none is kept in memory here."""
+    """A mapping of names to tensors; each access reads the tensor again, so none is kept in memory."""
 
     def __init__(self, stored: Mapping[str, Stored], where: str) -> None:
         self._stored, self.where = dict(stored), where
 
     def stored(self, name: str) -> Stored:
-        """Shape and reader of tensor `name`. Raises InputError that names the nearest if there is none."""
+        """Return shape and reader of tensor `name`. Raises InputError, with the nearest name, if there is none."""
         if name not in self._stored:
             raise InputError(f"{self.where} has no tensor {name!r}{nearest(name, self._stored)}")
         return self._stored[name]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of tensor `name`."""
+        """Return the shape of tensor `name`."""
         return self.stored(name).shape
 
     def block(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-        """The elements of tensor `name` from `offset` on, `shape` of them: only they are read."""
+        """Return the block of tensor `name` at `offset` with shape `shape`; only this block is read."""
         return self.stored(name).read(tuple(slice(start, start + size) for start, size in zip(offset, shape)))
 
     def __getitem__(self, name: str) -> Tensor:
@@ -58,13 +58,13 @@ class Weights(Mapping[str, Tensor]):
 
 
 def hf_weights(folder: Path) -> Weights:
-    """The tensors of a folder with one safetensors file or several and an index."""
+    """Return the tensors of a folder that has one safetensors file, or several and an index."""
     from safetensors import SafetensorError, safe_open
 
     if (folder / ADAPTER).is_file():  # transformers loads it on top
         raise InputError(f"{folder} has an adapter ({ADAPTER}): merge it into the weights, or remove it")
     names = shard_names(folder / INDEX) if (folder / INDEX).is_file() else [SINGLE]
-    if SINGLE not in names and (folder / SINGLE).is_file():  # programs differ in which one they prefer
+    if SINGLE not in names and (folder / SINGLE).is_file():  # programs differ in which of the two they load
         raise InputError(f"{folder} has both {SINGLE} and {INDEX}, which names other files; remove the one that is old")
     stored: dict[str, Stored] = {}
     for name in names:
@@ -81,8 +81,8 @@ def hf_weights(folder: Path) -> Weights:
 
 
 def _stored(opened: Any, key: str) -> Stored:
-    part = opened.get_slice(key)
-    return Stored(tuple(part.get_shape()), lambda box: part[box] if box else opened.get_tensor(key))
+    tensor = opened.get_slice(key)
+    return Stored(tuple(tensor.get_shape()), lambda box: tensor[box] if box else opened.get_tensor(key))
 
 
 def _missing(folder: Path, name: str) -> str:

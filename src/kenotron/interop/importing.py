@@ -3,9 +3,9 @@
     from_hf("meta-llama/Llama-3.2-1B", "llama")
     → llama/latest.txt, llama/0/: model (in the dtype it came in), tokenizer, config.yaml
 
-Names are the same on both sides, so tensors are copied as they are. `config.yaml` is complete, so that every
-tool of ours opens the folder; its data and optimizer are placeholders, and to train from the weights, set
-``model.init_method: {path: llama}`` in your own config. One tensor at a time is in memory.
+Tensors are stored under Kénotron's names. `config.yaml` is complete, so that every Kénotron command opens the folder;
+its data and optimizer are placeholders. To train from the weights, set ``model.init_method: {path: llama}`` in your
+own config. Only one tensor at a time is in memory.
 """
 
 import itertools
@@ -38,28 +38,27 @@ def from_hf(
 ) -> engine.Saved:
     """Write `src`, a folder or a hub name, as checkpoint `<dst>/0`.
 
-    `family`: one of yours to try besides the built-in ones, by its dotted path. `report` is called with a line for
-    every choice that was made; `progress(done, total)` counts tensors as they are
-    read.
-    Raises InputError: nothing at `src`, hub unreachable, not a supported model, `dst` holds checkpoints
-    already.
+    `family` is the dotted path of your own family, tried besides the built-in ones. `report` is called with a line for
+    every choice that was made; `progress(done, total)` counts tensors as they are read.
+    Raises InputError if there is nothing at `src`, the hub is unreachable, the model is not supported, or `dst` already
+    holds checkpoints.
     """
     root = Path(dst).expanduser()
     if folders.list_checkpoints(root) or (root.exists() and not root.is_dir()):
         raise InputError(f"{root} holds checkpoints already (or is a file); name a new folder")
     source = hf_source(src, report, family)
-    wanted = dict(named_state(skeleton(source.model)))
+    expected = dict(named_state(skeleton(source.model)))
     done = itertools.count(1)
 
     def read(name: str) -> Tensor:
         if progress:
-            progress(next(done), len(wanted))
+            progress(next(done), len(expected))
         return source.weights[name].contiguous()
 
     tensors = {}
-    for name, tensor in wanted.items():
+    for name, tensor in expected.items():
         check_shape(source, name, tuple(tensor.shape))
-        one = source.weights.block(name, (0,) * tensor.dim(), (1,) * tensor.dim())  # it has the dtype
+        one = source.weights.block(name, (0,) * tensor.dim(), (1,) * tensor.dim())  # one element tells the dtype
         tensors[name] = TensorShard.later(tuple(tensor.shape), one.dtype, partial(read, name))
     config = _config(source, str(src), root)
     return saving.save(
@@ -75,7 +74,7 @@ def from_hf(
 
 
 def _copy_tokenizer(source: Source, report: Report) -> Callable[[Path], None]:
-    """The tokenizer's files, and `generation_config.json` beside them, so that an export has it again."""
+    """Return a function that saves the tokenizer's files and `generation_config.json`, which an export needs again."""
     if source.tokenizer is None:
         report(f"{source.path} has no tokenizer: prompts must be token ids")
         return partial(save_text_files, tokenizer=None, starts=[str(source.path)])
@@ -89,7 +88,7 @@ def _copy_tokenizer(source: Source, report: Report) -> Callable[[Path], None]:
 
 
 def _config(source: Source, name: str, root: Path) -> Config:
-    """A complete config around the model: it loads, and says in its data stage that it is none."""
+    """Return a complete config for the model, which loads; the name of its data stage says that it is a placeholder."""
     config: dict[str, Any] = packaged("kenotron.interop", "imported.yaml")
     config["general"] = {"project": "imported", "run": Path(name).name or "imported"}
     config["model"] = source.model.model_dump(by_alias=True)

@@ -1,15 +1,15 @@
-"""Tensors of a nanotron checkpoint, whole again: its files hold what one tensor-parallel rank had of each.
+"""Read the tensors of a nanotron checkpoint, whose files hold the shards of the tensor-parallel ranks.
 
     model/model/decoder/0/pp_block/attn/qkv_proj/model_weight_pp-rank-0-of-1_tp-rank-1-of-2.safetensors
 
-has one tensor, `data`, and in its metadata where the rows of it belong. Four heads of 16 channels, on the second of
-two ranks (a comma within a slice, a bar between dimensions):
+has one tensor, `data`; its metadata says to which rows of the whole tensor its rows belong. With four heads of 16
+channels, the second of two ranks has (a comma within a slice, a bar between dimensions):
 
     0,32,None|0,64,None # 32,64,None|0,64,None       its queries are rows 32 to 63 of all queries, keys and values
     32,64,None|0,64,None # 96,128,None|0,64,None     its keys are rows 96 to 127 (the values: one more pair)
 
-The optimizer is a pickle for each rank, read with `weights_only=True`: tensors and plain values, no code. Its tensors
-have the shape of the rank's part of the weight, with ZeRO-1 flat and cut once more, over the data-parallel ranks:
+The optimizer is one pickle per rank, read with `weights_only=True`: tensors and plain values, no code. Its tensors have
+the shape of the rank's shard of the weight; with ZeRO-1 they are flat and sharded again over the data-parallel ranks:
 
     optimizer_pp-0-of-1_dp-1-of-2_tp-1-of-2_exp-0-of-1.pt
         names                 {0: "model.decoder.0.pp_block.attn.qkv_proj.weight", …}
@@ -43,7 +43,7 @@ OPTIMIZER_FILE = re.compile(
 
 
 class SlicesPair(NamedTuple):
-    """A box of a rank's tensor, and where it belongs in the whole one."""
+    """A box of a rank's tensor, and the box of the whole tensor that it is."""
 
     here: Box
     there: Box
@@ -51,7 +51,7 @@ class SlicesPair(NamedTuple):
 
 @dataclass(frozen=True)
 class RankTensor:
-    """What one tensor-parallel rank has of a tensor: `read(box)` gives the elements of a box of it."""
+    """One tensor-parallel rank's shard of a tensor; `read(box)` returns the elements of a box of the shard."""
 
     file: Path
     shape: Shape
@@ -61,15 +61,15 @@ class RankTensor:
 
 @dataclass(frozen=True)
 class Merged:
-    """A whole tensor, put together from the ranks' when rows of it are asked for."""
+    """A whole tensor, whose rows are read from the ranks' shards when they are needed."""
 
     name: str
     shape: Shape
     ranks: tuple[RankTensor, ...]
 
     def check(self) -> None:
-        """Raise InputError unless the ranks' slices make up the shape, each element once."""
-        sizes = [math.prod(_size(part) for part in pair.there) for rank in self.ranks for pair in rank.pairs]
+        """Raise InputError unless the ranks' slices lie in the shape and have as many elements as it."""
+        sizes = [math.prod(_size(extent) for extent in pair.there) for rank in self.ranks for pair in rank.pairs]
         inside = all(
             _size(here) == _size(there) and here.stop <= own and there.stop <= whole
             for rank in self.ranks
@@ -84,7 +84,7 @@ class Merged:
             )
 
     def rows(self, first: int, last: int) -> Tensor:
-        """Rows `first` to `last` (not included) of the whole tensor, in fp32: nothing else is read."""
+        """Return rows `first` to `last` (exclusive) of the whole tensor in fp32; only these rows are read."""
         merged = torch.empty((last - first, *self.shape[1:]))
         for rank in self.ranks:
             for (here, *columns), (there, *whole_columns) in rank.pairs:
@@ -99,10 +99,10 @@ class Merged:
 
 
 def read_weights(folder: Path) -> dict[str, Merged]:
-    """nanotron's name → tensor, of all files below `<folder>/model`; only headers are read.
+    """Return nanotron's name → tensor for all files below `<folder>/model`; only headers are read.
 
-    Raises InputError: no files, one that is damaged, or slices that do not make up a tensor; NotSupportedYet:
-    weights of experts, or files of the DataStates engine.
+    Raises InputError if there are no files, one is damaged, or the slices do not make up a tensor, and NotSupportedYet
+    for weights of experts and files of the DataStates engine.
     """
     root = folder / "model"
     ranks: dict[str, dict[int, tuple[RankTensor, Shape]]] = {}
@@ -124,26 +124,26 @@ def read_weights(folder: Path) -> dict[str, Merged]:
 
 
 def _weight_file(file: Path) -> tuple[RankTensor, Shape]:
-    """The rank's tensor in `file`, and the shape of the whole one."""
+    """Return the rank's tensor in `file`, and the shape of the whole tensor."""
     from safetensors import SafetensorError, safe_open
 
     try:
         opened = safe_open(str(file), framework="pt")
-        part = opened.get_slice("data")
-        notes = opened.metadata() or {}
+        data = opened.get_slice("data")
+        metadata = opened.metadata() or {}
     except (SafetensorError, OSError) as error:
         raise InputError(f"{file} is damaged or not a nanotron file: {error}") from None
-    shape = tuple(part.get_shape())
+    shape = tuple(data.get_shape())
     whole = tuple(slice(0, size) for size in shape)
     pairs: tuple[SlicesPair, ...] = (SlicesPair(whole, whole),)
     unsharded = shape
-    if "local_global_slices_pairs" in notes:
+    if "local_global_slices_pairs" in metadata:
         try:
-            unsharded = tuple(int(number) for number in re.findall(r"\d+(?=[,)])", notes["unsharded_shape"]))
-            pairs = tuple(_pairs(notes["local_global_slices_pairs"], shape, unsharded))
+            unsharded = tuple(int(number) for number in re.findall(r"\d+(?=[,)])", metadata["unsharded_shape"]))
+            pairs = tuple(_pairs(metadata["local_global_slices_pairs"], shape, unsharded))
         except (KeyError, ValueError) as error:
             raise InputError(f"{file}: its metadata are not nanotron's: {error}") from None
-    return RankTensor(file, shape, pairs, lambda box: part[box]), unsharded
+    return RankTensor(file, shape, pairs, lambda box: data[box]), unsharded
 
 
 def _pairs(text: str, shape: Shape, whole: Shape) -> Iterator[SlicesPair]:
@@ -153,18 +153,18 @@ def _pairs(text: str, shape: Shape, whole: Shape) -> Iterator[SlicesPair]:
 
 
 def _box(text: str, shape: Shape) -> Box:
-    """``0,32,None|0,64,None`` → slices with numbers."""
+    """Parse a box such as ``0,32,None|0,64,None``; None as start or stop means the bound of `shape`."""
     found = []
-    for part, size in zip(text.split("|"), shape, strict=True):
-        start, stop, step = (None if number.strip() == "None" else int(number) for number in part.split(","))
+    for extent, size in zip(text.split("|"), shape, strict=True):
+        start, stop, step = (None if number.strip() == "None" else int(number) for number in extent.split(","))
         if step not in (None, 1):
             raise ValueError(f"a slice with step {step}")
         found.append(slice(start or 0, size if stop is None else stop))
     return tuple(found)
 
 
-def _size(part: slice) -> int:
-    return part.stop - part.start
+def _size(extent: slice) -> int:
+    return extent.stop - extent.start
 
 
 def _merged(name: str, ranks: dict[int, tuple[RankTensor, Shape]], size: int) -> Merged:
@@ -183,63 +183,63 @@ def _merged(name: str, ranks: dict[int, tuple[RankTensor, Shape]], size: int) ->
 # ---- optimizer -----------------------------------------------------------------------------------------------
 
 Rank = tuple[int, int, int]  # pp, tp, dp
-MASTER = "master"  # the key of the weights in fp32, beside Adam's
+MASTER = "master"  # the key of the fp32 master weights, beside Adam's
 
 
 class OptimizerFiles:
-    """The optimizer's state of all ranks; files are mapped, so that only what is used is read."""
+    """The optimizer state of all ranks; files are memory-mapped, so only the tensors that are used are read."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "optimizer"
         self.sizes = {"pp": 1, "tp": 1, "dp": 1}
         self.states = self._open()
-        # name → key → the first pipeline rank that has it: a tied weight is on two, with equal states
-        self.places: dict[str, dict[str, int]] = {}
+        # name → key → the first pipeline rank that has it: a tied weight is on two ranks, with equal states
+        self.pp_ranks: dict[str, dict[str, int]] = {}
         for (pp, _, _), state in sorted(self.states.items()):
             for name, tensors in state.items():
                 for key in tensors:
-                    self.places.setdefault(name, {}).setdefault(key, pp)
+                    self.pp_ranks.setdefault(name, {}).setdefault(key, pp)
 
     @property
     def keys(self) -> set[str]:
-        """What there is of any weight: step, exp_avg, exp_avg_sq, `MASTER`."""
-        return {key for places in self.places.values() for key in places}
+        """Return the keys that any weight has: step, exp_avg, exp_avg_sq, `MASTER`."""
+        return {key for pp_ranks in self.pp_ranks.values() for key in pp_ranks}
 
     def step(self, name: str) -> float:
-        """How often Adam has updated this weight."""
+        """Return how often Adam has updated the weight `name`."""
         return float(next(state[name]["step"] for state in self.states.values() if "step" in state.get(name, {})))
 
     def tensor(self, weight: Merged, key: str) -> Merged:
-        """The tensor `key` of a weight, cut as the weight is. Raises InputError if a rank's does not fit."""
-        if key not in self.places.get(weight.name, {}):
-            raise InputError(f"{self.folder} has no {key} of {weight.name}{nearest(weight.name, self.places)}")
-        ranks = [self._rank_tensor(weight, key, tp, part) for tp, part in enumerate(weight.ranks)]
+        """Return the state tensor `key` of a weight, sharded like the weight. Raises InputError for another shape."""
+        if key not in self.pp_ranks.get(weight.name, {}):
+            raise InputError(f"{self.folder} has no {key} of {weight.name}{nearest(weight.name, self.pp_ranks)}")
+        ranks = [self._rank_tensor(weight, key, tp, shard) for tp, shard in enumerate(weight.ranks)]
         return Merged(f"{key} of {weight.name}", weight.shape, tuple(ranks))
 
-    def _rank_tensor(self, weight: Merged, key: str, tp: int, part: RankTensor) -> RankTensor:
-        """The parts that data-parallel ranks have (one without ZeRO), in their order, are the rank's tensor."""
-        pp = self.places[weight.name][key]
+    def _rank_tensor(self, weight: Merged, key: str, tp: int, weight_shard: RankTensor) -> RankTensor:
+        """Return rank `tp`'s state tensor: the data-parallel ranks' shards of it (one without ZeRO), concatenated."""
+        pp = self.pp_ranks[weight.name][key]
         if tp >= self.sizes["tp"]:
             raise InputError(
                 f"{self.folder}: expected files of {len(weight.ranks)} tensor-parallel ranks, as {weight.name} has, "
                 f"found {self.sizes['tp']}"
             )
         states = [self.states[pp, tp, dp].get(weight.name, {}) for dp in range(self.sizes["dp"])]
-        parts = [state[key] for state in states if key in state]
-        elements = sum(each.numel() for each in parts)
-        flat = all(each.dim() == 1 for each in parts)
-        if elements != math.prod(part.shape) or not (flat or tuple(parts[0].shape) == part.shape):
-            found = list(parts[0].shape) if len(parts) == 1 else [elements]
+        shards = [state[key] for state in states if key in state]
+        elements = sum(each.numel() for each in shards)
+        flat = all(each.dim() == 1 for each in shards)
+        if elements != math.prod(weight_shard.shape) or not (flat or tuple(shards[0].shape) == weight_shard.shape):
+            found = list(shards[0].shape) if len(shards) == 1 else [elements]
             raise InputError(
                 f"{self.folder}: {key} of {weight.name} has shape {found} on tensor-parallel rank {tp}, and the weight "
-                f"has {list(part.shape)}"
+                f"has {list(weight_shard.shape)}"
             )
 
         def read(box: Box) -> Tensor:
-            whole = parts[0] if len(parts) == 1 else torch.cat(parts)
-            return whole.reshape(part.shape)[box]
+            whole = shards[0] if len(shards) == 1 else torch.cat(shards)
+            return whole.reshape(weight_shard.shape)[box]
 
-        return RankTensor(self.folder, part.shape, part.pairs, read)
+        return RankTensor(self.folder, weight_shard.shape, weight_shard.pairs, read)
 
     def _open(self) -> dict[Rank, dict[str, dict[str, Any]]]:
         found: dict[Rank, Path] = {}
@@ -259,7 +259,7 @@ class OptimizerFiles:
 
 
 def _optimizer_file(file: Path) -> dict[str, dict[str, Any]]:
-    """name → key → tensor of one rank."""
+    """Return name → key → tensor of one rank's file."""
     try:
         content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:

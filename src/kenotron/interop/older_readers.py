@@ -1,10 +1,10 @@
-"""What readers of transformers 4's files look for in an export, beside what transformers 5 writes.
+"""Add the keys to an export that readers of transformers 4's files look for, beside those of transformers 5.
 
     transformers 5        rope_parameters: {rope_theta, rope_type, …}   dtype         tokenizer_class: TokenizersBackend
     added in config.json  rope_theta, rope_scaling, …                   torch_dtype
     in its place                                                                      PreTrainedTokenizerFast
 
-A reader that knows the older names alone takes its defaults, theta 10000 and no scaling, and says nothing.
+Without them, a reader that has only the older names silently uses its defaults, theta 10000 and no scaling.
 transformers 5 reads both spellings as the same model.
 """
 
@@ -16,20 +16,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# What older versions call theta where layers that see the whole text have another one than those of a window.
+# The older names of theta in models where it differs between layers with full and with sliding-window attention.
 THETAS_BY_LAYER = {
     "gemma3_text": ("rope_theta", "rope_local_base_freq"),
     "gemma3n_text": ("rope_theta", "rope_local_base_freq"),
     "modernbert-decoder": ("global_rope_theta", "local_rope_theta"),
     "olmo3": ("rope_theta", "rope_theta"),
 }
-# Other spellings of what `rope_parameters` says.
+# Older keys for the settings in `rope_parameters`.
 ROPE_SPELLINGS = {"rope_theta", "rope_scaling", "partial_rotary_factor", "rotary_emb_base", "rotary_pct"}
 ROPE_SPELLINGS |= {"rope_local_base_freq", "global_rope_theta", "local_rope_theta"}
 
 
 def with_older_keys(written: Mapping[str, Any], config: PretrainedConfig) -> dict[str, Any]:
-    """The content of a `config.json`, `written` from `config`, with the older keys."""
+    """Return the content of a `config.json`, `written` from `config`, with the older keys added."""
     found = dict(written) | _rope(written)
     if "dtype" in written:
         found["torch_dtype"] = written["dtype"]
@@ -38,7 +38,7 @@ def with_older_keys(written: Mapping[str, Any], config: PretrainedConfig) -> dic
     if hasattr(config, "hybrid_override_pattern"):  # of Nemotron-H
         found |= {name: getattr(config, name) for name in ("hybrid_override_pattern", "num_hidden_layers")}
     for key, value in written.items():
-        # JSON has no infinity, transformers 5 writes an object: as a default, both versions know it without the key.
+        # JSON has no infinity, so transformers 5 writes an object; a default needs no key in either version.
         if "__float__" in str(value) and list(getattr(type(config), key, ())) == list(getattr(config, key)):
             del found[key]
     return found
@@ -61,7 +61,7 @@ def _rope(written: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _scaling(rope: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, Any] | None:
-    """`rope_scaling`, its kind under both of its older names."""
+    """Return `rope_scaling`, with its type under both of its older names."""
     kind = rope.get("rope_type", "default")
     rest = {k: v for k, v in rope.items() if k not in ("rope_theta", "rope_type", "type", "partial_rotary_factor")}
     if kind == "default" and not rest:
@@ -69,15 +69,16 @@ def _scaling(rope: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, A
     if kind != "longrope":
         return {"rope_type": kind, "type": kind} | rest
     original = "original_max_position_embeddings"
-    if written.get(original) == rest.get(original):  # Phi-3 counts the keys: the length has its place outside
+    if written.get(original) == rest.get(original):  # Phi-3 counts the keys: the length is a key of the config
         rest.pop(original, None)
     return {"type": kind} | rest
 
 
 def with_older_class(tokenizer_config: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of a `tokenizer_config.json`, without what transformers 4 does not know.
+    """Return the content of a `tokenizer_config.json` in a form that transformers 4 reads as well.
 
-    `extra_special_tokens` is a list in transformers 5; 4 wants that under another name, and fails on it.
+    `extra_special_tokens` is a list in transformers 5; transformers 4 fails on it and calls the list
+    `additional_special_tokens`.
     """
     found = dict(tokenizer_config)
     if str(found.get("tokenizer_class") or "Backend").endswith("Backend"):

@@ -1,4 +1,4 @@
-"""Two orders of one head's channels, and the way between them.
+"""Convert between the two orders of a head's channels that RoPE implementations use.
 
 RoPE rotates pairs of channels. In Hugging Face's Llama pair i is (i, i + head_dim / 2), in the interleaved form
 (Meta's, nanotron's `rope_interleaved`) it is (2 i, 2 i + 1). Scores are sums over channels, so permuting the
@@ -21,16 +21,16 @@ def is_rotated(name: str) -> bool:
 
 
 def to_halves(rows: Tensor, head_dim: int, rotary_dim: int) -> Tensor:
-    """``[heads * head_dim, …]`` from the interleaved order; the first `rotary_dim` of a head's channels are rotated."""
+    """Reorder ``[heads * head_dim, …]`` from interleaved to halves; only a head's first `rotary_dim` channels move."""
     return _reordered(rows, head_dim, (rotary_dim // 2, 2))
 
 
 def to_interleaved(rows: Tensor, head_dim: int, rotary_dim: int) -> Tensor:
-    """``[heads * head_dim, …]`` from the order in halves."""
+    """Reorder ``[heads * head_dim, …]`` from halves to interleaved, the inverse of `to_halves`."""
     return _reordered(rows, head_dim, (2, rotary_dim // 2))
 
 
 def _reordered(rows: Tensor, head_dim: int, pairs: tuple[int, int]) -> Tensor:
-    """The first channels of every head as a table `pairs`, read column by column; the others stay."""
+    """Transpose the first channels of every head as a matrix of shape `pairs`; the others stay in place."""
     turning, still = rows.unflatten(0, (-1, head_dim)).tensor_split([pairs[0] * pairs[1]], dim=1)
     return torch.cat((turning.unflatten(1, pairs).transpose(1, 2).flatten(1, 2), still), dim=1).flatten(0, 1)

@@ -1,4 +1,4 @@
-"""One view of everything that weights can come from: our checkpoints and Hugging Face models.
+"""Read weights from a Kénotron checkpoint or a Hugging Face model through one interface.
 
 source = open_source("checkpoints/10")           # or a folder with config.json, or a hub name
 source.model.architecture.hidden_size
@@ -29,7 +29,7 @@ from kenotron.config.weight_settings import changed_settings
 from kenotron.interop.hf_config import architecture_from_hf
 from kenotron.interop.hf_weights import Box, Stored, Weights, hf_weights
 from kenotron.interop.rope_layout import is_rotated, to_halves, to_interleaved
-from kenotron.interop.tensor_names import in_our_names
+from kenotron.interop.tensor_names import from_hf_names
 from kenotron.interop.whole_weights import read_whole
 from kenotron.models import build, named_state
 from kenotron.models.decoder import Decoder
@@ -41,10 +41,11 @@ from kenotron.text.tokenizer import GENERATION, TOKENIZER_FILES
 
 @dataclass(frozen=True)
 class Source:
-    """`path` is the folder of a checkpoint or model, `tokenizer` that of one, or None.
+    """A checkpoint or Hugging Face model: `path` is its folder, `model` its section of the config.
 
-    `generation` is the `generation_config.json` that came with the model, or None.
-    `model` is the config's section; `layout` the one that a checkpoint was trained on, of degrees 1 otherwise.
+    `tokenizer` is the folder of its tokenizer, or None. `layout` is the layout that a checkpoint was trained on; for
+    Hugging Face models all degrees are 1. `generation` is the path of the `generation_config.json` that came with the
+    model, or None.
     """
 
     path: Path
@@ -56,17 +57,18 @@ class Source:
 
     @property
     def architecture(self) -> DecoderArchitecture:
-        """The section of its family."""
+        """Return the section of the model's family."""
         return self.model.decoder
 
 
 def open_source(
     path: str | Path, *, report: Report = quiet, verify: bool = True, family: str | None = None, ema: bool = False
 ) -> Source:
-    """Open a checkpoint of ours (a step, or the folder of steps) or a Hugging Face model, by folder or hub name.
+    """Open a Kénotron checkpoint (a step, or the folder of steps) or a Hugging Face model, by folder or hub name.
 
-    `family`: one to try for Hugging Face's besides the built-in ones. `ema`: see `checkpoint_source`.
-    Raises InputError: missing, not a checkpoint, damaged (`verify`: checksums are compared now), not supported.
+    `family` is tried for a Hugging Face model besides the built-in families. For `ema` see `checkpoint_source`.
+    Raises InputError if the source is missing, not a checkpoint, damaged (with `verify`, checksums are compared now) or
+    not supported.
     """
     found = find_model(path)
     if ema and not found.ours:
@@ -75,7 +77,7 @@ def open_source(
 
 
 def hf_source(path: str | Path, report: Report = quiet, family: str | None = None) -> Source:
-    """A Hugging Face model, by folder or hub name. `family`: one to try besides the built-in ones, by dotted path."""
+    """Open a Hugging Face model by folder or hub name; `family` is the dotted path of a further family to try."""
     folder = locate(path)
     config = read_json(folder / "config.json")
     architecture = architecture_from_hf(config, str(folder / "config.json"), report, family=family)
@@ -83,23 +85,23 @@ def hf_source(path: str | Path, report: Report = quiet, family: str | None = Non
     if dtype not in WEIGHT_DTYPES:
         known = ", ".join(WEIGHT_DTYPES)
         raise InputError(f"{folder / 'config.json'}: dtype: expected one of {known}, found {dtype!r}")
-    theirs = None if isinstance(architecture, HuggingFaceArchitecture) else hf_weights(folder)
-    if theirs is not None:
-        architecture = family_of(architecture).as_saved(config, theirs)
+    saved = None if isinstance(architecture, HuggingFaceArchitecture) else hf_weights(folder)
+    if saved is not None:
+        architecture = family_of(architecture).as_saved(config, saved)
     model = Model.model_validate({"model_config": architecture, "init_method": {"path": str(path)}, "dtype": dtype})
     shapes = {name: tuple(tensor.shape) for name, tensor in named_state(skeleton(model))}
-    if theirs is None:
+    if saved is None:
         weights = read_whole(folder, shapes)
     else:
-        weights = in_our_names(theirs, family_of(architecture), shapes)
+        weights = from_hf_names(saved, family_of(architecture), shapes)
     has_tokenizer = any((folder / name).is_file() for name in TOKENIZER_FILES)
     return Source(folder, model, weights, folder if has_tokenizer else None)
 
 
 def checkpoint_source(path: Path, verify: bool = True, ema: bool = False) -> Source:
-    """A checkpoint of ours; its model's files are compared with their checksums first, unless somebody else did.
+    """Open a Kénotron checkpoint; with `verify`, the model's files are first compared with their checksums.
 
-    `ema`: with the moving average of the weights that its run kept (`optimizer.ema_decay`) instead of the weights.
+    `ema` opens the moving average of the weights that its run kept (`optimizer.ema_decay`) instead of the weights.
     """
     folder = folders.resolve(path)
     stored = _stored(folder, "model", verify)
@@ -115,7 +117,7 @@ def checkpoint_source(path: Path, verify: bool = True, ema: bool = False) -> Sou
 
 
 def _stored(folder: Path, part: str, verify: bool) -> dict[str, Stored]:
-    """The tensors of a checkpoint's folder `part`."""
+    """Return the tensors in a checkpoint's subfolder `part`."""
     if verify:
         reading.read_tensors(folder, [], folder=part)
     shapes, read = reading.block_reader(folder, folder=part)
@@ -123,7 +125,7 @@ def _stored(folder: Path, part: str, verify: bool) -> dict[str, Stored]:
 
 
 def _averages(folder: Path, weights: dict[str, Stored], verify: bool) -> dict[str, Stored]:
-    """The moving averages of those `weights` that are trained, from the optimizer's state."""
+    """Return the moving averages, from the optimizer state, of those `weights` that are trained."""
     state = _stored(folder, "optimizer", verify) if (folder / "optimizer").is_dir() else {}
     averages = {name: state[f"state.{name}.ema"] for name in weights if f"state.{name}.ema" in state}
     if not averages:
@@ -133,18 +135,18 @@ def _averages(folder: Path, weights: dict[str, Stored], verify: bool) -> dict[st
 
 def _read(read: Callable[..., Tensor], shape: tuple[int, ...], box: Box) -> Tensor:
     box = box or tuple(slice(0, size) for size in shape)
-    return read([part.start for part in box], [part.stop - part.start for part in box])
+    return read([extent.start for extent in box], [extent.stop - extent.start for extent in box])
 
 
 def check_shape(source: Source, name: str, shape: tuple[int, ...]) -> None:
-    """Raise InputError unless the source's tensor `name` has `shape`; it is not read."""
+    """Raise InputError unless the source's tensor `name` has shape `shape`; the tensor is not read."""
     found = source.weights.shape(name)
     if found != shape:
         raise InputError(f"{source.path}: {name} has shape {list(found)}, and its config says {list(shape)}")
 
 
 def skeleton(model: Model) -> Decoder:
-    """The model without weights (on the meta device) and without rows that pad the vocabulary."""
+    """Build the model without weights (on the meta device) and without padding of the vocabulary."""
 
     with torch.device("meta"):
         return build(model.model_copy(update={"make_vocab_size_divisible_by": 1}))
@@ -153,10 +155,10 @@ def skeleton(model: Model) -> Decoder:
 def hf_architecture(
     source: str | Path, overrides: Mapping[str, Any] | None = None, report: Report = quiet
 ) -> DecoderArchitecture:
-    """The architecture of ``model_config: {hf: source, …overrides}``. Only `config.json` is read.
+    """Return the architecture of ``model_config: {hf: source, …overrides}``. Only `config.json` is read.
 
-    `report` gets a line for each of its settings that is left out.
-    Raises InputError: missing, hub unreachable, a family or a setting that is not supported.
+    `report` is called with a line for each setting that is ignored.
+    Raises InputError if the model is missing, the hub is unreachable, or a family or setting is not supported.
     """
     try:
         file = find_config(source)
@@ -166,11 +168,11 @@ def hf_architecture(
 
 
 def resolve_architecture(config: Config, report: Report = quiet) -> Config:
-    """``model_config: {hf: …}`` replaced by the architecture of the Hugging Face model that it names.
+    """Replace ``model_config: {hf: …}`` in a config by the architecture of the Hugging Face model that it names.
 
-    `report` gets a line for each of its settings that is left out.
+    `report` is called with a line for each setting that is ignored.
 
-    Raises InputError: those of `hf_architecture`, and of a layout that the architecture does not allow.
+    Raises InputError as `hf_architecture` does, and for a layout that the architecture does not allow.
     """
     architecture, layout = config.model.architecture, config.parallelism
     if not isinstance(architecture, HFArchitecture):
@@ -190,13 +192,13 @@ def resolve_architecture(config: Config, report: Report = quiet) -> Config:
 def initial_tensors(
     path: str | Path, architecture: DecoderArchitecture | None = None, report: Report = quiet, verify: bool = True
 ) -> Weights:
-    """Weights for ``init_method: {path}``: name → tensor on the host, in the dtype it is kept in; or blocks of them.
+    """Return the weights for ``init_method: {path}``: tensors on the host, in the dtype they are stored in.
 
-    Each is read when it is asked for. `path` is a checkpoint of ours, a Hugging Face folder or a hub name.
-    With `architecture` they come as a model of it needs them: q and k in its order of RoPE's channels, with or without
-    a separate head; shapes are checked, and other settings that differ are reported.
+    Each tensor, or a block of it, is read when it is accessed. `path` is a Kénotron checkpoint, a Hugging Face folder
+    or a hub name. With `architecture`, the weights are adapted to it: q and k are in its order of RoPE's channels, and
+    the head is separate or tied. Shapes are checked, and other settings that differ are reported.
 
-    Raises InputError: missing, damaged, or of another shape than `architecture`, which is named.
+    Raises InputError if `path` is missing or damaged, and, with the key, if a shape differs from `architecture`.
     """
     family = None if architecture is None else architecture.family
     source = open_source(path, report=report, verify=verify, family=family)
@@ -208,24 +210,24 @@ def initial_tensors(
     return weights
 
 
-def fitted(source: Source, wanted: DecoderArchitecture) -> Weights:
-    """The source's weights as a model of `wanted` has them."""
+def fitted(source: Source, target: DecoderArchitecture) -> Weights:
+    """Return the source's weights adapted to the architecture `target`. Raises InputError if shapes differ."""
     have = source.architecture
-    for key in wanted.shape_keys:
-        if (found := getattr(have, key, "none")) != getattr(wanted, key):
+    for key in target.shape_keys:
+        if (found := getattr(have, key, "none")) != getattr(target, key):
             name = "num_key_value_heads" if key == "kv_heads" else key
             raise InputError(
                 f"model.model_config.{name}: the weights in {source.path} have {found}, "
-                f"the config says {getattr(wanted, key)}"
+                f"the config says {getattr(target, key)}"
             )
-    _check_extra(source, wanted)
+    _check_extra(source, target)
     stored = {name: source.weights.stored(name) for name in source.weights}
-    if isinstance(wanted, RopeArchitecture) and getattr(have, "rope_interleaved", False) != wanted.rope_interleaved:
-        turn = to_interleaved if wanted.rope_interleaved else to_halves
+    if isinstance(target, RopeArchitecture) and getattr(have, "rope_interleaved", False) != target.rope_interleaved:
+        turn = to_interleaved if target.rope_interleaved else to_halves
         for name in filter(is_rotated, source.weights):
             whole = stored[name]
-            stored[name] = Stored(whole.shape, partial(_turned, whole, turn, wanted.head_dim, wanted.rotary_dim))
-    if wanted.tie_word_embeddings:
+            stored[name] = Stored(whole.shape, partial(_turned, whole, turn, target.head_dim, target.rotary_dim))
+    if target.tie_word_embeddings:
         if not have.tie_word_embeddings:
             raise InputError(
                 "model.model_config.tie_word_embeddings: true, "
@@ -237,14 +239,14 @@ def fitted(source: Source, wanted: DecoderArchitecture) -> Weights:
     return Weights(stored, str(source.path))
 
 
-def _check_extra(source: Source, wanted: DecoderArchitecture) -> None:
-    """Weights that the wanted model has no place for, such as biases, must not be dropped in silence.
+def _check_extra(source: Source, target: DecoderArchitecture) -> None:
+    """Raise InputError if the source has weights that a model of `target` lacks, such as biases.
 
-    Blocks that predict further tokens may be: no layer reads what they give.
+    Weights of blocks that predict further tokens may be dropped: no other layer reads their output.
     """
-    if source.architecture == wanted:
+    if source.architecture == target:
         return
-    expected = dict(named_state(skeleton(source.model.model_copy(update={"architecture": wanted}))))
+    expected = dict(named_state(skeleton(source.model.model_copy(update={"architecture": target}))))
     further = tuple(f"model.layers.{layer}." for layer in source.architecture.next_token_layers)
     extra = sorted(name for name in set(source.weights) - set(expected) - {HEAD} if not name.startswith(further))
     if extra:
@@ -256,7 +258,7 @@ def _check_extra(source: Source, wanted: DecoderArchitecture) -> None:
 def _turned(
     stored: Stored, turn: Callable[[Tensor, int, int], Tensor], head_dim: int, rotary_dim: int, box: Box
 ) -> Tensor:
-    """A box of a tensor whose rows change places within each head: whole heads are read."""
+    """Read a box of a tensor whose rows are permuted within each head; whole heads are read for it."""
     rows, *columns = box or tuple(slice(0, size) for size in stored.shape)
     first, last = rows.start // head_dim * head_dim, -(-rows.stop // head_dim) * head_dim
     heads = turn(stored.read((slice(first, last), *columns)), head_dim, rotary_dim)

@@ -1,4 +1,4 @@
-"""Models of transformers that have no family here: their config.json as a section of `models.foreign`, and back."""
+"""Convert between config.json and a section of `models.foreign`, for transformers models without a Kénotron family."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ def is_causal_model(model_type: Any) -> bool:
 def whole_architecture(
     config: Mapping[str, Any], where: str, overrides: Mapping[str, Any], report: Report
 ) -> HuggingFaceArchitecture:
-    """The section of the model that a `config.json` describes; `overrides` are keys of it, and `blocks`.
+    """Return the section of the model that a `config.json` describes.
 
-    Raises InputError: no causal model, a key that its config does not have, a value that it does not take.
+    `overrides` are keys of the config.json, and Kénotron's `family`, `blocks` and `training_dropout`.
+    Raises InputError if the model is not causal, its config does not have a key, or does not accept a value.
     """
     from transformers import CONFIG_MAPPING
 
@@ -41,10 +42,10 @@ def whole_architecture(
     values = dict(config)
     if "rope_parameters" in overrides:  # older spellings of the same would win
         values = {name: value for name, value in values.items() if name not in ROPE_SPELLINGS}
-    of_ours = ForeignArchitecture.model_fields.keys() & {"family", "blocks", "training_dropout"}
+    own_keys = ForeignArchitecture.model_fields.keys() & {"family", "blocks", "training_dropout"}
     dropout = bool(overrides.get("training_dropout"))
-    valid = plain.to_dict().keys() | plain.attribute_map.keys() | of_ours
-    for name in overrides.keys() - of_ours:
+    valid = plain.to_dict().keys() | plain.attribute_map.keys() | own_keys
+    for name in overrides.keys() - own_keys:
         at = f"model.model_config.{name}"
         if name not in valid:
             raise InputError(f"{at}: the config of {kind} has no such key{nearest(name, valid)}")
@@ -68,15 +69,15 @@ def whole_architecture(
         "tie_word_embeddings": bool(getattr(found, "tie_word_embeddings", False)),
         "max_position_embeddings": getattr(found, "max_position_embeddings", None),
     } | special
-    given = {name: value for name, value in shapes.items() if isinstance(value, int) and value >= 0}
+    known = {name: value for name, value in shapes.items() if isinstance(value, int) and value >= 0}
     blocks = {"blocks": overrides["blocks"]} if overrides.get("blocks") else {}
-    ours = blocks | {"training_dropout": overrides.get("training_dropout", False)}
-    return HuggingFaceArchitecture.model_validate(given | ours | {"hf_config": values})
+    own = blocks | {"training_dropout": overrides.get("training_dropout", False)}
+    return HuggingFaceArchitecture.model_validate(known | own | {"hf_config": values})
 
 
 @contextmanager
 def one_line(where: str) -> Iterator[None]:
-    """What transformers raises over a value is an InputError; its warnings about values are not shown."""
+    """Turn what transformers raises into an InputError of one line, and hide its warnings."""
     from transformers.utils import logging
 
     verbosity = logging.get_verbosity()
@@ -92,7 +93,7 @@ def one_line(where: str) -> Iterator[None]:
 
 
 def whole_config(architecture: HuggingFaceArchitecture, dtype: str, eos_token_id: int | list[int]) -> PretrainedConfig:
-    """The config of an export."""
+    """Return the config of an export."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     with one_line("model.model_config"):

@@ -1,7 +1,7 @@
-"""Weights of models of transformers that have no family here, in and out, through transformers.
+"""Read and write, through transformers, the weights of transformers models that have no Kénotron family.
 
-What a file calls a tensor is transformers' business for them (prefixes, experts apart or stacked, tied heads), so a
-process that reads or writes weights has the whole model in its memory meanwhile.
+Only transformers knows the names of their tensors in files (prefixes, experts separate or stacked, tied heads), so a
+process that reads or writes the weights holds the whole model in memory meanwhile.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -21,9 +21,10 @@ from kenotron.models.foreign import HuggingFaceArchitecture
 
 
 def read_whole(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> Weights:
-    """The weights of `folder`, read all together by transformers when the first of them is asked for.
+    """Return the weights of `folder`; transformers reads all of them when the first is accessed.
 
-    Raises InputError then if one is missing, too many, damaged, or of another shape than in `shapes`.
+    The first access raises InputError if a weight is missing, superfluous, damaged or of another shape than the config
+    says.
     """
     tensors = cache(lambda: _tensors(folder))
     return Weights({name: Stored(shape, partial(_box, tensors, name)) for name, shape in shapes.items()}, str(folder))
@@ -40,32 +41,32 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype="auto", local_files_only=True, output_loading_info=True, ignore_mismatched_sizes=True
         )
-    model, said = loaded
+    model, info = loaded
     for key, what in (("missing_keys", "has no tensor"), ("unexpected_keys", "has a tensor that its model lacks:")):
-        for name in sorted(said[key]):
-            raise InputError(f"{folder} {what} {name!r} ({len(said[key])} in all)")
-    for name, found, expected in sorted(said["mismatched_keys"]):
+        for name in sorted(info[key]):
+            raise InputError(f"{folder} {what} {name!r} ({len(info[key])} in all)")
+    for name, found, expected in sorted(info["mismatched_keys"]):
         raise InputError(f"{folder}: {name} has shape {list(found)}, and its config says {list(expected)}")
     _check_tied(model, str(folder))
     return dict(model.state_dict())  # with buffers, such as the correction of router scores
 
 
 def _check_tied(model: Any, where: str) -> None:
-    """transformers keeps a head that differs from the embedding, whatever the config says; the model here drops it."""
+    """Raise InputError if a tied head differs from the embedding: transformers would keep it, Kénotron drops it."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     tied = getattr(model.config.get_text_config(), "tie_word_embeddings", False)
     if tied and head is not None and not head.weight.equal(embedding.weight):
         raise untied_head(where, *(f"{_name_of(model, module)}.weight" for module in (head, embedding)))
 
 
-def _name_of(model: Any, wanted: Any) -> str:
-    return next(name for name, module in model.named_modules() if module is wanted)
+def _name_of(model: Any, module: Any) -> str:
+    return next(name for name, each in model.named_modules() if each is module)
 
 
 def write_whole(
     weights: Weights, architecture: HuggingFaceArchitecture, folder: Path, dtype: str, size_limit: int
 ) -> None:
-    """`save_pretrained` of the model with these weights."""
+    """Fill the transformers model with these weights and call its `save_pretrained`."""
     module = _empty(architecture)
     with torch.no_grad():
         state = module.state_dict()
@@ -83,13 +84,13 @@ def _empty(architecture: HuggingFaceArchitecture) -> Any:
 
     with one_line("model.model_config"), no_init_weights():
         module = AutoModelForCausalLM.from_config(architecture.transformers_config())
-    module.tie_weights()  # which is left out as well
+    module.tie_weights()  # no_init_weights skips this as well
     return module
 
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Without transformers' progress bars."""
+    """Hide transformers' progress bars."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
