@@ -416,11 +416,11 @@ MUTANTS = [
     Mutant(
         name="a-hybrids-attention-looks-over-a-border",
         file="models/blocks/mamba.py",
-        find='        given = {"positions": positions, "ctx": ctx}\n',
+        find='        inputs = {"positions": positions, "ctx": ctx}\n',
         replace="        import dataclasses\n"
         '        if "positions" in self.reads:\n'
         "            ctx = dataclasses.replace(ctx, cu_seqlens=None)\n"
-        '        given = {"positions": positions, "ctx": ctx}\n',
+        '        inputs = {"positions": positions, "ctx": ctx}\n',
         why="states are reset where a document begins, and attention beside them still sees the one before",
         tests=("models/test_hybrids.py::test_documents_of_a_sequence_do_not_see_each_other",),
     ),
@@ -435,7 +435,7 @@ MUTANTS = [
     Mutant(
         name="tied-weights-come-apart",
         file="models/__init__.py",
-        find="    model.tie_weights()  # the two names of a tied matrix have got a memory each\n",
+        find="    model.tie_weights()  # until here, each name of a tied matrix has its own memory\n",
         replace="",
         why="tie_word_embeddings is silently undone when a meta model gets memory (torchtitan #2252)",
         tests=("models/test_initial_weights.py",),

@@ -1,4 +1,4 @@
-"""Model families: maths and plan. `build` makes the family that the config names, weights still empty.
+"""Model families: their code and their plans. `build` makes the config's model, with its weights still empty.
 
     with torch.device("meta"):
         model = build(config.model)
@@ -6,18 +6,18 @@
     initialize_model(model, std=0.02, scaling="NUM_LAYERS", seed=42)
 
 family.py      what a family is; families/: the built-in ones, one file each
-decoder.py     what all decoders share: embedding, layers, head, parts of a pipeline, tying; recomputation.py
-blocks/        the maths, plain modules
+decoder.py     what all decoders share: embedding, layers, head, pipeline stages, tying; recomputation.py
+blocks/        attention, MLPs, norms, …: plain modules
 plan.py        how a model may be split, as data
-context.py     what flows through a model besides hidden states; recurrent_states.py, from token to token
+context.py     the inputs of a model besides hidden states; recurrent_states.py, recurrent layers in generation
 part.py        one stage of a pipeline, built by itself
-token_loss.py  what a head computes in training instead of cross entropy; headless.py, one such
-foreign.py     models that others wrote, trained as they are; foreign_model.py, their form here; foreign_decoding.py
-module_state.py, document_separation.py, dropout.py    what they keep from call to call, and of documents; dropout
+token_loss.py  training losses other than cross entropy; headless.py, one of them
+foreign.py     models that others wrote, trained as they are; foreign_model.py, their `Decoder`; foreign_decoding.py
+module_state.py, document_separation.py, dropout.py    of foreign models: state, separation of documents, dropout
 init_rules.py, initialization.py     fresh weights as functions of (seed, name, element)
-parametrization.py     what a width or depth does to fresh weights and to steps
+parametrization.py     how width and depth scale initial weights and optimizer steps
 
-Importing this package imports no torch: the config reads the sections of the families.
+Importing this package does not import torch, because the config imports the sections of the families.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ __all__ = [
 
 
 def build(config: Model, tensor_parallel: int = 1, part: ModelPart | None = None) -> Decoder:
-    """The module of `config.architecture`, or the `part` of it, on the current default device, weights empty in fp32.
+    """Build the module of `config.architecture`, or the `part` of it, on the default device, with empty fp32 weights.
 
     The vocabulary is padded to a multiple of ``make_vocab_size_divisible_by * tensor_parallel`` rows.
     """
@@ -66,9 +66,9 @@ def build(config: Model, tensor_parallel: int = 1, part: ModelPart | None = None
 
 
 def named_parameters(*parts: Decoder) -> Iterator[tuple[str, nn.Parameter]]:
-    """Every parameter of the model, or of the parts of it that this rank holds, once, under its first name.
+    """Yield every parameter of the model, or of the parts that this rank holds, once, under its first name.
 
-    A tied head is part of the embedding; where the two live in different parts, the head's copy is not a parameter.
+    A tied head is the embedding's parameter; if the two are on different stages, the head's copy is left out.
     """
     for part in parts:
         copies = part.tied_copies()
@@ -76,23 +76,23 @@ def named_parameters(*parts: Decoder) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def named_state(*parts: Decoder) -> Iterator[tuple[str, Tensor]]:
-    """What a checkpoint holds of the model: `named_parameters`, and the buffers that a foreign module saves."""
+    """Yield the tensors that a checkpoint saves: `named_parameters`, and the buffers that a foreign module saves."""
     yield from named_parameters(*parts)
     for part in parts:
         yield from part.saved_buffers().items()
 
 
 def materialize(model: Decoder, device: torch.device | str, trained_on: torch.device | str | None = None) -> None:
-    """Give a model that was built on the meta device memory on `device`: weights undefined, buffers as they begin.
+    """Allocate a model that was built on the meta device on `device`: weights uninitialized, buffers at initial values.
 
-    `trained_on`: where the trained weights are, if not there (data parallelism brings them to `device`).
+    `trained_on` is the device of the trained weights, if it is another (data parallelism brings them to `device`).
     """
     import torch
 
     trained_on = trained_on or device
     model._apply(lambda tensor: torch.empty_like(tensor, device=trained_on if tensor.requires_grad else device))
     model.reset_buffers(device)
-    model.tie_weights()  # the two names of a tied matrix have got a memory each
+    model.tie_weights()  # until here, each name of a tied matrix has its own memory
 
 
 def initialize_model(
@@ -103,10 +103,10 @@ def initialize_model(
     shard_of: Callable[[Tensor], TensorShard] | None = None,
     factor_of: Callable[[str], float] = lambda name: 1.0,
 ) -> None:
-    """Fill every weight by the family's own rules (nanotron's RandomInit), vocabulary padding with zeros.
+    """Fill every weight by the family's rules (nanotron's RandomInit), and vocabulary padding with zeros.
 
-    `shard_of` returns the block of a parameter that this rank holds; None: every rank holds complete ones. `factor_of`
-    a parameter's name multiplies its standard deviation.
+    `shard_of` returns the block of a parameter that this rank holds; None means that parameters are complete.
+    `factor_of` returns the factor on the standard deviation of a parameter, from its name.
     """
     from kenotron.kernels.tensor_shard import TensorShard
     from kenotron.models.initialization import fill
@@ -119,7 +119,7 @@ def initialize_model(
 
 
 def zero_vocabulary_padding(model: Decoder, shard_of: Callable[[Tensor], TensorShard] | None = None) -> None:
-    """Clear the rows that pad the vocabulary: no checkpoint contains them, and zeros keep them out of norms."""
+    """Zero the rows that pad the vocabulary: no checkpoint contains them, and zeros do not change gradient norms."""
     from kenotron.kernels.tensor_shard import TensorShard
 
     for name, parameter in named_parameters(model):
@@ -129,11 +129,11 @@ def zero_vocabulary_padding(model: Decoder, shard_of: Callable[[Tensor], TensorS
 
 
 def flops_per_token(model: nn.Module, sequence_length: int, causal: bool) -> float:
-    """FLOPs of one token's forward pass: the sum over the modules that have a method of this name, as all with a matrix
-    product do (by the field's convention only those count).
+    """Return the FLOPs of one token's forward pass, the sum over all modules that have a `flops_per_token`.
 
-    `causal` False counts the whole attention square (nanotron, PaLM appendix B), True only the half that a
-    causal mask keeps. Training costs three times this: backward needs two products for each forward one.
+    By convention only matrix products count. `causal` False counts the whole attention matrix (nanotron, PaLM appendix
+    B), True only the half that a causal mask keeps. Training costs three times as much: backward needs two products for
+    each forward one.
     """
-    parts = [part for part in model.modules() if hasattr(part, "flops_per_token")]
-    return sum(part.flops_per_token(sequence_length, causal) for part in parts)  # type: ignore[operator]
+    counted = [module for module in model.modules() if hasattr(module, "flops_per_token")]
+    return sum(module.flops_per_token(sequence_length, causal) for module in counted)  # type: ignore[operator]

@@ -1,12 +1,12 @@
-"""What every decoder-only model shares, around the blocks of its family.
+"""The code that every decoder-only model shares, around the blocks of its family.
 
     tokens ── embed ── block 0 ── … ── block n ── final norm ── head ── logits, or loss
-              └────── a part of it is what one pipeline stage holds ──────┘
+              └────── one pipeline stage holds consecutive layers ────────┘
 
-This file has the parts of a pipeline, recomputation, weight tying, vocabulary padding, the head and the compute dtype.
-What a block computes and how it may be split is defined by the family (`models.family`).
+This file handles pipeline stages, recomputation, weight tying, vocabulary padding, the head and the compute dtype. What
+a block computes and how it may be split is defined by the family (`models.family`).
 
-Parameters carry one set of names in every family: ``model.embed_tokens.weight``, ``model.layers.7.…``,
+Parameters have the same names in every family: ``model.embed_tokens.weight``, ``model.layers.7.…``,
 ``model.norm.weight``, ``lm_head.weight``; layers keep their global numbers in every part.
 """
 
@@ -34,10 +34,9 @@ from kenotron.models.recomputation import Recompute, checkpoint_options
 
 
 class Body(nn.Module):
-    """Everything below the head: tokens ``[tokens]`` → hidden states ``[tokens, hidden]``.
+    """The model without its head: tokens ``[tokens]`` → hidden states ``[tokens, hidden]``.
 
-    A part without the embedding reads hidden states; one without the final norm returns them as the next part reads
-    them.
+    A part without the embedding reads hidden states; a part without the final norm returns them for the next part.
     """
 
     def __init__(self, family: Family[DecoderArchitecture], rows: int, part: ModelPart) -> None:
@@ -49,12 +48,12 @@ class Body(nn.Module):
         self.norm = family.final_norm() if part.last else None
         self.rope = family.positions()
         self.recompute: Recompute = False
-        self.how: dict[str, Any] = {}  # to recompute: the options of `checkpoint`
+        self.how: dict[str, Any] = {}  # options of `checkpoint` for recomputation
         self.again = _again
         self.compute_dtype = torch.float32
 
     def forward(self, x: Tensor, ctx: Context) -> Tensor:
-        """x: tokens ``[tokens]`` in the first part, hidden states ``[tokens, hidden]`` in the others."""
+        """Return hidden states; x is tokens ``[tokens]`` in the first part, else hidden states ``[tokens, hidden]``."""
         if self.embed_tokens is not None:
             x = self.embed_tokens(x).to(self.compute_dtype)
         rope = self._positions(ctx)
@@ -63,7 +62,7 @@ class Body(nn.Module):
         return x if self.norm is None else self.norm(x).to(self.compute_dtype)
 
     def further(self, layer: int, next_tokens: Tensor, hidden: Tensor, ctx: Context) -> Tensor:
-        """What the block `layer` makes of hidden states and the tokens after theirs (`blocks.next_token`)."""
+        """Apply block `layer`, which predicts further tokens, to hidden states and their next tokens (`next_token`)."""
         assert self.embed_tokens is not None, "the config refuses several stages"
         embedded = self.embed_tokens(next_tokens).to(hidden.dtype)
         return self._through(layer, torch.cat((embedded, hidden), dim=-1), self._positions(ctx), ctx)
@@ -81,15 +80,15 @@ class Body(nn.Module):
 def _again(
     block: nn.Module, x: Tensor, rope: tuple[Tensor, Tensor] | None, ctx: Context, how: dict[str, Any]
 ) -> Tensor:
-    """block(x, rope, ctx), computed again in backward. Compiled, both passes are parts of one graph."""
+    """Return block(x, rope, ctx) and recompute it in backward. When compiled, both passes are in one graph."""
     call = partial(block, ctx=ctx) if torch.compiler.is_compiling() else _Recomputed(block, ctx)
     return checkpoint(call, x, rope, **how)
 
 
 class _Recomputed:
-    """A block for `checkpoint`: every call after the first is a recomputation, and its context says so.
+    """A block for `checkpoint`, whose context marks every call after the first as a recomputation (`counted`).
 
-    By a tensor: compiled, both passes have to be one graph, which saves the same tensors.
+    The mark is a tensor: when compiled, both passes have to be the same graph, which saves the same tensors.
     """
 
     def __init__(self, block: nn.Module, ctx: Context) -> None:
@@ -101,7 +100,7 @@ class _Recomputed:
 
 
 def check_positions(config: DecoderArchitecture, ctx: Context) -> None:
-    """Raise InputError for packed documents of a length at which they would change each other's rotary angles."""
+    """Raise InputError if the sequence is so long that packed documents would change each other's rotary angles."""
     if ctx.has_documents and ctx.states is None and (problem := config.document_problem(ctx.shape[1])):
         raise InputError(f"tokens.sequence_length: {problem}")
 
@@ -110,7 +109,7 @@ class Decoder(nn.Module):
     """``model(tokens, ctx)`` → logits ``[tokens, vocab]``; ``model(tokens, ctx, labels)`` → (loss, its z part).
 
     `config` names the family. The vocabulary is padded to a multiple of `vocab_multiple` rows. A `part` (of a pipeline)
-    that is not first takes hidden states in the place of tokens (which are in ``ctx.tokens``), one that is not last
+    that is not first takes hidden states instead of tokens (which are in ``ctx.tokens``); a part that is not last
     returns hidden states.
     """
 
@@ -123,25 +122,25 @@ class Decoder(nn.Module):
         self.model = Body(self.family, rows, self.part)
         softcap = getattr(config, "final_logit_softcapping", None)
         self.lm_head = LMHead(config.hidden_size, config.vocab_size, rows, z_loss, softcap) if self.part.last else None
-        self.further_loss: Tensor | None = None  # of predicting further tokens, since somebody read it
+        self.further_loss: Tensor | None = None  # of predicting further tokens, summed since it was last read
         self.tie_weights()
         if self.is_complete:
             self.plan.check(self)
 
     @property
     def is_complete(self) -> bool:
-        """Whether this is the model, not one of several parts of it."""
+        """Whether this is the whole model, not one of its parts."""
         return self.part == ModelPart.whole(self.config.num_hidden_layers)
 
     def complete(self) -> Decoder:
-        """The model that this is, or is a part of; as a part's it has no memory, names only."""
+        """Return the whole model: this one, or for a part, a model on the meta device, of which only names are used."""
         if self.is_complete:
             return self
         with torch.device("meta"):
             return Decoder(self.config)
 
     def forward(self, tokens: Tensor, ctx: Context, labels: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """tokens, labels ``[tokens]``; see the class for what comes back."""
+        """Return logits, hidden states, or a loss, as described for the class; tokens and labels ``[tokens]``."""
         check_positions(self.config, ctx)
         if self.part.first:
             ctx = replace(ctx, tokens=tokens)
@@ -158,7 +157,7 @@ class Decoder(nn.Module):
         return WithLoss.apply(loss, weight * further), z_loss
 
     def _loss_of_further_tokens(self, tokens: Tensor, hidden: Tensor, labels: Tensor, ctx: Context) -> Tensor:
-        """The mean over the blocks that predict further tokens, each a sum over tokens like the model's own loss."""
+        """Return the mean over the blocks that predict further tokens of their losses, which are sums over tokens."""
         losses = []
         for layer in self.config.next_token_layers:
             tokens = one_further(tokens, ctx.positions, 0)
@@ -169,65 +168,65 @@ class Decoder(nn.Module):
 
     @property
     def plan(self) -> Plan:
-        """How the model may be split."""
+        """Return how the model may be split."""
         return self.family.plan
 
     @property
     def vocab_parameters(self) -> tuple[str, ...]:
-        """Parameters with a row for every token: padded in memory, saved without the padding."""
+        """Return the names of parameters with a row per token, which are padded in memory but saved without padding."""
         return tuple(f"{pattern}.weight" for pattern in self.plan.vocab)
 
     def init_rules(self, std: float, scaling: str) -> list[InitRule]:
-        """Distributions of fresh weights, first match wins."""
+        """Return the distributions of fresh weights; the first rule that matches applies."""
         return self.family.init_rules(std, scaling)
 
     def tie_weights(self) -> None:
-        """Share what the config ties; called again whenever parameters were replaced."""
+        """Share the weights that the config ties; called again whenever parameters were replaced."""
         if self.config.tie_word_embeddings and self.lm_head is not None and self.model.embed_tokens is not None:
             self.lm_head.tie(self.model.embed_tokens.weight)
 
     def reset_buffers(self, device: torch.device | str) -> None:
-        """Buffers (counters) as they begin, on `device`; called when they have been given memory there."""
+        """Reset buffers (counters) to their initial values; called after they were allocated on `device`."""
         for buffer in self.buffers():
             buffer.zero_()
 
     def saved_buffers(self) -> dict[str, Tensor]:
-        """Buffers that a checkpoint holds, beside the weights: none of those here."""
+        """Return the buffers that a checkpoint saves besides the weights; a `Decoder` has none."""
         return {}
 
     def ties(self) -> dict[str, str]:
-        """Names that stand for one weight, and the name that owns it; the same in every part of a model."""
+        """Return tied name → name of the parameter that it shares; the same in every part of a model."""
         return {HEAD: EMBEDDING} if self.config.tie_word_embeddings else {}
 
     def tied_copies(self) -> dict[str, str]:
-        """Parameters here that only mirror one of another part, and that one's name."""
+        """Return the parameters of this part that are copies of another part's → the name of the original."""
         return self.ties() if self.part.last and not self.part.first else {}
 
     def set_compute_dtype(self, dtype: torch.dtype) -> None:
-        """The dtype of activations from the embedding on; every product runs in it, weights stay fp32."""
-        self.weight_dtype = dtype  # that of the weights which data parallelism gathers
+        """Set the dtype of activations from the embedding on; products are computed in it, weights stay fp32."""
+        self.weight_dtype = dtype  # the dtype in which data parallelism gathers weights
         for module in (self.model, *self.model.layers.values()):
             module.compute_dtype = dtype  # type: ignore[assignment]
 
     @property
     def stream_dtype(self) -> torch.dtype:
-        """Dtype of the hidden states between blocks: the compute dtype, or fp32 where the family keeps them so."""
+        """Return the dtype of hidden states between blocks: the compute dtype, or fp32 if the family keeps them so."""
         return torch.float32 if getattr(self.config, "residual_in_fp32", False) else self.model.compute_dtype
 
     def compile_blocks(self) -> None:
-        """Let torch compile the blocks one by one."""
+        """Compile the blocks one by one with torch.compile."""
         if self.model.recompute and not self.plan.experts:  # a graph with experts breaks, and their tokens are counted
             self.model.again = torch.compile(_again)
         for _, block in modules(self, self.plan.blocks):
             block.compile()
 
     def set_recompute(self, recompute: Recompute, tp: int = 1, attention: bool = True) -> None:
-        """What blocks compute again in backward (`models.recomputation`); `attention`: keep its results."""
+        """Set what blocks recompute in backward (`models.recomputation`); `attention` keeps its results."""
         self.model.recompute = recompute
         self.model.how = checkpoint_options(recompute, self.config, tp, attention)
 
 
 def one_further(x: Tensor, positions: Tensor, at_end: int) -> Tensor:
-    """The values of x ``[tokens]`` one place further in the same document; `at_end` where there is none."""
+    """Return x ``[tokens]`` shifted to the next token of the same document; the last token of each gets `at_end`."""
     ends = positions.roll(-1) != positions + 1
     return x.roll(-1).masked_fill(ends, at_end)

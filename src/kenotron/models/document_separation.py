@@ -1,14 +1,14 @@
-"""Whether code that others wrote keeps the packed documents of a sequence apart: decided before it trains on them.
+"""Check that foreign code keeps the packed documents of a sequence apart, before it trains on them.
 
-    tokens   a a a | b b b b b | c c c      gradient of c's logits by what was looked up for a and b:   zero
-             a a a | b b b b b b b | c      c's logits, with other tokens in the place of a and b:      the same
+    tokens   a a a | b b b b b | c c c      gradient of c's logits by the embeddings of a and b:   zero
+             a a a | b b b b b b b | c      c's logits, when a and b are replaced:                 the same
 
-Borders are at odd places, where no chunk ends, and further back in each row.
+Documents begin at odd positions, where no chunk of a kernel ends, and later in each row.
 
-The gradient finds whatever b's logits compute from a, however little it is; other tokens find what has no gradient,
-such as experts that are full, or a count of ends of text. Both are taken of fresh random weights: the run's own may
-hide a leak (projections that begin at zero, a row of zeros for padding) that training opens. Of a family of the user's
-own, blocks are looked at one by one, in the same two ways: from a block's input on, not from tokens.
+The gradient finds any dependence of c's logits on a and b, however small; replacing tokens finds dependences without a
+gradient, such as experts that are full, or a count of end-of-text tokens. Both use random weights, because the run's
+own may hide a leak that training opens (projections that start at zero, a zero row for padding). For a family of the
+user's own, blocks are checked one by one in the same two ways, starting from a block's input instead of tokens.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ if TYPE_CHECKING:
     from kenotron.config.decoder import DecoderArchitecture
     from kenotron.models.foreign import Foreign
 
-# Relative, in fp32: what sums in another order may change, whose size does not depend on the documents before.
+# Relative tolerances in fp32: differences that come from another order of summation only.
 GRADIENT, LOGITS, REPEATED = 1e-6, 1e-5, 1e-6
-GRADIENT_LENGTH = 128  # tokens of a sequence: activations are kept for backward, of the whole model
+GRADIENT_LENGTH = 128  # tokens per sequence, few because the whole model's activations are kept for backward
 
 
 def check_documents(family: Foreign[Any], ctx: Context) -> None:
-    """Raise InputError unless the last document's logits are shown not to depend on those before.
+    """Raise InputError unless the last document's logits are shown not to depend on the documents before it.
 
-    Makes the whole module on the device of `ctx`, in fp32, and calls it with sequences of the shape of `ctx`.
+    Builds the whole module in fp32 on the device of `ctx`, and calls it with sequences of the shape of `ctx`.
     """
     sequences, length = min(ctx.shape[0], 2), ctx.shape[1]
     with _alive(family, ctx.positions.device) as module:
@@ -59,10 +59,10 @@ def check_documents(family: Foreign[Any], ctx: Context) -> None:
 
 
 def check_repeats(family: Foreign[Any], ctx: Context) -> None:
-    """Raise InputError unless the same tokens give the same logits twice, and none that depend on later tokens.
+    """Raise InputError unless the same tokens give the same logits twice, and no logits depend on later tokens.
 
-    Those are its labels. With other logits a validation would change training, a resumed run would be another one, and
-    so would recomputation. Makes the whole module on the device of `ctx`, in fp32.
+    Later tokens are the labels. If logits were not repeatable, validation would change training, and resuming and
+    recomputation would change results. Builds the whole module in fp32 on the device of `ctx`.
     """
     length, device = min(ctx.shape[1], GRADIENT_LENGTH), ctx.positions.device
     whole = replace(
@@ -98,11 +98,11 @@ def check_repeats(family: Foreign[Any], ctx: Context) -> None:
 
 
 def check_blocks(config: DecoderArchitecture, length: int, device: torch.device | str = "cpu") -> None:
-    """Raise InputError if a block of the family of `config` lets a document change the one behind it in a sequence.
+    """Raise InputError if in a block of the family of `config` a document changes the document after it.
 
-    Makes one block after the other on `device`, in fp32, and calls it with a sequence of `length` tokens.
+    Builds one block after the other in fp32 on `device`, and calls it with a sequence of `length` tokens.
     """
-    family, starts = family_of(config), (0, length // 3 | 1, 2 * length // 3 | 1, length)  # odd: no border of chunks
+    family, starts = family_of(config), (0, length // 3 | 1, 2 * length // 3 | 1, length)  # odd: no chunk ends there
     positions = torch.cat([torch.arange(end - begin) for begin, end in pairwise(starts)]).to(device)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
@@ -121,30 +121,30 @@ def check_blocks(config: DecoderArchitecture, length: int, device: torch.device 
 
 
 def _of_block(family: Family[Any], layer: int, ctx: Context) -> tuple[float, float]:
-    """Of the last document's results: gradient by the input of those before, relative, and change with others."""
+    """Return how far the last document's outputs depend on the others: relative gradient, and relative change."""
     assert ctx.cu_seqlens is not None
     assert ctx.tokens is not None
     device, length, half = ctx.positions.device, ctx.shape[1], ctx.cu_seqlens[-2]
     block = family.block(layer).eval()
     for weight in (*block.parameters(), *block.buffers()):
-        weight.data.zero_()  # until now memory as it was found
+        weight.data.zero_()  # was uninitialized memory
     _enliven(block)
     block.to(device).compute_dtype = torch.float32  # type: ignore[assignment]
     embedded = family.positions()
-    given = None if embedded is None else embedded.to(device)(ctx.positions.view(ctx.shape))
+    rope = None if embedded is None else embedded.to(device)(ctx.positions.view(ctx.shape))
     x, other = (torch.randn(length, family.config.hidden_size).to(device) for _ in range(2))
     with torch.enable_grad():
-        result = block(x.requires_grad_(), given, ctx)[half:].float()
+        result = block(x.requires_grad_(), rope, ctx)[half:].float()
         (gradient,) = torch.autograd.grad((result * torch.randn(result.shape).to(device)).sum(), x)
     other[half:] = x[half:].detach()
     tokens = torch.cat((torch.randint(family.config.vocab_size, (half,)).to(device), ctx.tokens[half:]))
     with torch.no_grad():
-        change = (block(other, given, replace(ctx, tokens=tokens))[half:] - result).abs().max() / result.abs().max()
+        change = (block(other, rope, replace(ctx, tokens=tokens))[half:] - result).abs().max() / result.abs().max()
     return float(gradient[:half].abs().max() / gradient[half:].abs().max()), float(change)
 
 
 def _enliven(module: nn.Module) -> None:
-    """Add noise to its weights that keeps the size of activations."""
+    """Add noise to the module's weights, scaled so that the size of activations stays the same."""
     for parameter in module.parameters():
         fan_in = parameter.shape[-1] if parameter.dim() > 1 else 4
         parameter.requires_grad_(False).data = parameter.float() + torch.randn(parameter.shape) * fan_in**-0.5
@@ -152,9 +152,9 @@ def _enliven(module: nn.Module) -> None:
 
 @contextmanager
 def _alive(family: Foreign[Any], device: torch.device) -> Iterator[nn.Module]:
-    """A new module whose every weight has its own initial value and noise that keeps the size of activations.
+    """Yield a new module with its own initial weights plus noise (`_enliven`).
 
-    What its calls leave in variables of classes and files, which other modules see, is put back.
+    At the end, variables of classes and files that its calls changed, which other modules see, are restored.
     """
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
@@ -170,7 +170,7 @@ def _copies(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _documents(ctx: Context, sequences: int, length: int) -> tuple[Context, Tensor]:
-    """Sequences of up to three documents; bool ``[sequences, length]``: the tokens before the last document of each."""
+    """Return a context of up to three documents a sequence, and the tokens before each last one, bool of its shape."""
     starts, positions = [0], []
     before = torch.zeros(sequences, length, dtype=torch.bool)
     for row in range(sequences):
@@ -181,15 +181,15 @@ def _documents(ctx: Context, sequences: int, length: int) -> tuple[Context, Tens
             starts.append(row * length + end)
     device = ctx.positions.device
     documents = torch.tensor(starts, dtype=torch.int32, device=device)
-    places, shape = torch.cat(positions).to(device), (sequences, length)
-    whole = replace(ctx, shape=shape, positions=places, cu_seqlens=tuple(starts), document_starts=documents)
+    packed, shape = torch.cat(positions).to(device), (sequences, length)
+    whole = replace(ctx, shape=shape, positions=packed, cu_seqlens=tuple(starts), document_starts=documents)
     return whole, before.to(device)
 
 
 def _gradient(family: Foreign[Any], module: nn.Module, ctx: Context, others: Tensor) -> float:
-    """The largest gradient of logits by the tokens of `others`, of that by their own; nan: unknown.
+    """Return the largest gradient of logits by the tokens `others`, relative to that by their own tokens; nan: unknown.
 
-    others: bool ``[sequences, length]``; logits are those of the tokens that are not among them.
+    `others` is bool ``[sequences, length]``; the logits are those of all other tokens.
     """
     with torch.enable_grad():
         with _Lookups(others) as lookups:
@@ -201,11 +201,11 @@ def _gradient(family: Foreign[Any], module: nn.Module, ctx: Context, others: Ten
         found = torch.autograd.grad(projected, [x for x, _ in lookups.found], allow_unused=True)
     pairs = [(each.abs(), where) for each, (_, where) in zip(found, lookups.found) if each is not None]
     largest = [torch.stack([each[where ^ own].max() for each, where in pairs]).max() for own in (False, True)]
-    return float(largest[0] / largest[1])  # 0 / 0 is nan: logits that depend on no token show nothing
+    return float(largest[0] / largest[1])  # 0 / 0 is nan: logits that depend on no token prove nothing
 
 
 def _change(family: Foreign[Any], module: nn.Module, ctx: Context, before: Tensor) -> float:
-    """How much the last documents' logits change with other documents before, of the largest logit."""
+    """Return the change of the last documents' logits when those before are replaced, relative to the largest logit."""
     tokens = torch.randint(family.config.vocab_size, ctx.shape).to(before.device)
     others = torch.where(before, _telling_tokens(family.config, ctx.shape[1]).to(before.device), tokens)
     with torch.no_grad():
@@ -214,7 +214,7 @@ def _change(family: Foreign[Any], module: nn.Module, ctx: Context, before: Tenso
 
 
 def _telling_tokens(config: Any, count: int) -> Tensor:
-    """Tokens that code may look for, ``[count]``: the end of text, and the smallest, among which special ones are."""
+    """Return tokens that code may treat specially, ``[count]``: end of text, and the smallest ids."""
     described, names = getattr(config, "hf_config", {}), ("eos_token_id", "bos_token_id", "pad_token_id")
     special = [getattr(config, name, None) or described.get(name) for name in names]
     first = [each for each in special if isinstance(each, int) and 0 <= each < config.vocab_size]
@@ -222,10 +222,10 @@ def _telling_tokens(config: Any, count: int) -> Tensor:
 
 
 class _Lookups(TorchFunctionMode):
-    """Makes what is looked up for tokens, or is a float of them, require a gradient, and keeps it in `found`.
+    """Makes float tensors that are looked up by token, or converted from tokens, require a gradient.
 
-    marked: bool ``[sequences, length]``, True at some tokens. `found`: pairs of such a tensor and `marked` in its
-    layout, sequence or token first, or flat.
+    `marked` is bool ``[sequences, length]``, True at some tokens. `found` collects pairs of such a tensor and `marked`
+    in its layout: sequence first, token first, or flat.
     """
 
     def __init__(self, marked: Tensor) -> None:
@@ -238,9 +238,9 @@ class _Lookups(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if not isinstance(result, Tensor) or not result.is_floating_point() or result.requires_grad:
             return result
-        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        inputs = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         layout = self.layouts.get(tuple(result.shape[:2]), self.layouts.get(tuple(result.shape[:1])))
-        if layout is None or all(each.is_floating_point() or each.is_complex() for each in given):
+        if layout is None or all(each.is_floating_point() or each.is_complex() for each in inputs):
             return result
         self.found.append((result.detach().requires_grad_(), layout))
-        return self.found[-1][0].clone()  # what forward may write in place
+        return self.found[-1][0].clone()  # a clone, because forward may write into it

@@ -1,11 +1,11 @@
-"""Dropout of a module that others wrote, with bits that are a function of the sample and the place in it.
+"""Make the dropout of foreign modules a function of the sample and the element in it, the same on every layout.
 
     with CounterDropout("layers.3", ctx):
-        block(x)         # its F.dropout(…, training=True) drops the same elements of a sample, whoever computes it
+        block(x)         # its F.dropout(…, training=True) drops the same elements of a sample on any rank
 
-Torch's own draws from a generator: what it drops depends on how samples are spread over ranks and micro-batches, on
-what else was drawn, and in recomputation on how the generator was kept. Here the n-th dropout of a block has a stream
-of its own for each sample (`kernels.random`), of which a hash serves four elements.
+Torch's dropout draws from a generator: what it drops depends on how samples are distributed over ranks and
+micro-batches, on other draws, and in recomputation on the generator's saved state. Here the n-th dropout call of a
+block has its own random stream for each sample (`kernels.random`); one hash gives the bits of four elements.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,9 +25,10 @@ LEVELS = 1 << 16
 
 
 class CounterDropout(TorchFunctionMode):
-    """Within, dropout of tensors whose first dimension is that of the sequences of `ctx`, or folds it, draws so.
+    """Within this mode, dropout draws from the samples' streams, for tensors that begin with the sequences of `ctx`.
 
-    `name` is the part of the model that it is entered for. Attention with dropout is computed by its formula.
+    The first dimension may also be a multiple of the sequences. `name` is the module that the mode is entered for.
+    Attention with dropout is computed by its formula.
     """
 
     def __init__(self, name: str, ctx: Context) -> None:
@@ -37,7 +38,7 @@ class CounterDropout(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """In the place of `func`, where that draws."""
+        """Replace `func` if it is a dropout, or attention with one."""
         kwargs = kwargs or {}
         if func in (F.dropout, torch.dropout):
             return self._dropout(*args, **kwargs)
@@ -57,10 +58,10 @@ class CounterDropout(TorchFunctionMode):
             )
         key = derive_key("dropout", self.name, self.calls)
         self.calls += 1
-        of_a_sample, dropped = input.numel() // len(ids), round(p * LEVELS)
-        counters = torch.arange(-(-of_a_sample // 4), device=input.device)
+        sample_size, dropped = input.numel() // len(ids), round(p * LEVELS)
+        counters = torch.arange(-(-sample_size // 4), device=input.device)
         bits = hash_counters(key, hash_counters(key, ids)[:, None] + counters)
-        levels = bits.view(torch.int16)[:, :of_a_sample].to(torch.int32)  # of -LEVELS / 2 to LEVELS / 2 - 1
+        levels = bits.view(torch.int16)[:, :sample_size].to(torch.int32)  # -LEVELS / 2 to LEVELS / 2 - 1
         kept = (levels >= dropped - LEVELS // 2).view(input.shape)
         return input * kept * (LEVELS / max(1, LEVELS - dropped))
 
@@ -75,7 +76,7 @@ class CounterDropout(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """As torch's function, of whose kernels none lets its bits be given."""
+        """Compute the same as torch's function, none of whose kernels accepts a dropout mask."""
         if enable_gqa:
             key, value = (each.repeat_interleave(query.shape[-3] // each.shape[-3], -3) for each in (key, value))
         scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)

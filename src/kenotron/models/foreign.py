@@ -1,10 +1,10 @@
-"""Models that others wrote, trained as they are: a causal language model of transformers, or a module of your own.
+"""Train models that others wrote as they are: a causal language model of transformers, or a module of your own.
 
     model_config: {hf: org/name, n_layer: 4}                            HuggingFace, once its config.json was read
     model_config: {module: my_module.MyModel, vocab_size: 256, …}       UserModule
 
-For families that have no file of their own in `models.families`. `models.foreign_model` makes such a model look like a
-`Decoder`; here are its sections, how it is made and how it is called.
+They are families without a file in `models.families`. `models.foreign_model` gives such a model the interface of a
+`Decoder`; this file has its sections, how it is built and how it is called.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 MODULE_KEY = "model.model_config.module"
 HUGGING_FACE = "kenotron.models.foreign.HuggingFace"
-# Styles of transformers' tensor-parallel plans → the field of a `Plan` that means the same. "" needs nothing.
+# Style in transformers' tensor-parallel plans → the field of a `Plan` that means the same; "": nothing to do.
 TP_STYLES = {
     "colwise": "column",
     "rowwise": "row",
@@ -46,11 +46,11 @@ TP_STYLES = {
 }
 
 
-STRETCHED = ("linear", "dynamic", "yarn")  # rope_type whose factor is that of the length
+STRETCHED = ("linear", "dynamic", "yarn")  # rope_types whose factor multiplies the length
 
 
 class ForeignArchitecture(DecoderArchitecture):
-    """What both kinds have."""
+    """The keys of both kinds of foreign models."""
 
     blocks: str | None = our_key(
         "Names of the modules that are recomputed, compiled and sharded one by one, a star for one name between dots; "
@@ -64,25 +64,25 @@ class ForeignArchitecture(DecoderArchitecture):
 
     @property
     def title(self) -> str:
-        """What messages call it."""
+        """The model's name in messages."""
         return self.family
 
     @property
     def longest_text(self) -> int:
-        """max_position_embeddings."""
+        """Return `max_position_embeddings`, or no limit."""
         return self.max_position_embeddings or sys.maxsize
 
     def tp_problems(self, tp: int) -> Iterator[str]:
-        """There is no plan."""
+        """Yield a problem for tp > 1: there is no plan."""
         if tp > 1:
             yield f"expected 1: {self.title} has no plan for tensor parallelism; found {tp}"
 
     def cp_problems(self, cp: int, tp: int, method: str, lengths: Mapping[str, int]) -> Iterator[str]:
-        """It computes attention itself."""
+        """Yield a problem: the model computes attention itself."""
         yield f"expected 1: {self.title} computes attention itself, over whole sequences; found {cp}"
 
     def pp_problems(self, pp: int) -> Iterator[str]:
-        """Its forward is one function."""
+        """Yield a problem: the model's forward is one function."""
         yield f"expected 1: {self.title} has its own forward pass, which cannot be split; found {pp}"
 
 
@@ -94,12 +94,12 @@ class HuggingFaceArchitecture(ForeignArchitecture):
 
     @property
     def title(self) -> str:
-        """transformers' name of the family."""
+        """The family's name in transformers."""
         return f"transformers' {self.hf_config.get('model_type')}"
 
     @property
     def fixed_rope_length(self) -> int:
-        """As in the base class: those of dynamic NTK and LongRoPE follow the longest position."""
+        """As in the base class: frequencies of dynamic NTK and LongRoPE depend on the longest position."""
         ropes = [json.dumps(each) for each in _values(self.hf_config, ("rope_scaling", "rope_parameters"))]
         if not any(f'"{kind}"' in rope for rope in ropes for kind in ("dynamic", "longrope", "su")):
             return sys.maxsize
@@ -108,7 +108,7 @@ class HuggingFaceArchitecture(ForeignArchitecture):
 
     @property
     def longest_text(self) -> int:
-        """max_position_embeddings, or how far its rotary positions stretch it: as of built-in families."""
+        """Return max_position_embeddings, or the length to which RoPE scaling extends it, as for built-in families."""
         rope = self.hf_config.get("rope_parameters") or self.hf_config.get("rope_scaling") or {}
         if self.max_position_embeddings is None or rope.get("rope_type", rope.get("type")) not in STRETCHED:
             return super().longest_text
@@ -116,13 +116,13 @@ class HuggingFaceArchitecture(ForeignArchitecture):
         return max(self.max_position_embeddings, int(original * rope.get("factor", 1)))
 
     def transformers_config(self) -> PretrainedConfig:
-        """The config as transformers' own object."""
+        """Return the config as an object of transformers."""
         from transformers import CONFIG_MAPPING
 
         return CONFIG_MAPPING[self.hf_config["model_type"]].from_dict(with_floats(self.hf_config))
 
     def tp_problems(self, tp: int) -> Iterator[str]:
-        """transformers' own plan has to be one of columns and rows, and heads have to divide."""
+        """Yield a problem unless transformers' plan has only columns and rows, and tp divides the heads and widths."""
         if tp == 1:
             return
         if self.training_dropout:
@@ -141,7 +141,7 @@ class HuggingFaceArchitecture(ForeignArchitecture):
 
 
 def with_floats(value: Any) -> Any:
-    """A copy with the floats that JSON lacks, as transformers writes and reads them: ``{"__float__": "Infinity"}``."""
+    """Return a copy with the floats that JSON lacks, which transformers writes as ``{"__float__": "Infinity"}``."""
     if isinstance(value, dict) and value.keys() == {"__float__"}:
         return float(value["__float__"])
     if isinstance(value, dict):
@@ -150,7 +150,7 @@ def with_floats(value: Any) -> Any:
 
 
 def _values(config: Any, keys: Collection[str]) -> Iterator[Any]:
-    """What `keys` have anywhere in a config.json."""
+    """Yield the values that `keys` have anywhere in a config.json."""
     for name, value in config.items() if isinstance(config, dict) else ():
         yield from [value] if name in keys else []
         yield from _values(value, keys)
@@ -170,7 +170,7 @@ class UserModuleArchitecture(ForeignArchitecture):
     @model_validator(mode="before")
     @classmethod
     def _gather(cls, value: Any) -> Any:
-        """Keys of the trainer stay; all are kept as they were given, to be written back."""
+        """Move the constructor's keys into `given`, unchanged, so that they can be written back."""
         if not isinstance(value, dict):
             return value
         own = cls.model_fields.keys() - {"given"}
@@ -202,11 +202,11 @@ class UserModuleArchitecture(ForeignArchitecture):
 
     @property
     def title(self) -> str:
-        """Its dotted path."""
+        """The module's dotted path."""
         return self.module
 
     def arguments(self) -> dict[str, Any]:
-        """The constructor's keyword arguments."""
+        """Return the constructor's keyword arguments."""
         own, taken = ForeignArchitecture.model_fields, self._parameters()
         return {name: value for name, value in self.given.items() if name in taken or name not in own}
 
@@ -217,21 +217,21 @@ C = TypeVar("C", bound=ForeignArchitecture)
 class Foreign(Family[C]):
     """A model that is built and called as a whole."""
 
-    plan = Plan(blocks="*")  # of a model: `plan_of`
+    plan = Plan(blocks="*")  # replaced by `plan_of` for each model
     has_state = False  # whether forward of a block may change its attributes
 
     def block(self, layer: int) -> nn.Module:
-        """No block is built by itself."""
+        """Raise: no block is built by itself."""
         raise NotImplementedError(f"{type(self).__name__} is built as a whole")
 
     def final_norm(self) -> nn.Module:
-        """Nor is the final norm."""
+        """Raise: the final norm is not built by itself either."""
         raise NotImplementedError(f"{type(self).__name__} is built as a whole")
 
     def own_model(self, vocab_multiple: int, part: ModelPart | None) -> Decoder:
-        """The whole model.
+        """Return the whole model.
 
-        Raises InputError: it is to be split into parts, or to have rows that pad its vocabulary.
+        Raises InputError if the model is to be split into parts, or its vocabulary to be padded.
         """
         from kenotron.models.foreign_model import ForeignModel
 
@@ -274,7 +274,7 @@ class Foreign(Family[C]):
 
 
 def _longest_list(module: nn.Module) -> str | None:
-    """The pattern of the children of the ModuleList (or Sequential) with the most parameters; the outermost one."""
+    """Return the pattern of the children of the ModuleList (or Sequential) with most parameters, the outermost one."""
     from torch import nn
 
     lists = {name: each for name, each in module.named_modules() if isinstance(each, nn.ModuleList | nn.Sequential)}
@@ -289,7 +289,7 @@ class HuggingFace(Foreign[HuggingFaceArchitecture]):
     hf_class = "AutoModelForCausalLM"
 
     def make(self, std: float | None = None) -> nn.Module:
-        """`AutoModelForCausalLM.from_config`; `std` takes the place of the config's `initializer_range`."""
+        """Return `AutoModelForCausalLM.from_config`; `std` replaces the config's `initializer_range`."""
         from transformers import AutoModelForCausalLM
 
         config = self.config.transformers_config()
@@ -300,21 +300,21 @@ class HuggingFace(Foreign[HuggingFaceArchitecture]):
         config.use_cache = False
         try:
             return AutoModelForCausalLM.from_config(config)
-        except Exception as error:  # whatever its code does with values that it does not check
+        except Exception as error:  # its code may raise anything for values that it does not check
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
             raise InputError(f"model.model_config: transformers cannot make {self.config.title} ({reason})") from error
 
     def logits(self, module: nn.Module, tokens: Tensor, ctx: Context) -> Tensor:
-        """Documents are given by their positions, which begin at 0 in each: so transformers masks packed sequences."""
+        """Return logits. Documents are passed as positions that begin at 0 in each, by which transformers masks."""
         positioned = ctx.has_documents and "position_ids" in inspect.signature(module.forward).parameters
         positions = {"position_ids": ctx.positions.view(ctx.shape)} if positioned else {}
         return module(input_ids=tokens, **positions).logits
 
     def has_cache(self, module: nn.Module, padded: bool) -> bool:
-        """Only for keys and values, all rotated by the same angles; with padding, where positions can be given.
+        """Whether the model can generate with a cache of keys and values.
 
-        States of recurrent layers would see the padding, and where angles follow the length of a text (dynamic NTK,
-        LongRoPE) cached keys would keep those of a shorter one.
+        With padding, its forward must accept positions. States of recurrent layers would see the padding, and where
+        angles depend on the length of a text (dynamic NTK, LongRoPE), cached keys would keep those of a shorter text.
         """
         needed = {"past_key_values", "use_cache", "attention_mask", *(["position_ids"] if padded else [])}
         if not needed <= inspect.signature(module.forward).parameters.keys():
@@ -326,7 +326,7 @@ class HuggingFace(Foreign[HuggingFaceArchitecture]):
     def cached_logits(
         self, module: nn.Module, tokens: Tensor, mask: Tensor, cache: Cache | None
     ) -> tuple[Tensor, Cache]:
-        """As in `Foreign`: what a step of transformers' `generate` calls."""
+        """As in `Foreign`, with the same call as a step of transformers' `generate`."""
         keys: dict[str, Any] = {"attention_mask": mask, "past_key_values": cache, "use_cache": True}
         parameters = inspect.signature(module.forward).parameters
         if "position_ids" in parameters:
@@ -337,7 +337,7 @@ class HuggingFace(Foreign[HuggingFaceArchitecture]):
         return found.logits[:, -1], found.past_key_values
 
     def plan_of(self, module: nn.Module) -> Plan:
-        """With what transformers' tensor-parallel plan splits, as far as it is columns and rows."""
+        """Return the plan with the modules that transformers' tensor-parallel plan splits by columns or rows."""
         styles = getattr(self.config.transformers_config().get_text_config(), "base_model_tp_plan", None) or {}
         split: dict[str, list[str]] = {}
         for pattern, style in styles.items():
@@ -354,7 +354,7 @@ class UserModule(Foreign[UserModuleArchitecture]):
     has_state = True
 
     def make(self, std: float | None = None) -> nn.Module:
-        """Its constructor; `std` goes to its method `init_weights`, if it has one."""
+        """Call the module's constructor; `std` goes to its method `init_weights`, if it has one."""
         from torch import nn
 
         path = self.config.module
@@ -369,7 +369,7 @@ class UserModule(Foreign[UserModuleArchitecture]):
         return built
 
     def logits(self, module: nn.Module, tokens: Tensor, ctx: Context) -> Tensor:
-        """`ctx` goes to a forward that has a parameter of this name."""
+        """Return logits; forward receives `ctx` if it has a parameter of this name."""
         takes_ctx = "ctx" in inspect.signature(module.forward).parameters
         found: Tensor = module(tokens, ctx=ctx) if takes_ctx else module(tokens)
         expected = (*tokens.shape, self.config.vocab_size)

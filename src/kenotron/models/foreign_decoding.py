@@ -1,12 +1,13 @@
-"""Generation with a model that others wrote: with its own cache, or from the whole text for every token.
+"""Generate with a foreign model: with its own cache, or by processing the whole text again for every token.
 
-    prompts a b c | x y       CachedTexts    a b c    then   d        one token a text; keys and values of the others
-                                             . x y           z        are in transformers' cache
+    prompts a b c | x y       CachedTexts    a b c    then   d        one token per text; keys and values of the other
+                                             . x y           z        tokens are in transformers' cache
                               WholeTexts     a b c    then   a b c d
                                              x y .           x y z .
 
-A cache grows at its end, for all texts at once, so padding is before the shorter ones: a mask hides it, and positions
-do not count it. Without a cache it is at the ends, where a causal model does not look, whether it takes a mask or not.
+A cache grows at its end for all texts at once, so shorter texts are padded on the left: a mask hides the padding, and
+positions do not count it. Without a cache, padding is on the right, where a causal model does not attend to it, whether
+it accepts a mask or not.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ if TYPE_CHECKING:
 
 
 def next_logits(model: ForeignModel, tokens: Tensor, ctx: Context) -> Tensor:
-    """Logits ``[texts, vocab]`` after the last token of each text.
+    """Return logits ``[texts, vocab]`` after the last token of each text.
 
-    tokens: the prompts end to end, divided by ``ctx.cu_seqlens``; then one new token of each text. ``ctx.states``
-    keeps the texts from call to call.
+    In the first call, `tokens` are the concatenated prompts, which ``ctx.cu_seqlens`` separates; in later calls, one
+    new token of each text. ``ctx.states`` keeps the texts from call to call.
     """
     assert ctx.states is not None
     texts: CachedTexts | WholeTexts
@@ -45,12 +46,12 @@ def next_logits(model: ForeignModel, tokens: Tensor, ctx: Context) -> Tensor:
         assert found is not None, "a step without prompts before it"
         texts = cast("CachedTexts | WholeTexts", found[0])
         texts.append(tokens)
-    ctx.states.remember(0, (cast("Tensor", texts),))  # all that states do with it is to index its texts
+    ctx.states.remember(0, (cast("Tensor", texts),))  # states only index it by text
     return texts.next_logits(model)
 
 
 class CachedTexts:
-    """Texts of which only the `new` tokens go through the model: transformers' cache has the others."""
+    """Texts of which only the `new` tokens go through the model; transformers' cache has the others."""
 
     def __init__(self, prompts: list[Tensor]) -> None:
         self.new = pad_sequence(prompts, batch_first=True, padding_side="left")
@@ -58,11 +59,11 @@ class CachedTexts:
         self.cache: Cache | None = None
 
     def append(self, tokens: Tensor) -> None:
-        """A token of each text, ``[texts]``."""
+        """Append one token to each text, ``[texts]``."""
         self.new, self.mask = tokens[:, None], F.pad(self.mask, (0, 1), value=1)
 
     def next_logits(self, model: ForeignModel) -> Tensor:
-        """``[texts, vocab]``; the cache has all tokens then."""
+        """Return logits ``[texts, vocab]`` and add the new tokens to the cache."""
         with model.autocast(self.new.device), model.state_kept():
             logits, self.cache = model.foreign.cached_logits(model.foreign_module, self.new, self.mask, self.cache)
         return logits

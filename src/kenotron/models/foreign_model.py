@@ -1,18 +1,18 @@
-"""A module that others wrote, in the form in which everything here takes a model.
+"""Give a foreign module the interface of a `Decoder`.
 
     ForeignModel ── forward(tokens [tokens], ctx, labels) ──▶ loss
-        │  folds tokens into [sequences, length]; the loss is the trainer's sum over tokens
+        │  folds tokens into [sequences, length]; the loss is Kénotron's sum over tokens
         └─ module ── its own forward ──▶ logits [sequences, length, vocab]
 
-Its parameters keep the names that they have in the module. What the field's wrappers get wrong is settled here:
+Parameters keep the names that they have in the module. The wrapper takes care of what is easily wrong:
 
-* Buffers, such as rotary frequencies, are computed when the module is made, and are not lost with the meta device's
-  weights. Those in the module's state_dict are saved and loaded with the weights; only a training step changes them.
-* Nothing else lasts from call to call: what forward leaves in attributes and other buffers is put back.
-* The module stays in eval mode, or has dropout of ours: its own would draw from torch's global generator.
+* Buffers, such as rotary frequencies, keep the values that the constructor computed, although weights are built on the
+  meta device. Buffers in the module's state_dict are saved and loaded; only a training step changes them.
+* No other state lasts from call to call: attributes and other buffers that forward changes are restored.
+* The module is in eval mode, or uses `CounterDropout`: its own dropout would draw from torch's global generator.
 * Tied weights are tied again whenever parameters were replaced.
-* In bfloat16 it runs under autocast, with fp32 weights in every layout.
-* Whether it keeps packed documents apart is tried, before the first step that needs it.
+* In bfloat16 the module runs under autocast, with fp32 weights in every layout.
+* Before the first step on packed documents, a check shows whether the module keeps them apart.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 
 class ForeignModel(Decoder):
-    """`family` makes the module and calls it. Weights have no memory yet, buffers have their values."""
+    """A model whose `family` builds and calls the module. Weights are not allocated yet, but buffers are computed."""
 
     config: ForeignArchitecture
 
@@ -57,10 +57,10 @@ class ForeignModel(Decoder):
         self.part = ModelPart.whole(config.num_hidden_layers)
         self.compute_dtype, self.separates_documents = torch.float32, False
         self.repeats = not (family.has_state or config.training_dropout)
-        # Parameters that are made within are on the meta device, buffers have their values.
+        # Within, new parameters are on the meta device, and buffers are computed.
         with torch.device("cpu"), register_module_parameter_registration_hook(_to_meta):  # type: ignore[arg-type]
             module = family.make().train(config.training_dropout)
-        self._module = (module,)  # in a tuple, and its dictionaries shared: names are the module's own
+        self._module = (module,)  # a tuple, so that it is no submodule; sharing dictionaries keeps its names
         for own in ("_parameters", "_modules", "_buffers"):
             self.__dict__[own] = module.__dict__[own]
         self._fresh_buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
@@ -78,13 +78,13 @@ class ForeignModel(Decoder):
 
     def _with_dropout(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            with self.dropout(name, self._ctx):  # the same in recomputation, before which no other forward is called
+            with self.dropout(name, self._ctx):  # same `_ctx` in recomputation: no other forward runs before it
                 return forward(*args, **kwargs)
 
         return call
 
     def dropout(self, name: str, ctx: Context) -> AbstractContextManager[Any]:
-        """What the part `name` of the module runs under."""
+        """Return the context manager that the submodule `name` runs under."""
         return CounterDropout(name, ctx) if self.training and self.config.training_dropout else nullcontext()
 
     def _check_ties(self) -> None:
@@ -97,7 +97,7 @@ class ForeignModel(Decoder):
                 )
 
     def forward(self, tokens: Tensor, ctx: Context, labels: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """As in `Decoder`. Raises InputError where documents are packed and the module does not keep them apart."""
+        """As in `Decoder`. Raises InputError if documents are packed and the module does not keep them apart."""
         if ctx.states is not None:
             return next_logits(self, tokens, ctx)
         check_positions(self.config, ctx)
@@ -116,15 +116,15 @@ class ForeignModel(Decoder):
         return (ctx.loss or OwnLoss(partial(F.cross_entropy, reduction="none"))).of_logits(logits, labels, ctx)
 
     def logits(self, tokens: Tensor, ctx: Context, dtype: torch.dtype) -> Tensor:
-        """``[sequences, length]`` → ``[sequences, length, vocab]``, computed in `dtype`."""
+        """Return logits ``[sequences, length, vocab]`` of tokens ``[sequences, length]``, computed in `dtype`."""
         self._ctx = ctx
         with self.autocast(tokens.device, dtype), self.state_kept(), self.dropout("", ctx):
             return self.foreign.logits(self.foreign_module, tokens, ctx)
 
     def autocast(self, device: torch.device, dtype: torch.dtype | None = None) -> torch.autocast:
-        """What the module runs under: autocast to `dtype` (None: the compute dtype)."""
+        """Return the context that the module runs under: autocast to `dtype` (None: the compute dtype)."""
         dtype = dtype or self.compute_dtype
-        # Without the cache, which would keep every weight's copy until the end of the pass.
+        # Autocast's cache would keep a copy of every weight until the end of the pass.
         return torch.autocast(device.type, dtype, enabled=dtype != torch.float32, cache_enabled=False)
 
     @property
@@ -133,7 +133,7 @@ class ForeignModel(Decoder):
         return self._module[0]
 
     def train(self, mode: bool = True) -> ForeignModel:
-        """Without dropout only this wrapper changes its mode: see above."""
+        """Set the mode; without `training_dropout` the module itself stays in eval mode."""
         self.training = mode
         if self.config.training_dropout:
             self.foreign_module.train(mode)
@@ -149,17 +149,17 @@ class ForeignModel(Decoder):
             )
 
     def reset_buffers(self, device: torch.device | str) -> None:
-        """The values, and dtypes, that the module's constructor computed."""
+        """Reset buffers to the values and dtypes that the module's constructor computed."""
         for name, value in self._fresh_buffers.items():
             self._set_buffer(name, value.to(device, copy=True))
 
     def saved_buffers(self) -> dict[str, Tensor]:
-        """The buffers in the module's state_dict; forward may write them, in place or by assignment."""
+        """Return the buffers in the module's state_dict; forward may write them, in place or by assignment."""
         return {name: self.get_buffer(name) for name in self._saved}
 
     @contextmanager
     def state_kept(self) -> Iterator[None]:
-        """What forward leaves is put back, except saved buffers in a training step; names of others are logged once."""
+        """Undo what forward changes, except saved buffers in a training step; other changes are logged once by name."""
         with put_back(self.foreign_module, self._values("", self.training)) as changed:
             yield
         if unsaved := sorted(set(changed) - set(self._saved) - self._logged):
@@ -172,7 +172,7 @@ class ForeignModel(Decoder):
             )
 
     def _values(self, prefix: str, without_saved: bool = False) -> dict[str, Tensor]:
-        """What buffers below `prefix` get back if they are written in place: saved ones their value of now."""
+        """Return the values that buffers below `prefix` are restored to; for saved buffers their current values."""
         fresh = {name: value for name, value in self._fresh_buffers.items() if name.startswith(prefix)}
         now = {} if without_saved else {name: self.get_buffer(name).clone() for name in self._saved if name in fresh}
         kept = {name: value for name, value in fresh.items() if name not in self._saved} | now
@@ -183,7 +183,7 @@ class ForeignModel(Decoder):
         self.get_submodule(parent)._buffers[leaf] = value
 
     def tie_weights(self) -> None:
-        """Share what the module ties."""
+        """Share the weights that the module ties."""
         for owner, *copies in self._tied:
             for name in copies:
                 parent, _, leaf = name.rpartition(".")
@@ -194,7 +194,7 @@ class ForeignModel(Decoder):
         return {name: owner for owner, *copies in self._tied for name in copies}
 
     def set_compute_dtype(self, dtype: torch.dtype) -> None:
-        """What autocast computes in. Weights are handed out in fp32, so that every layout rounds the same."""
+        """Set autocast's dtype. Weights are gathered in fp32, so that every layout rounds the same."""
         self.compute_dtype, self.weight_dtype = dtype, torch.float32
 
     def set_recompute(self, recompute: Recompute, tp: int = 1, attention: bool = True) -> None:
@@ -207,16 +207,16 @@ class ForeignModel(Decoder):
             )
 
     def compile_blocks(self) -> None:
-        """As in `Decoder`; the compiler would write what changes in a recomputed block twice, so it gets its inside."""
+        """As in `Decoder`; of a `Recomputed` block only the inner forward is compiled, else state is written twice."""
         if self.config.training_dropout:
             raise InputError("model.compile: expected false with model.model_config.training_dropout: true")
         for _, block in modules(self, self.plan.blocks):
             (block.forward if isinstance(block.forward, Recomputed) else block).compile()
 
     def init_rules(self, std: float, scaling: str) -> list[InitRule]:
-        """The module's own rules: every rank makes the whole module on the host, and takes its shards from it.
+        """Return the module's own initialization: every rank builds the whole module on the host and takes its shards.
 
-        Raises InputError for a `scaling`, which those rules decide.
+        Raises InputError for a `scaling`, which the module decides itself.
         """
         if scaling != "NONE":
             raise InputError(
@@ -226,7 +226,7 @@ class ForeignModel(Decoder):
         fresh: dict[str, Tensor] = {}
 
         def fill(name: str, shard: TensorShard, key: int) -> None:
-            if not fresh:  # all are drawn at once, by the key of the first
+            if not fresh:  # all are drawn at once, with the key of the first
                 fresh.update(self._draw(std, key))
             box = tuple(slice(start, start + size) for start, size in zip(shard.offset, shard.tensor.shape))
             shard.tensor.copy_(fresh[name][box])
@@ -239,9 +239,9 @@ class ForeignModel(Decoder):
             return {name: parameter.detach() for name, parameter in self.foreign.make(std).named_parameters()}
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
-        """An estimate: two for every weight of a matrix that is not a lookup, and attention of the model's width.
+        """Return an estimate: two for every matrix weight that is not a lookup, and attention of the model's width.
 
-        Experts count as if every token went through all of them. 0 where modules inside count themselves.
+        Experts count as if every token went through all of them. Return 0 if submodules count their own FLOPs.
         """
         if any(hasattr(each, "flops_per_token") for each in self.modules() if each is not self):
             return 0.0
@@ -255,7 +255,7 @@ class ForeignModel(Decoder):
 
 
 def _to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-    """The same parameter for one that is on the meta device already: it may be tied."""
+    """Return the parameter on the meta device, or None to keep one that already is there, since it may be tied."""
     if parameter is None or parameter.is_meta:
         return None
     return nn.Parameter(parameter.to("meta"), parameter.requires_grad)

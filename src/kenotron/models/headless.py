@@ -1,19 +1,19 @@
-"""The headless loss (contrastive weight tying): the next token among a batch's own tokens, by their embeddings.
+"""The headless loss (contrastive weight tying) predicts the next token among a batch's tokens, by their embeddings.
 
-Hidden state h_i is to be nearer to the embedding e of its next token y_i than to those of other next tokens in a set:
+Hidden state h_i should be closer to the embedding e of its next token y_i than to those of other labels in a set:
 
     loss_i = -log  exp(h_i e(y_i) / t)  /  sum over j of the set  exp(h_i e(y_j) / t)           t: the temperature
 
-A token that is in the set twice counts twice, as does the right one. There is no product with the whole vocabulary, and
-gradients reach embeddings from both sides. Which set decides what a loss depends on (`negatives`):
+A token that is in the set twice counts twice, also the correct one. There is no product with the whole vocabulary, and
+gradients reach embeddings as inputs and as targets. `negatives` chooses the set, and with it what the loss depends on:
 
     sequence      the sequence of i                                       the same on every layout
-    block         the block of `block_size` neighbours of i in it         the same on every layout
-    batch         the global batch, by a bias of log(how often) on the logits of all of the vocabulary         as well
-    micro_batch   the micro-batch: what the original does; the loss changes with micro_batch_size and dp
+    block         the `block_size` tokens of its sequence around i        the same on every layout
+    batch         the global batch, by adding log(count) to the logits of the whole vocabulary: the same on every layout
+    micro_batch   the micro-batch, as in the original: the loss changes with micro_batch_size and dp
 
 Source: Godey et al., "Headless language models: learning without predicting with contrastive weight tying"
-(arXiv 2309.08351). Their code counts the right token once more in the sum.
+(arXiv 2309.08351). The authors' code counts the correct token once more in the sum.
 """
 
 from collections.abc import Callable
@@ -29,20 +29,20 @@ from kenotron.kernels.products import linear
 from kenotron.models.context import Context
 from kenotron.models.token_loss import sum_of_losses
 
-# Scores of some tokens beside those in the second argument, as next ones; None: beside all of the vocabulary.
+# (rows, candidates) → scores of the candidates as next tokens of these rows; candidates None: the whole vocabulary.
 Score = Callable[[slice, Tensor | None], Tensor]
-ABSENT = -1e30  # in the place of minus infinity, whose softmax alone is not a number
+ABSENT = -1e30  # instead of minus infinity: the softmax of only infinities is nan
 
 
 @dataclass(frozen=True, eq=False)
 class HeadlessLoss:
-    """`settings` of the config; `counts` ``[vocab]``: how often each token is a label of the global batch."""
+    """The loss with the config's `settings`; `counts` ``[vocab]`` of each token as a label in the global batch."""
 
     settings: Headless
     counts: Tensor | None = None
 
     def of_hidden(self, hidden: Tensor, weight: Tensor, labels: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
-        """(the loss of hidden states ``[tokens, hidden]`` under embeddings `weight` ``[vocab, hidden]``, 0)."""
+        """Return (the loss of hidden states ``[tokens, hidden]`` with embeddings `weight` ``[vocab, hidden]``, 0)."""
 
         def score(rows: slice, among: Tensor | None) -> Tensor:
             return linear(hidden[rows], weight if among is None else F.embedding(among, weight))
@@ -50,7 +50,7 @@ class HeadlessLoss:
         return self._sum(score, labels, ctx)
 
     def of_logits(self, logits: Tensor, labels: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
-        """The same, where ranks have parts of the embeddings: from all logits ``[tokens, vocab]``."""
+        """Return the same from all logits ``[tokens, vocab]``, for ranks that have shards of the embeddings."""
 
         def score(rows: slice, among: Tensor | None) -> Tensor:
             return logits[rows] if among is None else logits[rows].index_select(1, among)
@@ -62,7 +62,7 @@ class HeadlessLoss:
         return sum_of_losses(torch.cat(losses), labels, ctx)
 
     def _losses(self, score: Score, labels: Tensor, rows: slice) -> Tensor:
-        """Of the tokens `rows`, of which those that have a label are the set."""
+        """Return the losses of the tokens `rows`; the labels of those that have one are the set."""
         right, temperature = labels.clamp(min=0), self.settings.temperature
         if self.counts is not None:
             scores = score(rows, None)[:, : len(self.counts)].float() / temperature

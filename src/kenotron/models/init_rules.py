@@ -1,4 +1,4 @@
-"""Which distribution a parameter's fresh weights get: a list of rules by name, first match wins.
+"""Rules that give a parameter's fresh weights a distribution by its name; the first rule that matches applies.
 
 [InitRule("*norm.weight", Constant(1.0)), InitRule("*.weight", Normal(0.02))]
 """
@@ -32,26 +32,26 @@ class Constant:
 
 @dataclass(frozen=True)
 class FilledBy:
-    """By a function of a family's own, ``fill(shard, key)``: element by element, the same bits in any shard."""
+    """A family's own function ``fill(shard, key)``; an element must get the same bits in any shard."""
 
     fill: Callable[[TensorShard, int], None]
 
 
 @dataclass(frozen=True)
 class InitRule:
-    """`pattern` is a shell-style pattern of parameter names (``*`` crosses dots)."""
+    """The distribution of parameters whose names match `pattern`, shell-style (``*`` crosses dots)."""
 
     pattern: str
     distribution: Normal | Constant | FilledBy
 
 
 def times(distribution: Normal | Constant | FilledBy, factor: float) -> Normal | Constant | FilledBy:
-    """`distribution` with its standard deviation times `factor`."""
+    """Return `distribution` with its standard deviation multiplied by `factor`."""
     return Normal(distribution.std * factor) if isinstance(distribution, Normal) else distribution
 
 
 def rule_for(name: str, rules: Sequence[InitRule]) -> Normal | Constant | FilledBy:
-    """The distribution of parameter `name`. Raises InputError where no rule covers it."""
+    """Return the distribution of parameter `name`. Raises InputError if no rule covers it."""
     for rule in rules:
         if fnmatchcase(name, rule.pattern):
             return rule.distribution

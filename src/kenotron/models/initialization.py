@@ -1,10 +1,10 @@
-"""Fresh weights as functions of (seed, name, element): any rank fills just its own shard, with the same bits.
+"""Fill fresh weights as functions of (seed, name, element), so that a rank fills only its shard, with the same bits.
 
 Element [row, column] of a matrix is number ``row * columns + column`` of the stream named after the
 parameter, so a shard with rows 4–7 holds exactly what rows 4–7 of the whole matrix would. Padding the
 vocabulary adds rows at the end and moves nothing.
 
-Which distribution a parameter gets is a list of rules: `models.init_rules`.
+Rules by name choose a parameter's distribution: `models.init_rules`.
 """
 
 import torch
@@ -17,7 +17,7 @@ from kenotron.models.init_rules import Constant, FilledBy, Normal
 
 @torch.no_grad()
 def fill(name: str, shard: TensorShard, distribution: Normal | Constant | FilledBy, seed: int) -> None:
-    """Fill one shard with the bits that the whole parameter would have there."""
+    """Fill one shard with the same bits as in the whole parameter."""
     if isinstance(distribution, Constant):
         shard.tensor.fill_(distribution.value)
         return

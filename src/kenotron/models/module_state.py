@@ -1,13 +1,13 @@
-"""What forward leaves in a module that others wrote, besides what its checkpoints hold.
+"""Undo changes of state by the forward of a foreign module that checkpoints do not hold.
 
-    buffers in the state_dict             a training step changes them; put back after any other call
-    other buffers, attributes,            put back after every call: a resumed run would not have them
+    buffers in the state_dict             changed by a training step; restored after any other call
+    other buffers, attributes,            restored after every call: a resumed run would not have them
       variables of classes and files
-    an iterator, random numbers' state    refused
-    what recomputation writes in backward put back: the forward pass has written it
+    an iterator, a random generator       refused
+    changes by recomputation in backward  restored: the forward pass has made them already
 
-A counter, a cache that grows with the longest text (`max_seq_len_cached`), a list of losses: without this, a validation
-would change training, and a resumed run would be another one.
+Examples are a counter, a cache that grows with the longest text (`max_seq_len_cached`), and a list of losses. If they
+were kept, validation would change training, and a resumed run would differ.
 """
 
 import random
@@ -26,21 +26,21 @@ from torch.utils.checkpoint import checkpoint
 from kenotron.config.errors import InputError
 
 LARGE = 10_000
-"""A container of more, such as texts in a variable of a file, is watched itself, not what each element holds."""
+"""If a container has more elements, such as a list of texts, only the container itself is watched."""
 
 OURS = __name__.partition(".")[0]
 _TORCHS = frozenset(vars(nn.Module()))
 _FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, property, staticmethod, classmethod)
 _CODE = (nn.Parameter, nn.Module, type, ModuleType, *_FUNCTIONS)
 _POSITIONS = (Iterator, random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
-_OTHERS = sys.stdlib_module_names - {"types", "argparse"} | {"torch", OURS}  # whose objects hold no state of a model
+_OTHERS = sys.stdlib_module_names - {"types", "argparse"} | {"torch", OURS}  # packages without state of a model
 
 
 class ModuleState:
-    """Attributes of `root` and the modules in it, and their buffers named in `values`, as they are now.
+    """A snapshot of the attributes of `root` and its submodules, and of their buffers named in `values`.
 
-    values: what a buffer gets that was written in place, by its name in `root`. Tensors are replaced, not written, when
-    they are put back: autograd may need what forward left.
+    `values` maps a buffer's name in `root` to the value that it gets if it was written in place. Restoring replaces
+    tensors instead of writing them, because autograd may need what forward left.
     """
 
     def __init__(self, root: nn.Module, values: Mapping[str, Tensor]) -> None:
@@ -53,7 +53,7 @@ class ModuleState:
                 self.mutable += _mutable(f"{space.__name__}.{name}", each, seen)
         for path, module in root.named_modules():
             if package != OURS and _package(module) == OURS:
-                continue  # parallel layers and blocks: what they keep is theirs
+                continue  # parallel layers and blocks keep their own state
             prefix, own = f"{path}." if path else "", vars(module)
             self.attributes.append((prefix, own, own.copy()))
             for name, each in own.items():
@@ -64,7 +64,7 @@ class ModuleState:
                     self.buffers.append((prefix, name, module._buffers, buffer, _contents(buffer)))
 
     def put_back(self) -> list[str]:
-        """The names of what had changed. Raises InputError: a tensor that is no buffer was written in place."""
+        """Restore the snapshot; return the names of changes. Raises InputError for in-place writes to non-buffers."""
         changed = []
         for name, value, contents in self.mutable:
             if not _holds(value, contents):
@@ -93,7 +93,7 @@ class ModuleState:
 
 @contextmanager
 def put_back(root: nn.Module, values: Mapping[str, Tensor]) -> Iterator[list[str]]:
-    """As if nothing had been called within; the list gets the names of what had changed."""
+    """Restore the state of `root` at the end of the block; the list that is yielded gets the names of what changed."""
     state, changed = ModuleState(root, values), list[str]()
     try:
         yield changed
@@ -102,25 +102,25 @@ def put_back(root: nn.Module, values: Mapping[str, Tensor]) -> Iterator[list[str
 
 
 def recomputed(forward: Callable[..., Any], how: Mapping[str, Any]) -> Callable[..., Any]:
-    """`forward`, called again in backward by `checkpoint` with the options `how`; of a block that changes nothing."""
+    """Return `forward` under `checkpoint` with options `how`, for a block that changes no state."""
 
-    def call(*args: Any, **kwargs: Any) -> Any:  # no functools.partial: torch.compile passes over it in silence
+    def call(*args: Any, **kwargs: Any) -> Any:  # no functools.partial: torch.compile would silently skip it
         return checkpoint(forward, *args, **how, **kwargs)
 
     return call
 
 
 class Recomputed:
-    """`block.forward`, called again in backward with the state that the block had.
+    """`block.forward` under `checkpoint`, recomputed with the state that the block had in the forward pass.
 
-    values: of the buffers of `block` at the time, as `ModuleState` takes them.
+    `values` returns the current values of the block's buffers for `ModuleState`.
     """
 
     def __init__(self, block: nn.Module, values: Callable[[], Mapping[str, Tensor]], how: Mapping[str, Any]) -> None:
         self.block, self.values, self.how, self.forward = block, values, how, block.forward
 
     def compile(self) -> None:
-        """Compile what is called twice; around it are only states."""
+        """Compile the inner forward, which is called twice; the code around it only handles state."""
         self.forward = torch.compile(self.forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -138,7 +138,7 @@ class Recomputed:
 
 
 def check_state(root: nn.Module) -> None:
-    """Raise InputError for state that can be neither saved nor put back: extra state, an iterator, random numbers'."""
+    """Raise InputError for state that can be neither saved nor restored: extra state, iterators, random generators."""
     for path, module in root.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             raise InputError(
@@ -158,7 +158,7 @@ def _package(value: Any) -> str:
 
 
 def _namespaces(root: nn.Module, package: str) -> list[Any]:
-    """The classes of the modules that users wrote themselves, and the files that these classes are in."""
+    """Return the classes of modules that users wrote themselves, and the Python modules that define these classes."""
     if package in (OURS, "transformers"):
         return []
     kinds = {kind: None for module in root.modules() for kind in type(module).__mro__}
@@ -167,13 +167,13 @@ def _namespaces(root: nn.Module, package: str) -> list[Any]:
 
 
 def _variables(space: Any) -> dict[str, Any]:
-    """What a class or a file has besides functions, classes and what Python itself keeps there."""
+    """Return the variables of a class or Python module, without functions, classes and names that begin with __."""
     values = {name: each for name, each in vars(space).items() if not name.startswith("__")}
     return {name: each for name, each in values.items() if not isinstance(each, _CODE)}
 
 
 def _mutable(name: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Any, Any]]:
-    """What may be changed in place, in an attribute and inside of it: its name, itself, its contents."""
+    """Yield (name, object, contents) of the objects in `value`, itself included, that can be changed in place."""
     if isinstance(value, (int, float, str, bytes, *_CODE)) or id(value) in seen:
         return
     inside = _inside(value)
@@ -189,21 +189,21 @@ def _mutable(name: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Any, 
 
 
 def _inside(value: Any) -> Any:
-    """The container that `value` is, or that holds the attributes of an object."""
+    """Return `value` if it is a container, or the dictionary of its attributes if it is an object with state."""
     if isinstance(value, list | dict | set | deque | tuple):
         return value
     return vars(value) if hasattr(value, "__dict__") and _package(value) not in _OTHERS else None
 
 
 def _contents(value: Any) -> Any:
-    """What `_holds` and `_refill` need of a value that may be changed in place."""
+    """Return what `_holds` and `_refill` need: a tensor's version counter, or a copy."""
     if isinstance(value, Tensor):
         return -1 if value.is_inference() else value._version
     return value.copy()
 
 
 def _holds(value: Any, contents: Any) -> bool:
-    """Whether `value` is as it was when it had `contents`, the very same objects."""
+    """Whether `value` still has `contents`, the identical objects."""
     if isinstance(value, list | deque):
         return len(value) == len(contents) and all(one is other for one, other in zip(value, contents))
     if isinstance(value, dict):
@@ -229,5 +229,5 @@ def _refill(name: str, value: Any, contents: Any) -> None:
 
 
 def _copy(value: Tensor, like: Tensor) -> Tensor:
-    with torch.inference_mode(False):  # a tensor made in that mode counts no versions
+    with torch.inference_mode(False):  # a tensor made in inference mode has no version counter
         return value.to(like, copy=True)

@@ -1,20 +1,20 @@
-"""What a width or depth does to a parameter's fresh weights and to its steps, so that a learning rate carries over.
+"""Scale initial weights and optimizer steps with width and depth, so that learning rates transfer between sizes.
 
     model.init_method: {use_mup: true}                                              spectral: nanotron's absolute rule
     model.parametrization: {kind: mup, base_width: 256, base_depth: 4}              relative to a model of that size
     model.parametrization: {kind: completep, base_width: 256, base_depth: 4}
 
-With m = width / base_width and l = depth / base_depth, AdamW's numbers are multiplied by
+With m = width / base_width and l = depth / base_depth, AdamW's settings are multiplied by
 
                             fresh weights   learning rate   weight decay   epsilon
     embedding, norms              1               1              1          1      (completep: 1 / (m l))
     matrices of a layer       1 / sqrt(m)       1 / m            m          1 / m  (completep: 1 / (m l))
     output head                 1 / m           1 / m            m          m      (completep: 1 / l)
-    (completep) what writes into the residual stream: 1 / l, 1 / l, l, l beside, on weights as drawn at base_depth
+    (completep) layers that write into the residual stream: also 1 / l, 1 / l, l, l, on weights as drawn at base_depth
 
-Factors on activations (of logits, of residual branches, attention's 1 / head_dim) are in the weights before them: Adam
-does not see the scale of a gradient, so a weight times c, with learning rate times c, weight decay and epsilon by c,
-trains as the same weight with its output times c. The forward pass, and what is exported, stay those of the family.
+Factors on activations (of logits, of residual branches, attention's 1 / head_dim) are folded into the weights before
+them. Adam is invariant to the scale of a gradient, so a weight times c, with learning rate times c, weight decay and
+epsilon divided by c, trains like the original weight with its output times c. Forward pass and exports are unchanged.
 
 Sources: Yang et al., "A spectral condition for feature learning" (arXiv 2310.17813), parametrization 1, by nanotron's
 SpectralMupParametrizator; Yang et al., Tensor Programs V (2203.03466); Dey et al., CompleteP (2505.01618), alpha 1.
@@ -37,12 +37,12 @@ from kenotron.models.family import EMBEDDING, HEAD
 from kenotron.models.init_rules import Normal, rule_for, times
 from kenotron.models.plan import modules
 
-FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # that nanotron has as one matrix
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # projections that are one matrix in nanotron
 
 
 @dataclass(frozen=True)
 class Factors:
-    """On a parameter's standard deviation, learning rate, weight decay and epsilon of Adam."""
+    """Factors on a parameter's initial standard deviation, learning rate, weight decay and epsilon of Adam."""
 
     std: float = 1.0
     learning_rate: float = 1.0
@@ -50,14 +50,14 @@ class Factors:
     epsilon: float = 1.0
 
     def with_output_times(self, c: float) -> Factors:
-        """Those of a weight that trains as this one would with its output multiplied by `c`."""
+        """Return the factors of a weight that trains as this one would with its output multiplied by `c`."""
         return Factors(self.std * c, self.learning_rate * c, self.weight_decay / c, self.epsilon / c)
 
 
 def factors(model: Decoder, config: Config) -> dict[str, Factors]:
-    """The factors of every parameter of the whole `model`, by name; empty under the standard parametrization.
+    """Return the factors of every parameter of the whole `model`, by name; empty for the standard parametrization.
 
-    Raises InputError for a model or an optimizer that the rules do not know.
+    Raises InputError for a model or an optimizer that the rules do not cover.
     """
     spectral = isinstance(config.model.init_method, SpectralInit)
     chosen = config.model.parametrization
@@ -79,13 +79,13 @@ def factors(model: Decoder, config: Config) -> dict[str, Factors]:
     if completep and scaling == "LAYER_INDEX":
         raise InputError("model.init_method.scaling_method: completep expects NUM_LAYERS or NONE, found LAYER_INDEX")
     if completep and scaling == "NUM_LAYERS":
-        for name in _residual_writers(model) & found.keys():  # whose rule has this depth, where the base model's counts
+        for name in _residual_writers(model) & found.keys():  # their rule uses this depth, not the base's
             found[name] = replace(found[name], std=found[name].std * math.sqrt(deep))
     return found
 
 
 def spectral_factors(n_out: int, n_in: int) -> Factors:
-    """Of a linear map, on a standard deviation of 1 and on the learning rate (2310.17813, parametrization 1)."""
+    """Return the factors of a linear map, for a standard deviation of 1 (2310.17813, parametrization 1)."""
     return Factors(std=min(1.0, math.sqrt(n_out / n_in)) / math.sqrt(n_in), learning_rate=n_out / n_in)
 
 
@@ -99,7 +99,7 @@ def _spectral(model: Decoder, shapes: dict[str, tuple[int, ...]], fused: bool) -
         together = next((names for names in FUSED if fused and leaf in names), (leaf,))
         parts = [shapes.get(f"{module}.{each}.weight", (0,)) for each in together]
         found[name] = spectral_factors(vocab if name == HEAD else sum(part[0] for part in parts), shape[1])
-        if leaf == "q_proj":  # scores are divided by head_dim, and not by its root
+        if leaf == "q_proj":  # scores are divided by head_dim, not by its root
             found[name] = found[name].with_output_times(1 / math.sqrt(_head_dim(model)))
     return found
 
@@ -107,10 +107,10 @@ def _spectral(model: Decoder, shapes: dict[str, tuple[int, ...]], fused: bool) -
 def _relative(
     model: Decoder, shapes: dict[str, tuple[int, ...]], wide: float, deep: float | None, scale: str | None
 ) -> dict[str, Factors]:
-    """`scale`: Muon's; None: AdamW.
+    """Return the factors of mup (`deep` None) or completep; `scale` is Muon's, or None for AdamW.
 
-    Steps of one root mean square at every size, which AdamW and match_rms_adamw have, change what a matrix does to its
-    input the more, the larger it is; Muon's other scales bound that change.
+    AdamW and match_rms_adamw make steps with the same root mean square at every size, which change a matrix's output
+    more, the larger the matrix is; Muon's other scales bound that change.
     """
     writes, found = _residual_writers(model), {}
     for name, shape in shapes.items():
@@ -148,7 +148,7 @@ def _residual_writers(model: Decoder) -> set[str]:
 
 
 def table(config: Config) -> list[str]:
-    """A line for each kind of parameter: name, shape, standard deviation, factors; equal layers share one."""
+    """Return a line per kind of parameter: name, shape, standard deviation, factors; equal layers share a line."""
     with torch.device("meta"):
         model = build(config.model)
     init = config.model.init_method

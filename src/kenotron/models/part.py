@@ -1,9 +1,9 @@
-"""A part of a model: the consecutive layers that one pipeline stage holds, built by itself.
+"""A part of a model: the consecutive layers of one pipeline stage, built without the others.
 
     ModelPart((0, 1), first=True, last=False)      embedding, layers 0 and 1
     ModelPart((2, 3), first=False, last=True)      layers 2 and 3, final norm, head
 
-Layers keep their global numbers, so a parameter has one name wherever it lives. A part that is neither first nor
+Layers keep their global numbers, so a parameter has the same name on every layout. A part that is neither first nor
 last reads hidden states and returns hidden states.
 """
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ModelPart:
-    """`layers`: global numbers, consecutive. `first` has the embedding, `last` the final norm and the head."""
+    """Consecutive `layers` by global number. The `first` part has the embedding, the `last` the final norm and head."""
 
     layers: tuple[int, ...]
     first: bool = True
@@ -22,5 +22,5 @@ class ModelPart:
 
     @staticmethod
     def whole(layers: int) -> ModelPart:
-        """Everything of a model with this many layers."""
+        """Return the part that is a whole model with this many layers."""
         return ModelPart(tuple(range(layers)))

@@ -1,4 +1,4 @@
-"""How a family may be split, as data: module-name patterns, read by `kenotron.parallel`.
+"""Patterns of module names that say how a family's models may be split; `kenotron.parallel` reads them.
 
 `*` matches one name between dots, so ``model.layers.*.mlp.up_proj`` is every layer's up projection:
 
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 class Plan:
     """Each field holds patterns of module names.
 
-    `column`, `row`: linears split by output or input features; in `column` also an RMSNorm over all features of such an
-    output, or an embedding beside it. `kv`: those of `column` that make key-value heads, which may be fewer than the
-    ranks. `vocab`: embedding and head, split by vocabulary rows. `sequence`: modules that work on sequence shards under
-    sequence parallelism. `inner_row`: row-split linears inside a block, whose sum every rank needs whole, to continue
-    with its own features. `channels`: modules whose every parameter has a row for each of a rank's features, and that
-    compute feature by feature (a depthwise convolution, a recurrence); there may be fewer key-value heads in them, too
-    (`kv`). `per_head`: modules with one weight for all heads, such as a norm of queries; a rank applies it to its own
-    heads, so gradients are summed over ranks. `experts`: mixtures of experts, each expert of which is split. `blocks`:
-    the unit of recomputation, compilation, FSDP wrapping and pipeline cuts.
+    `column`, `row`: linears split by output or input features; `column` may also name an RMSNorm over all features of
+    such an output, or an embedding added to it. `kv`: modules of `column` or `channels` for key-value heads, which may
+    be fewer than the ranks. `vocab`: embedding and head, split by vocabulary rows. `sequence`: modules that work on
+    sequence shards under sequence parallelism. `inner_row`: row-split linears inside a block, whose complete sum every
+    rank needs to continue with its own features. `channels`: modules that compute feature by feature (a depthwise
+    convolution, a recurrence); all their parameters have a row per feature. `per_head`: modules with one weight for all
+    heads, such as a norm of queries; a rank applies it to its own heads, so gradients are summed over ranks. `experts`:
+    mixtures of experts, in which each expert is split. `blocks`: the unit of recomputation, compilation, FSDP wrapping
+    and pipeline stages.
     """
 
     blocks: str
@@ -46,9 +46,9 @@ class Plan:
     experts: tuple[str, ...] = ()
 
     def check(self, model: nn.Module) -> None:
-        """Raise InputError for a pattern that names no module of the complete `model`: its weights would be replicated.
+        """Raise InputError if a pattern matches no module of the complete `model`: its weights would be replicated.
 
-        The same for a pattern of `kv` with modules that neither `column` nor `channels` splits.
+        Raise it also if a pattern of `kv` matches modules that neither `column` nor `channels` splits.
         """
         names = [name for name, _ in model.named_modules()]
         fields = {name: (self.blocks,) if name == "blocks" else getattr(self, name) for name in vars(self)}
@@ -64,12 +64,12 @@ class Plan:
 
 
 def matching(pattern: str, names: Iterable[str]) -> list[str]:
-    """The names that `pattern` covers, in their order."""
+    """Return the names that `pattern` matches, in their order."""
     regex = re.compile("".join(r"[^.]+" if part == "*" else re.escape(part) for part in re.split(r"(\*)", pattern)))
     return [name for name in names if regex.fullmatch(name)]
 
 
 def modules(model: nn.Module, *patterns: str) -> list[tuple[str, nn.Module]]:
-    """(name, module) of every module that one of `patterns` covers, pattern by pattern."""
+    """Return (name, module) of every module that one of `patterns` matches, pattern by pattern."""
     named = dict(model.named_modules())
     return [(name, named[name]) for pattern in patterns for name in matching(pattern, named)]

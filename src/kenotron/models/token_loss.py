@@ -1,12 +1,12 @@
-"""A training loss of your own: `model.loss` names a function of logits and labels. (`headless` has its own module.)
+"""Train with your own loss: `model.loss` names a function of logits and labels. (`headless` has its own module.)
 
     def label_smoothing(logits, labels):                # logits [tokens, vocab] fp32, labels [tokens], -100: no loss
         return F.cross_entropy(logits, labels, reduction="none", label_smoothing=0.1)             # [tokens]
 
-It returns one loss for every token and must not mix tokens: their sum over the global batch, divided by the number of
-real tokens, is then the same on every layout. What it returns where the label is -100 is ignored. It runs where the
-head is: on the last pipeline rank, on a context-parallel rank's own tokens, and with tensor parallelism on every rank,
-over gathered logits. All logits of a micro-batch are then in memory in fp32, which cross entropy avoids.
+It returns one loss per token and must not mix tokens: then their sum over the global batch, divided by the number of
+tokens with a label, is the same on every layout. Losses of tokens with label -100 are ignored. The function runs where
+the head is: on the last pipeline stage, on a context-parallel rank's own tokens, and with tensor parallelism on every
+rank, on gathered logits. All logits of a micro-batch are then in memory in fp32, which cross entropy avoids.
 """
 
 import inspect
@@ -23,18 +23,18 @@ from kenotron.kernels.linear_cross_entropy import IGNORED
 from kenotron.models.context import Context
 
 TokenLoss = Callable[[Tensor, Tensor], Tensor]
-HEADLESS = "kenotron.models.headless.HeadlessLoss"  # imported where a config asks for it
+HEADLESS = "kenotron.models.headless.HeadlessLoss"  # imported only if a config uses it
 
 
 class TrainingLoss(Protocol):
-    """What a head computes in training in the place of cross entropy: (the weighted sum of losses, its z part).
+    """A loss that replaces cross entropy in training; it returns (the weighted sum of losses, its z part).
 
-    One that has a method `of_hidden`, with hidden states ``[tokens, hidden]`` and the head's weight in the place of
-    logits, is asked for that where one rank has the weight.
+    If it has a method `of_hidden`, which takes hidden states ``[tokens, hidden]`` and the head's weight instead of
+    logits, this is called if the rank has the whole weight.
     """
 
     def of_logits(self, logits: Tensor, labels: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
-        """From all logits ``[tokens, vocab]``."""
+        """Return the loss from all logits ``[tokens, vocab]``."""
 
 
 class OwnLoss:
@@ -44,7 +44,7 @@ class OwnLoss:
         self.function = function
 
     def of_logits(self, logits: Tensor, labels: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
-        """Raises `InputError` unless the function returns one number for every token."""
+        """Return the loss. Raises InputError unless the function returns one number per token."""
         losses = self.function(logits.float(), labels)
         if losses.shape != labels.shape:
             raise InputError(
@@ -55,9 +55,9 @@ class OwnLoss:
 
 
 def load_loss(setting: str | Headless | Distillation | None) -> TrainingLoss | None:
-    """What `model.loss` names; None for cross entropy, and for distillation, whose loss each micro-batch has.
+    """Return the loss that `model.loss` names; None for cross entropy, and for distillation, whose loss is in `ctx`.
 
-    Raises `InputError` where there is no function at a path.
+    Raises InputError if a dotted path does not lead to a suitable function.
     """
     if setting is None or isinstance(setting, Distillation):
         return None
@@ -76,7 +76,7 @@ def load_loss(setting: str | Headless | Distillation | None) -> TrainingLoss | N
 
 
 def sum_of_losses(losses: Tensor, labels: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
-    """(the sum of `losses` over tokens that have a label, weighted as `ctx` says; its z part, 0)."""
+    """Return (the sum of `losses` over tokens that have a label, with the weights of `ctx`; its z part, 0)."""
     losses = torch.where(labels == IGNORED, 0.0, losses)
     total = (losses if ctx.token_weights is None else losses * ctx.token_weights).sum() * ctx.loss_scale
     return total, torch.zeros_like(total)

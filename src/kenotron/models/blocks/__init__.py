@@ -1,1 +1,1 @@
-"""The parts that families share: each is one idea, one file, plain maths."""
+"""The modules that families share, one idea per file."""

@@ -26,10 +26,10 @@ from kenotron.models.context import Context
 class Attention(nn.Module):
     """Query, key, value and output projections around the attention function of the context.
 
-    `rotary`: whether queries and keys are rotated by their positions. `window`: tokens that a token attends to, itself
-    included; None: all before it. `q_norm`, `k_norm`: what normalizes queries and keys, all heads side by side.
-    `value_embedding`: a row for every token, as wide as all values, that is added to them; `value_gate`, a linear with
-    a feature for each of their heads, says how much of it: twice its sigmoid.
+    `rotary`: whether queries and keys are rotated by their positions. `window`: the number of tokens that a token
+    attends to, itself included; None: all up to it. `q_norm`, `k_norm` normalize queries and keys ``[tokens, heads *
+    head_dim]``. `value_embedding` has a row per token id, as wide as the values, which is added to them after scaling
+    each head by ``2 sigmoid(value_gate(x))``.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Attention(nn.Module):
 
     @staticmethod
     def of(config: RopeArchitecture, layer: int, **options: Any) -> Attention:
-        """As a section describes it. `options` of the constructor: biases, norms, value embeddings."""
+        """Build the attention of a section; `options` of the constructor are biases, norms, value embeddings."""
         return Attention(
             config.hidden_size,
             config.num_attention_heads,
@@ -74,7 +74,7 @@ class Attention(nn.Module):
         )
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], ctx: Context) -> Tensor:
-        """x ``[tokens, hidden]``; rope (cos, sin) each ``[sequences, length, head_dim / 2]``."""
+        """Return the output of x ``[tokens, hidden]``; rope: (cos, sin), each ``[sequences, length, head_dim / 2]``."""
         gate = () if self.value_gate is None else (self.value_gate,)
         q, k, v, *gates = self.q_proj.grouped(x, self.q_proj, self.k_proj, self.v_proj, *gate)
         q = q if self.q_norm is None else self.q_norm(q)
@@ -94,9 +94,9 @@ class Attention(nn.Module):
         return x.view(sequences, length, -1, self.head_dim)
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
-        """Scores and weighted sum, each 2 * length * width; a causal mask needs half of the square.
+        """Return the FLOPs of scores and weighted sum, each 2 * length * width; a causal mask needs half of them.
 
-        With a window w a token attends to w tokens on average less the triangle at the start: w - w (w - 1) / 2 length.
+        With a window w, a token attends on average to w - w (w - 1) / (2 length) tokens: fewer at the start.
         """
         width = 4.0 * self.q_proj.weight.shape[0]
         if causal and self.window is not None and self.window < sequence_length:

@@ -1,7 +1,7 @@
-"""The language-model head: hidden states → logits, or straight to the summed loss.
+"""The language-model head maps hidden states to logits, or directly to the summed loss.
 
-Logits of a training step are the largest tensor of a small model (tokens x vocabulary), so the loss is
-computed together with the projection and they never exist as a whole in fp32.
+In training, the logits are the largest tensor of a small model (tokens x vocabulary), so the loss is computed together
+with the projection, and the logits never exist as a whole in fp32.
 """
 
 from typing import Any
@@ -15,17 +15,17 @@ from kenotron.models.context import Context
 
 
 def bounded(logits: Tensor, softcap: float | None) -> Tensor:
-    """``c tanh(logits / c)`` for a `softcap` c, computed in fp32, in the logits' dtype; None: the logits."""
+    """Return ``c tanh(logits / c)`` for a `softcap` c, computed in fp32, in the logits' dtype; None: the logits."""
     return logits if softcap is None else (softcap * torch.tanh(logits.float() / softcap)).to(logits.dtype)
 
 
 class LMHead(nn.Module):
-    """`vocab_size` real rows of `rows`; the rest pad the matrix, in memory only, and are never predicted.
+    """The head's matrix has `rows` rows, of which `vocab_size` are tokens; the others are padding, never predicted.
 
     `softcap` c bounds the logits s: ``c tanh(s / c)`` (Gemma 2, arXiv 2408.00118); None: they are not bounded.
     """
 
-    ranks: VocabularyRanks | None = None  # that share the rows: `parallel.tensor`
+    ranks: VocabularyRanks | None = None  # the ranks that share the rows, set by `parallel.tensor`
 
     def __init__(
         self, hidden_size: int, vocab_size: int, rows: int, z_loss: float, softcap: float | None = None
@@ -39,7 +39,7 @@ class LMHead(nn.Module):
         self.weight = weight
 
     def forward(self, hidden: Tensor, ctx: Context, labels: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
-        """Logits ``[logits_to_keep, vocab]`` without labels; with them (loss to call backward on, its z part)."""
+        """Return logits ``[logits_to_keep, vocab]``, or with labels (loss to call backward on, its z part)."""
         hidden, weight = self.operands(hidden)
         if labels is None:
             return self.logits(hidden if ctx.logits_to_keep is None else hidden[ctx.logits_to_keep], weight)
@@ -61,21 +61,21 @@ class LMHead(nn.Module):
         )
 
     def operands(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """The two factors of the logits: hidden states, and the rows of the matrix that are here, in one dtype."""
+        """Return the two factors of the logits in one dtype: hidden states, and this rank's rows of the matrix."""
         return hidden, self.weight.to(hidden.dtype)
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """``[tokens, vocab]`` from `operands`."""
+        """Return logits ``[tokens, vocab]`` from `operands`."""
         logits = linear(hidden, weight)
         return bounded(logits if logits.shape[1] == self.vocab_size else logits[:, : self.vocab_size], self.softcap)
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
-        """FLOPs of one token's forward pass."""
+        """Return the FLOPs of one token's forward pass."""
         return 2.0 * self.vocab_size * self.weight.shape[1]
 
 
 class WithLoss(torch.autograd.Function):
-    """x, unchanged; on the way back `loss` gets the gradient 1, as a summand of the training loss would."""
+    """Returns x unchanged; in backward, `loss` gets the gradient 1, as a summand of the training loss would."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:

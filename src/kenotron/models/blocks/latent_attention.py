@@ -5,11 +5,11 @@
        │                                └─ v ─────────────────────────────┼─────────────┤
        └─ k_rope_proj ─ rope ───────────── k: the part with, of all heads ┴─────────────┘
 
-Without a rank for queries they are q_proj(x). Scores are products over both parts. Heads of v may have another width
-than those of q and k: the shorter are filled up with zeros, so that every attention function (a ring, a KV cache, a
-kernel) takes them; zeros change no score, and their outputs are cut off.
+Without a rank for queries, they are q_proj(x). Scores are products over both parts. If heads of v have another width
+than heads of q and k, the shorter ones are padded with zeros, so that every attention function (a ring, a KV cache, a
+kernel) accepts them; zeros change no score, and their outputs are cut off.
 
-Tensor parallelism splits the heads. What comes before a norm is the same for all heads, and every rank has all of it.
+Tensor parallelism splits the heads. The projections to the latents serve all heads, so every rank has all of them.
 """
 
 import torch
@@ -21,13 +21,13 @@ from kenotron.models.blocks.linear import Linear
 from kenotron.models.blocks.norm import RMSNorm
 from kenotron.models.context import Context
 
-EPS = 1e-6  # of both norms, whatever rms_norm_eps is, as in transformers
+EPS = 1e-6  # of both norms, independent of rms_norm_eps, as in transformers
 
 
 class LatentAttention(nn.Module):
-    """x ``[tokens, hidden]`` → the same shape.
+    """Attention of x ``[tokens, hidden]``, with a result of the same shape.
 
-    `still`, `turning`: channels of a head of queries and keys without and with positions; `v_dim`: of one of values.
+    `still`, `turning`: channels of a head of queries and keys without and with RoPE; `v_dim`: channels of a value head.
     `q_rank`, `kv_rank`: widths of the latents; None: queries have none. `scale` multiplies the scores.
     """
 
@@ -62,7 +62,7 @@ class LatentAttention(nn.Module):
         self.o_proj = Linear(heads * v_dim, hidden_size, bias, together=v_dim)
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], ctx: Context) -> Tensor:
-        """x ``[tokens, hidden]``; rope (cos, sin) each ``[sequences, length, turning / 2]``."""
+        """Return the output of x ``[tokens, hidden]``; rope: (cos, sin), each ``[sequences, length, turning / 2]``."""
         if hasattr(self, "q_proj"):
             q, k_turning = self.q_proj.grouped(x, self.q_proj, self.k_rope_proj)
         else:
@@ -79,12 +79,12 @@ class LatentAttention(nn.Module):
         return self.o_proj(y.transpose(1, 2).flatten(2).flatten(0, 1))
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
-        """Scores and weighted sum, without the zeros; a causal mask needs half of the square."""
+        """Return the FLOPs of scores and weighted sum, without the padding; a causal mask needs half of them."""
         heads = self.kv_b_proj.weight.shape[0] // (self.still + self.v_dim)
         width = 2.0 * heads * (self.still + self.turning + self.v_dim)
         return width * sequence_length / 2 if causal else width * sequence_length
 
 
 def _heads(x: Tensor, width: int, ctx: Context) -> Tensor:
-    """``[tokens, heads * width]`` → ``[sequences, length, heads, width]``."""
+    """Return ``[tokens, heads * width]`` as ``[sequences, length, heads, width]``."""
     return x.view(*ctx.shape, -1, width)

@@ -1,13 +1,10 @@
-"""A linear layer and an embedding: weights in fp32, products in the dtype of what flows through.
+"""A linear layer and an embedding with fp32 weights, whose products are computed in the dtype of the input.
 
-A weight is the fp32 master that the optimizer updates; `forward` rounds it to x's dtype where it is used, and autograd
-brings its gradient back in fp32. In an fp32 run the cast does nothing; under FSDP2, which hands out
-weights in the compute dtype already, neither.
+A weight is the fp32 master that the optimizer updates; `forward` rounds it to x's dtype, and autograd returns its
+gradient in fp32. The cast does nothing in an fp32 run, or under FSDP2, which gathers weights in the compute dtype.
 
-Nothing here touches torch's global generator.
-
-``torch.nn.Linear`` fills its weight from the global random stream when it is made. Ours stay empty until
-:func:`kenotron.models.initialize_model` fills them by rule: weights are a function of (seed, name, element).
+``torch.nn.Linear`` fills its weight from torch's global generator when it is built. These weights stay empty until
+:func:`kenotron.models.initialize_model` fills them as a function of (seed, name, element).
 """
 
 from __future__ import annotations
@@ -22,7 +19,8 @@ from kenotron.kernels.products import linear
 class Linear(nn.Module):
     """``y = x W^T + b``; x ``[..., in_features]``, W ``[out_features, in_features]``.
 
-    `together`: neighbouring output features that tensor parallelism keeps on one rank; 0: those of the parent's heads.
+    `together`: the number of adjacent output features that tensor parallelism keeps on one rank; 0: the parent's
+    head_dim.
     """
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False, together: int = 0) -> None:
@@ -32,21 +30,21 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """x ``[..., in_features]`` → ``[..., out_features]``, in x's dtype."""
+        """Return ``[..., out_features]`` for x ``[..., in_features]``, in x's dtype."""
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return linear(x, self.weight.to(x.dtype), bias)
 
     @staticmethod
     def grouped(x: Tensor, *linears: Linear) -> tuple[Tensor, ...]:
-        """Outputs of several linears for the same input; tensor-parallel ones share one collective for it."""
+        """Return the outputs of several linears for one input; tensor-parallel linears share one collective for it."""
         return tuple(each(x) for each in linears)
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
-        """FLOPs of one token's forward pass."""
+        """Return the FLOPs of one token's forward pass."""
         return 2.0 * self.weight.numel()
 
     def extra_repr(self) -> str:
-        """Shapes, for ``print(model)``."""
+        """Return the shapes, for ``print(model)``."""
         return f"{self.weight.shape[1]} → {self.weight.shape[0]}{'' if self.bias is None else ', bias'}"
 
 
@@ -58,5 +56,5 @@ class Embedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(rows, hidden_size))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """tokens ``[tokens]`` int64 → ``[tokens, hidden]`` in fp32."""
+        """Return ``[tokens, hidden]`` in fp32 for tokens ``[tokens]`` int64."""
         return F.embedding(tokens, self.weight)

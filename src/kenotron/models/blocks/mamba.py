@@ -4,8 +4,8 @@
               │                             └─ x_proj ─ dt, B, C ───┘      │
               └─ in_proj_z ───────────────────────────────── silu ─────────┘
 
-Every channel is a separate recurrence; only x_proj mixes channels, so a tensor-parallel rank holds some channels and
-sums what its part of x_proj makes of them with the other ranks. Channel counts are those of the local weights.
+Every channel is a separate recurrence; only x_proj mixes channels, so a tensor-parallel rank holds some channels, and
+the ranks sum the outputs of their shards of x_proj. Channel counts are read off the local weights.
 """
 
 from typing import Any
@@ -24,10 +24,10 @@ from kenotron.models.context import Context
 
 
 class MixerBlock(nn.Module):
-    """``x + mixer(norm(x))``, x ``[tokens, hidden]``; with `residual_in_fp32` x is fp32 whatever computes the rest.
+    """``x + mixer(norm(x))``, x ``[tokens, hidden]``; with `residual_in_fp32` x is fp32 in any compute dtype.
 
-    `reads`: what the mixer gets besides x. One with a recurrence needs no positions, the order of tokens is in it;
-    attention reads them as well, and a feed-forward nothing.
+    `reads` names the mixer's arguments besides x: "ctx" for a recurrence, which needs no positions, also "positions"
+    for attention, and none for a feed-forward.
     """
 
     def __init__(
@@ -39,16 +39,16 @@ class MixerBlock(nn.Module):
         self.compute_dtype = torch.float32  # set by the decoder
 
     def forward(self, x: Tensor, positions: Any, ctx: Context) -> Tensor:
-        """x ``[tokens, hidden]``; positions as the family makes them."""
+        """Return the next hidden states; `positions` are the output of `Family.positions`."""
         x = x.float() if self.residual_in_fp32 else x
-        given = {"positions": positions, "ctx": ctx}
-        return x + self.mixer(self.norm(x).to(self.compute_dtype), *(given[name] for name in self.reads))
+        inputs = {"positions": positions, "ctx": ctx}
+        return x + self.mixer(self.norm(x).to(self.compute_dtype), *(inputs[name] for name in self.reads))
 
 
 class CausalConv(nn.Module):
     """A convolution of each channel over the last `width` tokens, then SiLU.
 
-    `together`: neighbouring channels that tensor parallelism keeps on one rank.
+    `together`: the number of adjacent channels that tensor parallelism keeps on one rank.
     """
 
     def __init__(self, channels: int, width: int, bias: bool, together: int = 1) -> None:
@@ -58,13 +58,13 @@ class CausalConv(nn.Module):
         self.together = together
 
     def forward(self, x: Tensor, starts: Tensor | None, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        """x ``[sequences, length, channels]`` → the same, and the last inputs for what comes after."""
+        """Return x convolved, ``[sequences, length, channels]``, and the last inputs as the next state."""
         bias = None if self.bias is None else self.bias.to(x.dtype)
         y, state = causal_conv(x, self.weight.to(x.dtype), bias, starts, state)
         return F.silu(y), state
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
-        """FLOPs of one token's forward pass."""
+        """Return the FLOPs of one token's forward pass."""
         return 2.0 * self.weight.numel()
 
 
@@ -72,7 +72,7 @@ class TimeSteps(Linear):
     """The time step of each channel at a token: softplus of a low-rank projection, in fp32."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """x ``[tokens, rank]`` → ``[tokens, channels]``."""
+        """Return time steps ``[tokens, channels]`` for x ``[tokens, rank]``."""
         assert self.bias is not None
         return F.softplus(linear(x, self.weight.to(x.dtype)).float() + self.bias.to(x.dtype).float())
 
@@ -88,7 +88,7 @@ class ChannelScan(nn.Module):
     def forward(
         self, x: Tensor, dt: Tensor, b: Tensor, c: Tensor, starts: Tensor | None, state: Tensor | None, ctx: Context
     ) -> tuple[Tensor, Tensor]:
-        """As `kernels.selective_scan`. The rates are rounded to x's dtype as all weights are, and then used in fp32."""
+        """Call `kernels.selective_scan`. Rates are rounded to x's dtype, like all weights, and then used in fp32."""
         rates, skip = -self.A_log.to(x.dtype).float().exp(), self.D.to(x.dtype)
         if ctx.passing is not None:
             _, added = scan_by_chunks(x, dt, rates, b, c, skip, starts, None)
@@ -96,12 +96,12 @@ class ChannelScan(nn.Module):
         return selective_scan(x, dt, rates, b, c, skip, starts, state)
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
-        """A decay, an update and a read of every state, by the recurrence: whatever the algorithm spends."""
+        """Return the FLOPs of the recurrence, a decay, an update and a read of every state, for any algorithm."""
         return 6.0 * self.A_log.numel()
 
 
 class MambaMixer(nn.Module):
-    """x ``[tokens, hidden]`` → the same shape. `inner`: channels; `rank`: width of the time steps' projection."""
+    """Mamba's mixer of x ``[tokens, hidden]``. `inner`: channels; `rank`: width of the time steps' projection."""
 
     def __init__(
         self,
@@ -125,14 +125,14 @@ class MambaMixer(nn.Module):
         self.out_proj = Linear(inner, hidden_size, bias)
 
     def forward(self, x: Tensor, ctx: Context) -> Tensor:
-        """x ``[tokens, hidden]``."""
+        """Return the output for x ``[tokens, hidden]``, of the same shape."""
         conv_state, state = recall(ctx, self) or (None, None)
         starts = document_starts(ctx)
         x, z = self.in_proj_x.grouped(x, self.in_proj_x, self.in_proj_z)
         x = fold(x, ctx)
         y, conv_state = self.conv1d(x, starts, inputs_before(x, self.reach, ctx, conv_state))
         steps, b, c = self.x_proj(unfold(y, ctx)).split(self.split, dim=-1)
-        dt, b, c = (fold(each, ctx) for each in (self.dt_proj(steps), b, c))  # before a text dt is 0: nothing happens
+        dt, b, c = (fold(each, ctx) for each in (self.dt_proj(steps), b, c))  # dt is 0 in padding: the state stays
         y, state = self.scan(y, dt, b, c, starts, state, ctx)
         remember(ctx, self, (conv_state, state))
         return self.out_proj(swiglu(z, unfold(y, ctx), "silu"))

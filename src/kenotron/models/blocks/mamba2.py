@@ -6,9 +6,9 @@
               ├─ in_proj_dt ──────────────────┘         │
               └─ in_proj_z ──────────────────── silu ───┘
 
-No projection reads the output of the convolution, so nothing is sent inside the layer under tensor parallelism. A
-rank holds some heads and the groups whose B and C they read; one group that all heads share is on every rank. Head
-counts are those of the local weights.
+No projection reads the output of the convolution, so tensor parallelism needs no communication inside the layer. A rank
+holds some heads and the groups whose B and C they read; a single group, shared by all heads, is on every rank. Head
+counts are read off the local weights.
 """
 
 import math
@@ -34,7 +34,7 @@ class HeadTimeSteps(nn.Module):
         self.limit = limit
 
     def forward(self, x: Tensor) -> Tensor:
-        """x ``[tokens, heads]``."""
+        """Return time steps ``[tokens, heads]`` for x of the same shape."""
         dt = F.softplus(x.float() + self.dt_bias.to(x.dtype).float())
         return dt if self.limit == (0.0, math.inf) else dt.clamp(*self.limit)
 
@@ -51,9 +51,9 @@ class HeadScan(nn.Module):
     def forward(
         self, x: Tensor, dt: Tensor, b: Tensor, c: Tensor, starts: Tensor | None, state: Tensor | None, ctx: Context
     ) -> tuple[Tensor, Tensor]:
-        """x ``[sequences, length, heads * head_dim]``, b and c ``[sequences, length, groups * state_size]``.
+        """Call `kernels.state_space_dual`. Rates are rounded to x's dtype, like all weights, and then used in fp32.
 
-        As `kernels.state_space_dual`. The rates are rounded to x's dtype as all weights are, and then used in fp32.
+        x ``[sequences, length, heads * head_dim]``, b and c ``[sequences, length, groups * state_size]``.
         """
         rates, heads = -self.A_log.to(x.dtype).float().exp(), x.unflatten(2, (-1, self.head_dim))
         b, c = (each.unflatten(2, (-1, self.state_size)) for each in (b, c))
@@ -65,12 +65,12 @@ class HeadScan(nn.Module):
         return y.flatten(2), state
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
-        """An update and a read of every state, by the recurrence: whatever the algorithm spends."""
+        """Return the FLOPs of the recurrence, an update and a read of every state, for any algorithm."""
         return 4.0 * self.A_log.numel() * self.head_dim * self.state_size
 
 
 class Mamba2Mixer(nn.Module):
-    """x ``[tokens, hidden]`` → the same shape."""
+    """Mamba-2's mixer of x ``[tokens, hidden]``, with a result of the same shape."""
 
     def __init__(
         self,
@@ -103,17 +103,17 @@ class Mamba2Mixer(nn.Module):
         self.out_proj = Linear(inner, hidden_size, bias)
 
     def forward(self, x: Tensor, ctx: Context) -> Tensor:
-        """x ``[tokens, hidden]``."""
+        """Return the output for x ``[tokens, hidden]``, of the same shape."""
         *conv_states, state = recall(ctx, self) or (None,) * 4
         starts = document_starts(ctx)
         linears = (self.in_proj_z, self.in_proj_x, self.in_proj_b, self.in_proj_c, self.in_proj_dt)
-        z, *given, dt = self.in_proj_z.grouped(x, *linears)
+        z, *inputs, dt = self.in_proj_z.grouped(x, *linears)
         convs = (self.conv1d_x, self.conv1d_b, self.conv1d_c)
-        given = [fold(each, ctx) for each in given]
-        before = [inputs_before(each, self.reach, ctx, last) for each, last in zip(given, conv_states)]
-        mixed = [conv(each, starts, last) for conv, each, last in zip(convs, given, before)]
+        inputs = [fold(each, ctx) for each in inputs]
+        before = [inputs_before(each, self.reach, ctx, last) for each, last in zip(inputs, conv_states)]
+        mixed = [conv(each, starts, last) for conv, each, last in zip(convs, inputs, before)]
         (x, b, c), conv_states = zip(*mixed)  # type: ignore[assignment]
-        dt = fold(self.time_steps(dt), ctx)  # before a text dt is 0: nothing happens
+        dt = fold(self.time_steps(dt), ctx)  # dt is 0 in padding: the state stays
         y, state = self.scan(x, dt, b, c, starts, state, ctx)
         remember(ctx, self, (*conv_states, state))
         gated = unfold(y, ctx).float() * F.silu(z.float())

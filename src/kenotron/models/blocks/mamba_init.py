@@ -1,11 +1,11 @@
-"""How Mamba's weights begin (Gu & Dao 2023, arXiv 2312.00752, sections 3.6 and E; state-spaces/mamba).
+"""Mamba's initial weights (Gu & Dao 2023, arXiv 2312.00752, sections 3.6 and E; state-spaces/mamba).
 
     A_log               log(1), log(2), log(3), …      the real part of S4D's spectrum
     bias of dt          softplus^-1 of a time step, log-uniform in [0.001, 0.1]
     weights             uniform in ± 1 / sqrt(inputs)
 
-Each is a function of (key, element), so that a rank fills just its own shard, with the bits of the whole. Logarithms
-are taken on the CPU in float64, whatever the device.
+Each is a function of (key, element), so that a rank fills only its own shard, with the same bits as in the whole
+tensor. Logarithms are computed on the CPU in float64 on every device.
 """
 
 import math
@@ -19,16 +19,16 @@ from kenotron.kernels.random import uniform_at
 from kenotron.kernels.tensor_shard import TensorShard
 from kenotron.models.init_rules import FilledBy
 
-ELEMENTS = 1 << 20  # of one round: 8 MiB of counters
+ELEMENTS = 1 << 20  # filled at a time: 8 MiB of counters
 
 
 def uniform(bound: float) -> FilledBy:
-    """Uniform in ± bound."""
+    """Return the uniform distribution in ± bound."""
     return FilledBy(partial(_fill, lambda u: (2 * u - 1) * bound))
 
 
 def time_step_bias(low: float, high: float, floor: float) -> FilledBy:
-    """What softplus makes of it is log-uniform in [low, high], and at least `floor`."""
+    """Return the distribution whose softplus is log-uniform in [low, high], and at least `floor`."""
 
     def bias(u: Tensor) -> Tensor:
         dt = (u * (math.log(high) - math.log(low)) + math.log(low)).exp().clamp(min=floor)
@@ -38,7 +38,7 @@ def time_step_bias(low: float, high: float, floor: float) -> FilledBy:
 
 
 def log_of_index() -> FilledBy:
-    """log(1), log(2), … along the last dimension."""
+    """Return the fill with log(1), log(2), … along the last dimension."""
 
     def fill(shard: TensorShard, key: int) -> None:
         first = shard.offset[-1] + 1

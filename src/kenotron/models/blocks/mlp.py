@@ -1,4 +1,4 @@
-"""Feed-forwards: the gated one, ``down(act(gate(x)) * up(x))``, and the plain one, ``down(act(up(x)))``.
+"""Feed-forward layers: gated, ``down(act(gate(x)) * up(x))``, and plain, ``down(act(up(x)))``.
 
 Gated: Shazeer 2020, arXiv 2002.05202; SwiGLU when act is SiLU. Plain: Vaswani et al. 2017, arXiv 1706.03762.
 """
@@ -10,7 +10,7 @@ from kenotron.models.blocks.linear import Linear
 
 
 class GatedMLP(nn.Module):
-    """x ``[tokens, hidden]`` → the same shape."""
+    """A gated feed-forward of x ``[tokens, hidden]``, with a result of the same shape."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, activation: str) -> None:
         super().__init__()
@@ -20,13 +20,13 @@ class GatedMLP(nn.Module):
         self.down_proj = Linear(intermediate_size, hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x ``[tokens, hidden]``."""
+        """Return the output for x ``[tokens, hidden]``, of the same shape."""
         gate, up = self.gate_proj.grouped(x, self.gate_proj, self.up_proj)
         return self.down_proj(swiglu(gate, up, self.activation))
 
 
 class MLP(nn.Module):
-    """x ``[tokens, hidden]`` → the same shape."""
+    """A plain feed-forward of x ``[tokens, hidden]``, with a result of the same shape."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, activation: str, bias: bool = True) -> None:
         super().__init__()
@@ -35,5 +35,5 @@ class MLP(nn.Module):
         self.down_proj = Linear(intermediate_size, hidden_size, bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x ``[tokens, hidden]``."""
+        """Return the output for x ``[tokens, hidden]``, of the same shape."""
         return self.down_proj(activate(self.up_proj(x), self.activation))

@@ -1,22 +1,23 @@
-"""Mixture of experts: a router sends every token through k of many small gated MLPs.
+"""Mixture of experts: a router sends every token through k of many small MLPs.
 
     x ──┬─ router ── softmax or sigmoid ── top k ── experts, weights
         │                                              │
         ├──────────────── experts' MLPs ───────────────┴──(+)── y
         └─ shared expert, where a family has one ──────────┘
 
-The router works in fp32. Two losses keep it healthy, each a mean over the global batch:
+The router computes in fp32. Two auxiliary losses, each a mean over the global batch, keep it balanced and bounded:
 
     balance   coefficient * mean over sequences of  E sum_e f_e P_e      f_e: share of the sequence's slots that chose e
     z         coefficient * mean over tokens of  log(sum_e exp(logit_e))^2                     P_e: e's mean probability
 
 (Switch Transformers, arXiv 2101.03961; per sequence as in DeepSeek-V3, arXiv 2412.19437; z: ST-MoE, arXiv 2202.08906.)
-A sequence lies in one micro-batch, so its loss is the same on every layout, and means over sequences add up. Gradients
-enter beside the weights of the chosen experts (`WithLoss`): nothing has to travel through the pipeline to the loss.
+A sequence lies in one micro-batch, so its loss is the same on every layout, and means over sequences add up. The
+losses' gradients are added in backward of the experts' weights (`WithLoss`), so the losses need not go through the
+pipeline.
 
 f_e may be the share in the whole global batch instead, which lets experts specialize (arXiv 2501.11873). That share is
-known when the last micro-batch has run, so the loss takes the one of the step before, `previous_load`: in the first
-step, none.
+complete only after the last micro-batch, so the loss uses the share of the previous step, `previous_load`, and the
+first step has no balance loss.
 
 No token is dropped, unless training has a capacity: of a sequence's slots, each expert computes
 ``ceil(capacity * tokens * k / E)``, those of the largest weights (`within_capacity`).
@@ -39,15 +40,15 @@ from kenotron.models.context import Context
 
 @dataclass(frozen=True)
 class Routing:
-    """How tokens choose experts. `scores`: of the logits, softmax over all experts or sigmoid of each.
+    """How tokens choose experts. `scores` are the softmax of the logits over all experts, or the sigmoid of each.
 
-    `top_k` experts a token; with `normalize` its weights are divided by their sum, and then multiplied by `scale`.
-    `balance`, `z`: coefficients of the two losses. Experts lie in `groups` of neighbours, and a token's come from the
-    `top_groups` whose two best scores have the largest sums. `biased`: experts are chosen by score plus a bias of their
-    own, and weighted by the score alone. `bias_rate`: what a training step adds to the biases of experts with less than
-    the mean load, and subtracts from the others' (`training.expert_loads`). `over_global_batch`: the balance loss takes
-    loads of the previous step's global batch, not those of the sequence. `capacity`: slots that an expert computes of a
-    sequence in training, as a multiple of an even share; None: all.
+    A token has `top_k` experts; with `normalize` their weights are divided by their sum, and then multiplied by
+    `scale`. `balance`, `z`: coefficients of the two losses. Experts form `groups` of adjacent ones, and a token chooses
+    among the `top_groups` with the largest sums of their two best scores. `biased`: experts are chosen by score plus a
+    bias, but weighted by the score. `bias_rate`: the amount that a training step adds to the biases of experts with
+    less than the mean load, and subtracts from the others (`training.expert_loads`). `over_global_batch`: the balance
+    loss uses the loads of the previous step's global batch instead of the sequence's. `capacity`: the slots of a
+    sequence that an expert computes in training, as a multiple of an even share; None: all.
     """
 
     top_k: int
@@ -65,9 +66,9 @@ class Routing:
 
 
 class Router(nn.Module):
-    """x ``[tokens, hidden]`` → (experts ``[tokens, k]`` int64, weights ``[tokens, k]`` fp32, logits, scores).
+    """Maps x ``[tokens, hidden]`` to (experts ``[tokens, k]`` int64, weights ``[tokens, k]`` fp32, logits, scores).
 
-    Logits and scores ``[tokens, experts]`` fp32. The bias is not a weight: no gradient reaches it.
+    Logits and scores are ``[tokens, experts]`` fp32. The bias is a buffer, not a parameter: no gradient reaches it.
     """
 
     def __init__(self, hidden_size: int, experts: int, routing: Routing) -> None:
@@ -77,9 +78,10 @@ class Router(nn.Module):
         self.routing = routing
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """In fp32 whatever x's dtype: in bf16, near ties would be decided by rounding.
+        """Compute in fp32 for any dtype of x: in bf16, rounding would decide near ties.
 
-        Weights are rounded to x's dtype on every layout, as ZeRO hands them out: all choose the same experts.
+        The router's weights are rounded to x's dtype, as ZeRO gathers them, so that all layouts choose the same
+        experts.
         """
         logits = linear(x.float(), self.weight.to(x.dtype).float())
         scores = logits.softmax(-1) if self.routing.scores == "softmax" else logits.sigmoid()
@@ -90,7 +92,7 @@ class Router(nn.Module):
         return experts, weights * self.routing.scale, logits, scores
 
     def _choose(self, scores: Tensor) -> Tensor:
-        """Each token's experts ``[tokens, k]``."""
+        """Return each token's experts ``[tokens, k]``."""
         routing, bias = self.routing, self.e_score_correction_bias
         choice = scores if bias is None else scores + bias
         if routing.top_groups < routing.groups:
@@ -102,7 +104,7 @@ class Router(nn.Module):
 
 
 class ExpertLinear(nn.Module):
-    """One matrix an expert, ``[experts, out_features, in_features]``; `kernels.experts` multiplies."""
+    """One matrix per expert, ``[experts, out_features, in_features]``; `kernels.experts` multiplies them."""
 
     def __init__(self, experts: int, in_features: int, out_features: int) -> None:
         super().__init__()
@@ -110,7 +112,7 @@ class ExpertLinear(nn.Module):
 
 
 class Experts(nn.Module):
-    """The MLPs of all experts, `gated` or not. Hugging Face has the same names, with an expert's number in them."""
+    """The MLPs of all experts, `gated` or not. Hugging Face's names also contain the expert's number."""
 
     def __init__(self, experts: int, hidden_size: int, width: int, activation: str, gated: bool = True) -> None:
         super().__init__()
@@ -120,14 +122,14 @@ class Experts(nn.Module):
         self.down_proj = ExpertLinear(experts, width, hidden_size)
 
     def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        """x ``[tokens, hidden]`` → the same shape; experts and weights ``[tokens, k]`` as `Router` makes them."""
+        """Return the output for x ``[tokens, hidden]``; experts and weights ``[tokens, k]`` come from `Router`."""
         gate = None if self.gate_proj is None else self.gate_proj.weight.to(x.dtype)
         up, down = self.up_proj.weight.to(x.dtype), self.down_proj.weight.to(x.dtype)
         return expert_mlp(x, experts, weights, gate, up, down, self.activation)
 
 
 class MixtureOfExperts(nn.Module):
-    """x ``[tokens, hidden]`` → the same shape.
+    """A mixture of experts of x ``[tokens, hidden]``, with a result of the same shape.
 
     `shared`: an expert that sees every token; `shared_gate`: a linear to one number, whose sigmoid weights it. Experts
     that are not `gated` are ``down(act(up(x)))``.
@@ -150,22 +152,22 @@ class MixtureOfExperts(nn.Module):
     ) -> None:
         super().__init__()
         self.routing = routing
-        # Tensor parallelism: what it sends at the two ends, and the ranks that route the same tokens. Each of those
-        # adds a share of the losses' gradients.
+        # Tensor parallelism sets its communication before and after the layer, and the number of ranks that route the
+        # same tokens, each of which adds an equal share of the losses' gradients.
         self.enter: Callable[[Tensor, bool], Tensor] | None = None
         self.leave: Callable[[Tensor, bool], Tensor] | None = None
         self.equal_ranks = 1
         self.gate = Router(hidden_size, experts, routing)
         self.experts = Experts(experts, hidden_size, width, activation, gated)
         self.shared_expert, self.shared_expert_gate = shared, shared_gate
-        # What training has seen in this step: slots of each expert, and (balance loss, z-loss, dropped slots). And
-        # slots of each expert in the global batch before, which `training.expert_loads` writes.
+        # Totals of this training step: slots of each expert, and (balance loss, z-loss, dropped slots); and the slots
+        # of each expert in the previous global batch, which `training.expert_loads` writes.
         self.register_buffer("expert_load", torch.zeros(experts), persistent=False)
         self.register_buffer("router_totals", torch.zeros(3), persistent=False)
         self.register_buffer("previous_load", torch.zeros(experts), persistent=False)
 
     def forward(self, x: Tensor, ctx: Context) -> Tensor:
-        """In training with the gradients of the router's losses, and without the slots beyond the capacity."""
+        """Return the output; training adds the router's losses in backward and drops slots beyond the capacity."""
         x = x if self.enter is None else self.enter(x, self.training)
         experts, weights, logits, scores = self.gate(x)
         if self.training:
@@ -179,8 +181,9 @@ class MixtureOfExperts(nn.Module):
     def _in_training(
         self, experts: Tensor, weights: Tensor, logits: Tensor, scores: Tensor, ctx: Context
     ) -> tuple[Tensor, Tensor]:
-        """`experts`, a dropped slot's replaced by their number; `weights`, 0 there, whose backward pass adds the
-        gradients of both losses.
+        """Return `experts` and `weights`, whose backward pass adds the gradients of both losses.
+
+        For a dropped slot they are the number of experts and 0.
         """
         routing, count = self.routing, logits.shape[-1]
         chosen = slots_by_sequence(experts, count, ctx)
@@ -195,30 +198,31 @@ class MixtureOfExperts(nn.Module):
         return (experts, weights) if kept is None else (experts.where(kept, count), weights * kept)
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
-        """FLOPs of a token's experts and of the router; the shared expert's modules count themselves."""
+        """Return the FLOPs of a token's experts and of the router; the shared expert's modules count themselves."""
         of_an_expert = sum(matrix[0].numel() for matrix in self.experts.parameters())
         return 2.0 * (of_an_expert * self.routing.top_k + self.gate.weight.numel())
 
 
 def slots_by_sequence(experts: Tensor, count: int, ctx: Context) -> Tensor:
-    """experts ``[tokens, k]`` → how often the tokens here chose each of `count`, ``[sequences, count]`` fp32."""
+    """Return how often this rank's tokens chose each of `count` experts, ``[sequences, count]`` fp32."""
     by_sequence = experts.view(ctx.shape[0], -1)
     chosen = torch.zeros(ctx.shape[0], count, device=experts.device)
     return chosen.scatter_add_(1, by_sequence, torch.ones((), device=experts.device).expand_as(by_sequence))
 
 
 def within_capacity(experts: Tensor, weights: Tensor, chosen: Tensor, capacity: float) -> Tensor:
-    """Which slots of whole sequences are computed, ``[tokens, k]`` bool.
+    """Return which slots of whole sequences are computed, ``[tokens, k]`` bool.
 
-    experts, weights ``[tokens, k]``; `chosen` from `slots_by_sequence`. An expert drops the smallest weights of a
-    sequence, among equal ones the later tokens': a rule of the sequence alone, so it is the same on every layout.
+    experts, weights ``[tokens, k]``; `chosen` is the result of `slots_by_sequence`. An expert drops the slots of a
+    sequence with the smallest weights, among equal weights those of later tokens. The rule depends only on the
+    sequence, so it is the same on every layout.
     """
     flat = experts.view(chosen.shape[0], -1)
     most = math.ceil(capacity * flat.shape[1] / chosen.shape[1])
     order = weights.view_as(flat).argsort(dim=1, descending=True, stable=True)
     order = order.gather(1, flat.gather(1, order).argsort(dim=1, stable=True))  # by expert, and then by weight
-    counts = chosen.long()  # integers: on a GPU torch adds floats up in any order
-    before = (counts.cumsum(1) - counts).gather(1, flat.gather(1, order))  # slots of the experts before
+    counts = chosen.long()  # integers: on a GPU, the order of a sum of floats varies
+    before = (counts.cumsum(1) - counts).gather(1, flat.gather(1, order))  # slots of the preceding experts
     place = torch.arange(flat.shape[1], device=flat.device) - before
     return torch.empty_like(flat, dtype=torch.bool).scatter_(1, order, place < most).view_as(experts)
 
@@ -226,10 +230,10 @@ def within_capacity(experts: Tensor, weights: Tensor, chosen: Tensor, capacity: 
 def router_losses(
     chosen: Tensor, logits: Tensor, scores: Tensor, routing: Routing, ctx: Context, previous: Tensor
 ) -> Tensor:
-    """(balance, z) of these tokens, ``[2]`` fp32: their part of the means over the global batch, coefficients included.
+    """Return (balance, z) ``[2]`` fp32: these tokens' terms of the means over the global batch, times coefficients.
 
-    `chosen` from `slots_by_sequence`; logits and scores ``[tokens, experts]``. Where ranks share a sequence (cp), its
-    slots are counted over all of them. `previous`: slots of each expert in the global batch of the step before.
+    `chosen` is the result of `slots_by_sequence`; logits and scores ``[tokens, experts]``. If ranks share a sequence
+    (cp), its slots are summed over them. `previous`: slots of each expert in the previous step's global batch.
     """
     count = logits.shape[-1]
     everywhere = chosen if ctx.sum_over_sequence is None else ctx.sum_over_sequence(chosen.clone())
@@ -246,6 +250,6 @@ class MoEBlock(PreNormBlock):
     """A `PreNormBlock` whose `mlp` is a `MixtureOfExperts`, which reads the context."""
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], ctx: Context) -> Tensor:
-        """rope (cos, sin), each ``[sequences, length, head_dim / 2]``."""
+        """Return the next hidden states; rope is (cos, sin), each ``[sequences, length, head_dim / 2]``."""
         x = x + self.self_attn(self.input_layernorm(x), rope, ctx)
         return x + self.mlp(self.post_attention_layernorm(x), ctx)

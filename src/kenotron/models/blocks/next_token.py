@@ -1,11 +1,11 @@
-"""The block that learns to predict one token further (DeepSeek-V3, arXiv 2412.19437, section 2.2), and what it reads.
+"""The block that learns to predict a further token (multi-token prediction; DeepSeek-V3, arXiv 2412.19437, 2.2).
 
     tokens        t1  t2  t3  t4          h  ─── norm ──┐
-    next ones     t2  t3  t4  -           t2 … ─ embed ─ norm ─ (join) ─ projection ─ block ─ norm ── the model's head
+    next tokens   t2  t3  t4  -           t2 … ─ embed ─ norm ─ (join) ─ projection ─ block ─ norm ── the model's head
     its labels    t3  t4  -   -
 
-A second such block reads what the first one gives, and tokens and labels of one place further. Embedding and head are
-the model's. Generation does without them.
+A second such block reads the first one's output, with tokens and labels shifted by one more. Embedding and head are
+shared with the model. Generation does not use these blocks.
 """
 
 import torch
@@ -17,9 +17,9 @@ from kenotron.models.context import Context
 
 
 class NextTokenBlock(MoEBlock):
-    """``[tokens, 2 hidden]``, embeddings of the next tokens beside hidden states → hidden states ``[tokens, hidden]``.
+    """Maps ``[tokens, 2 hidden]``, next tokens' embeddings and hidden states, to hidden states ``[tokens, hidden]``.
 
-    Names are those of DeepSeek's files. `vocab_size`: of the head that reads the result, to count its FLOPs.
+    Names are those of DeepSeek's files. `vocab_size` is the head's, to count its FLOPs.
     """
 
     def __init__(self, block: MoEBlock, norms: tuple[nn.Module, nn.Module, nn.Module], hidden: int, vocab_size: int):
@@ -30,11 +30,11 @@ class NextTokenBlock(MoEBlock):
         self.vocab_size = vocab_size
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], ctx: Context) -> Tensor:
-        """rope (cos, sin), each ``[sequences, length, head_dim / 2]``."""
+        """Return the next hidden states; rope is (cos, sin), each ``[sequences, length, head_dim / 2]``."""
         embedded, hidden = x.chunk(2, dim=-1)
         x = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(hidden)), dim=-1))
         return self.shared_head["norm"](super().forward(x, rope, ctx)).to(x.dtype)
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
-        """FLOPs of the head in one token's forward pass; the modules inside count themselves."""
+        """Return the FLOPs of the head in one token's forward pass; submodules count themselves."""
         return float(self.vocab_size * self.eh_proj.weight.shape[1])

@@ -11,8 +11,8 @@ from kenotron.models.context import Context
 
 
 class ParallelResidualBlock(PreNormBlock):
-    """x ``[tokens, hidden]`` → the same shape; the modules and their names are those of the block in sequence."""
+    """A block of x ``[tokens, hidden]``; its modules and their names are those of `PreNormBlock`."""
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], ctx: Context) -> Tensor:
-        """rope (cos, sin), each ``[sequences, length, rotary_dim / 2]``."""
+        """Return the next hidden states; rope is (cos, sin), each ``[sequences, length, rotary_dim / 2]``."""
         return x + self.self_attn(self.input_layernorm(x), rope, ctx) + self.mlp(self.post_attention_layernorm(x))

@@ -10,7 +10,7 @@ from kenotron.models.context import Context
 
 
 class PostNormBlock(nn.Module):
-    """x ``[tokens, hidden]`` → the same shape. The four modules keep the names that Hugging Face gives them."""
+    """A block of x ``[tokens, hidden]``. The four modules have the same names as in Hugging Face."""
 
     def __init__(
         self, self_attn: nn.Module, post_attention_layernorm: nn.Module, mlp: nn.Module, post_feedforward: nn.Module
@@ -20,6 +20,6 @@ class PostNormBlock(nn.Module):
         self.mlp, self.post_feedforward_layernorm = mlp, post_feedforward
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], ctx: Context) -> Tensor:
-        """rope (cos, sin), each ``[sequences, length, head_dim / 2]``."""
+        """Return the next hidden states; rope is (cos, sin), each ``[sequences, length, head_dim / 2]``."""
         x = x + self.post_attention_layernorm(self.self_attn(x, rope, ctx))
         return x + self.post_feedforward_layernorm(self.mlp(x))

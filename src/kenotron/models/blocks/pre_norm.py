@@ -10,7 +10,7 @@ from kenotron.models.context import Context
 
 
 class PreNormBlock(nn.Module):
-    """x ``[tokens, hidden]`` → the same shape. The four modules keep the names that Hugging Face gives them."""
+    """A block of x ``[tokens, hidden]``. The four modules have the same names as in Hugging Face."""
 
     def __init__(
         self, input_layernorm: nn.Module, self_attn: nn.Module, post_attention_layernorm: nn.Module, mlp: nn.Module
@@ -20,6 +20,6 @@ class PreNormBlock(nn.Module):
         self.post_attention_layernorm, self.mlp = post_attention_layernorm, mlp
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], ctx: Context) -> Tensor:
-        """rope (cos, sin), each ``[sequences, length, head_dim / 2]``."""
+        """Return the next hidden states; rope is (cos, sin), each ``[sequences, length, head_dim / 2]``."""
         x = x + self.self_attn(self.input_layernorm(x), rope, ctx)
         return x + self.mlp(self.post_attention_layernorm(x))

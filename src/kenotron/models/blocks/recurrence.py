@@ -1,8 +1,8 @@
-"""What layers with a recurrent state share: where documents begin, and the state that generation keeps between tokens.
+"""Functions that all layers with a recurrent state share, for documents and for states in generation.
 
-In training tokens fold into sequences by ``ctx.shape``, states begin at zero, and a document that begins inside a
-sequence resets them. In generation ``ctx.states`` folds instead: each text is a row of its own, and its state continues
-from where the last step left it. Where ranks share sequences, ``ctx.passing`` brings what the ranks before have.
+In training, tokens fold into sequences by ``ctx.shape``, states start at zero, and a document that begins inside a
+sequence resets them. In generation, ``ctx.states`` folds instead: each text is a row, and its state continues from the
+last step. If ranks share sequences, ``ctx.passing`` receives inputs and states from the previous ranks.
 """
 
 import torch
@@ -14,31 +14,32 @@ State = tuple[Tensor, ...]
 
 
 def fold(x: Tensor, ctx: Context) -> Tensor:
-    """``[tokens, features]`` → ``[sequences, length, features]``; a shorter text of generation has zeros before it."""
+    """Return ``[sequences, length, features]``; in generation, shorter texts have zeros before them."""
     return x.view(*ctx.shape, -1) if ctx.states is None else ctx.states.fold(x)
 
 
 def unfold(x: Tensor, ctx: Context) -> Tensor:
-    """The inverse of `fold`."""
+    """Return ``[tokens, features]``, the inverse of `fold`."""
     return x.flatten(0, 1) if ctx.states is None else ctx.states.unfold(x)
 
 
 def document_starts(ctx: Context) -> Tensor | None:
-    """``[sequences, length]``: True where a document begins; None: at the first token of a sequence alone."""
+    """Return ``[sequences, length]``, True where a document begins; None: only at the start of sequences."""
     if not ctx.has_documents or ctx.states is not None:
         return None
     return ctx.positions.view(ctx.shape) == 0
 
 
 def recall(ctx: Context, layer: object) -> State | None:
-    """The states that the module `layer` left behind; None: it has read nothing yet."""
+    """Return the states that the module `layer` stored, or None if there are none."""
     return None if ctx.states is None else ctx.states.recall(layer)
 
 
 def inputs_before(x: Tensor, count: int, ctx: Context, remembered: Tensor | None) -> Tensor | None:
-    """The `count` inputs before x ``[sequences, length, features]``: remembered, or of the rank before; None: zeros.
+    """Return the `count` inputs before x ``[sequences, length, features]``; None means zeros.
 
-    Of the rank before only those of the same document: as many as the position of this rank's first token says.
+    They are the `remembered` ones, or the previous rank's. Inputs of another document are zeros; the position of this
+    rank's first token says how many belong to the same one.
     """
     if ctx.passing is None:
         return remembered
@@ -48,15 +49,15 @@ def inputs_before(x: Tensor, count: int, ctx: Context, remembered: Tensor | None
 
 
 def remember(ctx: Context, layer: object, state: State) -> None:
-    """Leave states for the next call; training needs none."""
+    """Store states for the next call; does nothing in training."""
     if ctx.states is not None:
         ctx.states.remember(layer, state)
 
 
 def kept(exponent: Tensor, starts: Tensor | None) -> Tensor:
-    """What the tokens of a sequence leave of a state: exp of their exponents' sum ``[sequences, …]``.
+    """Return the factor by which a sequence's tokens multiply a state, exp(exponent); exponent ``[sequences, …]``.
 
-    Nothing where a document begins among them.
+    It is 0 if a document begins among the tokens.
     """
     if starts is not None:
         begins = starts.any(1).view(-1, *[1] * (exponent.dim() - 1))

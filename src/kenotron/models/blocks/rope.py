@@ -1,8 +1,8 @@
 """Rotary position embedding: channel pair i is rotated by the angle ``position * theta ** (-2 i / head_dim)``.
 
-(Su et al. 2021, arXiv 2104.09864.) With head_dim 4 and theta 10000 the two pairs turn by 1 and 0.01 radians a
-position: the first distinguishes neighbours, the second positions that are hundreds apart. `rope_scaling` stretches
-the slow pairs so that a model reads further than it was trained; the four rules compute the numbers of `transformers`:
+(Su et al. 2021, arXiv 2104.09864.) With head_dim 4 and theta 10000 the two pairs rotate by 1 and 0.01 radians per
+position: the first distinguishes neighbours, the second positions that are hundreds apart. `rope_scaling` slows pairs
+down so that a model reads longer texts than it was trained on; the four rules give the same numbers as `transformers`:
 
 * ``linear``: every angle divided by `factor` (positions interpolated);
 * ``dynamic``: theta grows with the sequence once it exceeds `max_position_embeddings` (NTK-aware);
@@ -26,9 +26,9 @@ RopeScaling = Mapping[str, Any] | None
 
 
 class Rope(nn.Module):
-    """Angles for positions: ``[...]`` int64 → (cos, sin), each ``[..., head_dim / 2]`` fp32. No parameters.
+    """Maps positions ``[...]`` int64 to (cos, sin) of the angles, each ``[..., head_dim / 2]`` fp32; no parameters.
 
-    `head_dim`: channels of a head that are rotated, all or some of them.
+    `head_dim` is the number of a head's channels that are rotated, all or some of them.
     """
 
     def __init__(self, head_dim: int, theta: float, scaling: RopeScaling, max_positions: int) -> None:
@@ -36,17 +36,18 @@ class Rope(nn.Module):
         assert head_dim % 2 == 0, f"RoPE rotates pairs of channels: expected an even head_dim, found {head_dim}"
         self.head_dim, self.theta, self.scaling, self.max_positions = head_dim, theta, scaling, max_positions
         self.grows = scaling_type(scaling) == "dynamic"
-        # Made at first use, on the device of the positions: a meta-device build has nothing to fill.
+        # Computed at first use, on the device of the positions, so that a build on the meta device leaves nothing to
+        # fill.
         self._tables: dict[tuple[torch.device, int], Tensor] = {}
         _, self.attention_factor = frequencies(head_dim, theta, scaling, max_positions)
 
     @staticmethod
     def of(config: RopeArchitecture) -> Rope:
-        """As a section describes it."""
+        """Build the module that a section describes."""
         return Rope(config.rotary_dim, config.rope_theta, config.rope_scaling, config.max_position_embeddings)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """(cos, sin) of the angles, in fp32."""
+        """Return (cos, sin) of the angles, in fp32."""
         longest = max(int(positions.max()) + 1, self.max_positions) if self.grows else 0
         key = (positions.device, longest)
         if key not in self._tables:
@@ -59,9 +60,9 @@ class Rope(nn.Module):
 def frequencies(
     head_dim: int, theta: float, scaling: RopeScaling, max_positions: int, length: int = 0
 ) -> tuple[list[float], float]:
-    """Radians a position for each of the head_dim / 2 channel pairs, and the factor on cos and sin.
+    """Return the radians per position of each of the head_dim / 2 channel pairs, and the factor on cos and sin.
 
-    `length` is the longest position + 1 of the batch, which only ``dynamic`` asks for.
+    `length` is the longest position + 1 of the batch, which only ``dynamic`` uses.
     """
     kind = scaling_type(scaling)
     if kind == "default" or scaling is None:
@@ -80,7 +81,7 @@ def frequencies(
 
 
 def scaling_type(scaling: RopeScaling) -> str:
-    """The rule's name, checked: `rope_type` (or the older `type`) and the keys that it needs."""
+    """Return the rule's name, `rope_type` (or the older `type`), after checking the keys that it needs."""
     if not scaling:
         return "default"
     kind = scaling.get("rope_type", scaling.get("type", "default"))
@@ -102,7 +103,7 @@ def _plain(head_dim: int, theta: float) -> list[float]:
 
 def _llama3(frequency: float, scaling: Mapping[str, Any]) -> float:
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    turns = scaling["original_max_position_embeddings"] * frequency / (2 * math.pi)  # over the old context
+    turns = scaling["original_max_position_embeddings"] * frequency / (2 * math.pi)  # over the original context
     keep = min(max((turns - low) / (high - low), 0.0), 1.0)
     return keep * frequency + (1 - keep) * frequency / scaling["factor"]
 
@@ -139,5 +140,5 @@ def _yarn_attention_factor(scaling: Mapping[str, Any]) -> float:
 
 
 def yarn_temperature(scaling: Mapping[str, Any], weight: float) -> float:
-    """YaRN's factor on queries and on keys, ``0.1 weight log(factor) + 1``."""
+    """Return YaRN's factor on queries and on keys, ``0.1 weight log(factor) + 1``."""
     return 0.1 * weight * math.log(scaling["factor"]) + 1.0 if scaling["factor"] > 1 else 1.0

@@ -1,7 +1,7 @@
 """DeepSeek-V3 (arXiv 2412.19437): latent attention, and many small experts that are chosen by groups and biases.
 
-The first layers are dense. A token's experts come from its best groups of experts (on a cluster, from few machines),
-and the bias of an expert, which no gradient reaches, affects which experts are chosen, not their weights.
+The first layers are dense. A token's experts come from its best groups of experts (on a cluster, from few machines).
+The bias of an expert, which no gradient reaches, influences which experts are chosen, but not their weights.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class DeepseekV3Architecture(BiasedMixtureArchitecture, SparseArchitecture):
 
     not_served: ClassVar[tuple[str, ...]] = ("rope_interleaved", "free_head_dim")
     experts_key = "n_routed_experts"
-    # And what weights of the same shapes mean another model without: they are not reordered for it.
+    # Another value means another model for weights of the same shapes: weights are not reordered for it.
     shape_keys: ClassVar[tuple[str, ...]] = (*SparseArchitecture.shape_keys, "rope_interleave")
 
     family: Literal["deepseek_v3"] = our_key("The family's name.", "deepseek_v3")
@@ -55,49 +55,49 @@ class DeepseekV3Architecture(BiasedMixtureArchitecture, SparseArchitecture):
 
     @property
     def next_token_layers(self) -> range:
-        """As many as num_nextn_predict_layers."""
+        """Return the numbers of the `num_nextn_predict_layers` blocks after the layers."""
         return range(self.num_hidden_layers, self.num_hidden_layers + self.num_nextn_predict_layers)
 
     @property
     def sparse_layers(self) -> tuple[int, ...]:
-        """The layers after the dense ones, and the blocks that predict further tokens."""
+        """Return the layers after the dense ones, and the blocks that predict further tokens."""
         return (*range(self.first_k_dense_replace, self.num_hidden_layers), *self.next_token_layers)
 
     @property
     def head_dim(self) -> int:
-        """Channels of one head of queries and keys."""
+        """The number of channels of one head of queries and keys."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @property
     def rotary_dim(self) -> int:
-        """Channels of a head that RoPE rotates: the last ones."""
+        """The number of channels of a head that RoPE rotates: the last ones."""
         return self.qk_rope_head_dim
 
     def head_dim_problems(self) -> Iterator[Problem]:
-        """RoPE rotates pairs of channels; the widths of heads are free otherwise."""
+        """Yield a problem if RoPE cannot rotate pairs of channels; the widths of heads are free otherwise."""
         if self.qk_rope_head_dim % 2:
             yield "qk_rope_head_dim", f"expected an even number, found {self.qk_rope_head_dim}"
 
     def shape_problems(self) -> Iterator[Problem]:
-        """Every head has keys of its own."""
+        """Yield a problem unless every query head has its own keys."""
         yield from super().shape_problems()
         if self.kv_heads != (heads := self.num_attention_heads):
             yield "num_key_value_heads", f"expected null or num_attention_heads {heads}, found {self.kv_heads}"
 
     def pp_problems(self, pp: int) -> Iterator[str]:
-        """What predicts further tokens needs the embedding and the head."""
+        """Yield a problem for blocks that predict further tokens, which need both the embedding and the head."""
         if pp > 1 and self.num_nextn_predict_layers:
             yield f"expected 1 with num_nextn_predict_layers, which needs the embedding beside the head; found {pp}"
 
     def cp_problems(self, cp: int, tp: int, method: str, lengths: Mapping[str, int]) -> Iterator[str]:
-        """A token's next one may be another rank's."""
+        """Yield a problem for blocks that predict further tokens, since the next token may be on another rank."""
         yield from super().cp_problems(cp, tp, method, lengths)
         if self.num_nextn_predict_layers:
             yield f"expected 1 with num_nextn_predict_layers, whose tokens' next ones are other ranks'; found {cp}"
 
 
 class DeepseekV3(SparseStyle[DeepseekV3Architecture]):
-    """The shared expert has no gate."""
+    """DeepSeek-V3, whose shared expert has no gate."""
 
     section = DeepseekV3Architecture
     hf_model_type = "deepseek_v3"
@@ -118,7 +118,7 @@ class DeepseekV3(SparseStyle[DeepseekV3Architecture]):
         self.plan = replace(
             self.plan,
             column=(*(f"{ATTENTION}.{name}" for name in (*q, "kv_b_proj", "k_rope_proj")), *mlp),
-            kv=(f"{ATTENTION}.k_rope_proj",),  # one head of keys, for the heads of every rank
+            kv=(f"{ATTENTION}.k_rope_proj",),  # one key head, which the heads of every rank use
             sequence=(*self.plan.sequence, *(f"{ATTENTION}.{name}" for name in short)),
         )
         if config.next_token_layers:
@@ -138,7 +138,7 @@ class DeepseekV3(SparseStyle[DeepseekV3Architecture]):
         return NextTokenBlock(block, norms, config.hidden_size, config.vocab_size)
 
     def attention(self, layer: int) -> nn.Module:
-        """The attention of layer `layer`."""
+        """Return the attention module of layer `layer`."""
         from kenotron.models.blocks.latent_attention import LatentAttention
         from kenotron.models.blocks.rope import yarn_temperature
 
@@ -158,31 +158,31 @@ class DeepseekV3(SparseStyle[DeepseekV3Architecture]):
         )
 
     def shared_expert(self) -> tuple[nn.Module, None]:
-        """A gated MLP as wide as `n_shared_experts` experts."""
+        """Return a gated MLP as wide as `n_shared_experts` experts, without a gate on its output."""
         return self.gated_mlp(self.config.n_shared_experts * self.config.expert_width), None
 
     @classmethod
     def from_hf(cls, values: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-        """`head_dim` is a copy of qk_rope_head_dim; for num_nextn_predict_layers see `as_saved`."""
+        """Drop `head_dim`, a copy of qk_rope_head_dim; for num_nextn_predict_layers see `as_saved`."""
         return {name: value for name, value in values.items() if name not in ("head_dim", "num_nextn_predict_layers")}
 
     def to_hf(self, values: dict[str, Any]) -> dict[str, Any]:
-        """The inverse of `from_hf`."""
+        """Return values for config.json, the inverse of `from_hf`."""
         return values | {"head_dim": self.config.qk_rope_head_dim}
 
     def as_saved(self, config: Mapping[str, Any], tensors: Container[str]) -> DeepseekV3Architecture:
-        """With the blocks for further tokens whose tensors are there: transformers writes their number of any model."""
+        """Count the blocks for further tokens that have tensors: transformers writes a number for any model."""
         if f"model.layers.{self.config.num_hidden_layers}.eh_proj.weight" not in tensors:
             return self.config
         return self.config.model_copy(update={"num_nextn_predict_layers": config.get("num_nextn_predict_layers", 1)})
 
     def hf_copies(self) -> dict[str, str]:
-        """Blocks that predict further tokens have the embedding and the head once more."""
+        """Return the copies of embedding and head in the blocks that predict further tokens."""
         head = EMBEDDING if self.config.tie_word_embeddings else HEAD
         copies = {"embed_tokens.weight": EMBEDDING, "shared_head.head.weight": head}
         layers = self.config.next_token_layers
-        return {f"model.layers.{layer}.{theirs}": ours for layer in layers for theirs, ours in copies.items()}
+        return {f"model.layers.{layer}.{copy}": name for layer in layers for copy, name in copies.items()}
 
     def hf_split(self, hf_name: str, tensor: Tensor) -> Sequence[Tensor]:
-        """One projection to the latent and to the keys with positions."""
+        """Split the joint projection into the latent's and the RoPE keys'."""
         return tensor.split((self.config.kv_lora_rank, self.config.qk_rope_head_dim))

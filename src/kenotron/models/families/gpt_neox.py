@@ -1,4 +1,4 @@
-"""GPT-NeoX (Black et al. 2022, arXiv 2204.06745), also Pythia (arXiv 2304.01373): both branches side by side.
+"""GPT-NeoX (Black et al. 2022, arXiv 2204.06745), also Pythia (arXiv 2304.01373): parallel residual branches.
 
     x ──┬─ LayerNorm ─ attention ───────────────(+)── x
         └─ LayerNorm ─ up ─ GELU ─ down ─────────┘
@@ -35,11 +35,11 @@ class GPTNeoXArchitecture(RopeArchitecture):
 
     @property
     def rotary_factor(self) -> float:
-        """`rotary_pct`."""
+        """The fraction of a head's channels that is rotated: `rotary_pct`."""
         return self.rotary_pct
 
     def head_dim_problems(self) -> Iterator[Problem]:
-        """The rotated channels have to be pairs."""
+        """Yield a problem unless the rotated channels are pairs."""
         yield from super().head_dim_problems()
         turning = self.rotary_dim
         if turning % 2 or turning == 0:
@@ -48,11 +48,11 @@ class GPTNeoXArchitecture(RopeArchitecture):
 
 
 class GPTNeoX(Family[GPTNeoXArchitecture]):
-    """Linears and norms are split as StarCoder2's."""
+    """GPT-NeoX, whose linears and norms are split like StarCoder2's."""
 
     section = GPTNeoXArchitecture
     plan = Starcoder2.plan
-    positions = Starcoder2.positions  # on a part of every head
+    positions = Starcoder2.positions  # on some channels of every head
     hf_model_type = "gpt_neox"
     hf_class = "GPTNeoXForCausalLM"
     hf_names = {  # noqa: RUF012
@@ -70,7 +70,7 @@ class GPTNeoX(Family[GPTNeoXArchitecture]):
     hf_unread = (".attention.bias", ".attention.masked_bias")
 
     def block(self, layer: int) -> nn.Module:
-        """Layer number `layer`."""
+        """Return the module of layer `layer`."""
         from kenotron.models.blocks.attention import Attention
         from kenotron.models.blocks.mlp import MLP
         from kenotron.models.blocks.parallel_residual import ParallelResidualBlock
@@ -83,13 +83,13 @@ class GPTNeoX(Family[GPTNeoXArchitecture]):
         return block(self.final_norm(), attention, self.final_norm(), mlp)
 
     def final_norm(self) -> nn.Module:
-        """LayerNorm, as before attention and feed-forward."""
+        """Return a LayerNorm, as before attention and feed-forward."""
         from kenotron.models.blocks.norm import LayerNorm
 
         return LayerNorm(self.config.hidden_size, self.config.layer_norm_eps)
 
     def to_hf(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Heads have their share of the hidden size there; `rotary_emb_base` is rope_theta before transformers 5."""
+        """Add `rotary_emb_base`, rope_theta's name before transformers 5. Raises InputError for a free `head_dim`."""
         width, share = self.config.head_dim, self.config.hidden_size / self.config.num_attention_heads
         if width != share:
             raise InputError(
@@ -98,13 +98,13 @@ class GPTNeoX(Family[GPTNeoXArchitecture]):
         return values | {"rotary_emb_base": self.config.rope_theta}
 
     def hf_join(self, hf_name: str, parts: Sequence[Tensor]) -> Tensor:
-        """Rows of q, k and v, head by head."""
+        """Interleave the rows of q, k and v head by head."""
         import torch
 
         heads = self.config.num_attention_heads
         return torch.stack([part.unflatten(0, (heads, -1)) for part in parts], dim=1).flatten(0, 2)
 
     def hf_split(self, hf_name: str, tensor: Tensor) -> Sequence[Tensor]:
-        """The inverse of `hf_join`."""
+        """Return the pieces, the inverse of `hf_join`."""
         heads = tensor.unflatten(0, (self.config.num_attention_heads, 3, -1))
         return [part.flatten(0, 1) for part in heads.unbind(1)]

@@ -3,7 +3,7 @@
     tokens ── embed ──┬─ norm ─ attention ─(+)─┬─ norm ─ gated MLP ─(+)── … ── norm ── head ── loss
                       └────────────────────────┘└───────────────────┘
 
-Names are Hugging Face's, so a checkpoint of either loads into the other tensor by tensor.
+Names are Hugging Face's, so checkpoints convert tensor by tensor in both directions.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class LlamaStyleArchitecture(RopeArchitecture):
 
     @property
     def sparse_layers(self) -> tuple[int, ...]:
-        """The layers with experts; the others have a plain gated MLP."""
+        """Return the layers with experts; the others have a plain gated MLP."""
         return ()
 
     def tp_problems(self, tp: int) -> Iterator[str]:
-        """Experts are split inside."""
+        """Yield a problem unless tp divides the width of experts."""
         yield from super().tp_problems(tp)
         if self.expert_width % tp:
             yield f"expected a divisor of the width of an expert, {self.expert_width}, found {tp}"
@@ -52,12 +52,12 @@ C = TypeVar("C", bound=LlamaStyleArchitecture)
 
 
 class LlamaStyle(Family[C]):
-    """What Llama and its relatives share; most differ in what their attention adds."""
+    """The code that Llama and its relatives share; most differ in their attention."""
 
     output_bias: ClassVar[bool] = True
-    """Whether the output projection has a bias where queries, keys and values have."""
+    """Whether the output projection has a bias if queries, keys and values have one."""
     qk_norm: ClassVar[Literal["heads", "all"] | None] = None
-    """RMSNorms of queries and of keys: each head by itself, or all heads at once; None: there are none."""
+    """RMSNorms of queries and of keys, of each head separately or of all heads together; None: no norms."""
 
     plan = Plan(
         blocks="model.layers.*",
@@ -73,7 +73,7 @@ class LlamaStyle(Family[C]):
     )
 
     def attention(self, layer: int) -> nn.Module:
-        """The attention of layer `layer`, with the biases of `attention_bias`."""
+        """Return the attention of layer `layer`, with biases as `attention_bias` says."""
         from kenotron.models.blocks.attention import Attention
         from kenotron.models.blocks.norm import HeadRMSNorm, RMSNorm
 
@@ -87,37 +87,37 @@ class LlamaStyle(Family[C]):
         return Attention.of(config, layer, qkv_bias=bias, output_bias=bias and self.output_bias, **norms)
 
     def block(self, layer: int) -> nn.Module:
-        """``x + attention(norm(x))``, then ``x + mlp(norm(x))``."""
+        """Return the block ``x + attention(norm(x))``, then ``x + mlp(norm(x))``."""
         from kenotron.models.blocks.pre_norm import PreNormBlock
 
         mlp = self.gated_mlp(self.config.intermediate_size)
         return PreNormBlock(self.final_norm(), self.attention(layer), self.final_norm(), mlp)
 
     def gated_mlp(self, width: int) -> nn.Module:
-        """A gated MLP, `width` wide inside."""
+        """Return a gated MLP with the inner width `width`."""
         from kenotron.models.blocks.mlp import GatedMLP
 
         return GatedMLP(self.config.hidden_size, width, self.config.hidden_act)
 
     def final_norm(self) -> nn.Module:
-        """RMSNorm, as before attention and MLP."""
+        """Return an RMSNorm, as before attention and MLP."""
         from kenotron.models.blocks.norm import RMSNorm
 
         return RMSNorm(self.config.hidden_size, self.config.rms_norm_eps)
 
     def positions(self) -> nn.Module:
-        """RoPE."""
+        """Return the module for RoPE."""
         from kenotron.models.blocks.rope import Rope
 
         return Rope.of(self.config)
 
 
-# Those of relatives whose feed-forward has no gate.
+# The plan of relatives whose feed-forward has no gate.
 UNGATED_COLUMNS = tuple(name for name in LlamaStyle.plan.column if not name.endswith("gate_proj"))
 
 
 class Llama(LlamaStyle[LlamaArchitecture]):
-    """The blocks above, as they are."""
+    """Llama, with the blocks of `LlamaStyle` unchanged."""
 
     section = LlamaArchitecture
     hf_model_type = "llama"

@@ -1,6 +1,6 @@
 """LlaMoE, nanotron's example of a mixture of experts: a Llama whose experts are MLPs without a gate.
 
-Its experts compute with GELU whatever `hidden_act` says, and routing weights are those of the softmax over all experts.
+Its experts use GELU for any `hidden_act`, and routing weights are the softmax over all experts, not renormalized.
 It has no counterpart in transformers.
 """
 
@@ -34,12 +34,12 @@ class LlamoeArchitecture(SparseArchitecture):
 
 
 class Llamoe(SparseStyle[LlamoeArchitecture]):
-    """Every layer has experts."""
+    """LlaMoE, with experts in every layer."""
 
     section = LlamoeArchitecture
 
     def mixture(self) -> nn.Module:
-        """Experts without a gate."""
+        """Return a mixture of experts without gates."""
         from kenotron.models.blocks.moe import MixtureOfExperts
 
         config, routing = self.config, replace(self.routing(), normalize=False)

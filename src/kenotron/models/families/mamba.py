@@ -1,10 +1,10 @@
-"""Mamba (Gu & Dao 2023, arXiv 2312.00752): a state that every token updates, in the place of attention.
+"""Mamba (Gu & Dao 2023, arXiv 2312.00752): a state that every token updates instead of attention.
 
     tokens ── embed ──┬─ norm ─ convolution, selective scan, gate ─(+)─ … ── norm ── head ── loss
                       └────────────────────────────────────────────┘
 
-Names are Hugging Face's, except for what is stored joined there: in_proj is in_proj_x over in_proj_z here. nanotron's
-keys (d_model, ssm_cfg, …) are read as the ones they mean.
+Names are Hugging Face's, except that its in_proj is the concatenation of in_proj_x and in_proj_z. nanotron's keys
+(d_model, ssm_cfg, …) are accepted, too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kenotron.models.plan import Plan
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-# nanotron's name → ours, in model_config and in its ssm_cfg.
+# nanotron's key → the section's, in model_config and in its ssm_cfg.
 _NANOTRON = {"d_model": "hidden_size", "rms_norm_eps": "layer_norm_epsilon"}
 _SSM_CFG = {
     "d_state": "state_size",
@@ -42,7 +42,7 @@ _SSM_CFG = {
 
 
 class MambaStyleArchitecture(DecoderArchitecture):
-    """What Mamba and Mamba-2 share."""
+    """The keys that Mamba and Mamba-2 share."""
 
     shape_keys = (*DecoderArchitecture.shape_keys, "inner_size", "state_size", "conv_kernel")
 
@@ -62,16 +62,16 @@ class MambaStyleArchitecture(DecoderArchitecture):
 
     @property
     def inner_size(self) -> int:
-        """Channels inside a layer."""
+        """The number of channels inside a layer."""
         return self.expand * self.hidden_size
 
     def shape_problems(self) -> Iterator[Problem]:
-        """Initial time steps that are not a range."""
+        """Yield a problem unless the initial time steps are a range."""
         if self.time_step_max < self.time_step_min:
             yield "time_step_max", f"expected at least time_step_min {self.time_step_min}, found {self.time_step_max}"
 
     def cp_problems(self, cp: int, tp: int, method: str, lengths: Mapping[str, int]) -> Iterator[str]:
-        """The method is for another kind of layer."""
+        """Yield a problem for methods other than state_passing, which are for attention."""
         if method != "state_passing":
             yield f"expected context_parallel_method state_passing with {self.family}, found {method}"
 
@@ -94,29 +94,29 @@ class MambaArchitecture(MambaStyleArchitecture):
     def _from_nanotron(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
-        ours, ssm = dict(value), value.get("ssm_cfg") or {}
+        keys, ssm = dict(value), value.get("ssm_cfg") or {}
         for name in ("ssm_cfg", "fused_add_norm"):  # the second chooses a kernel
-            ours.pop(name, None)
-        if ours.pop("rms_norm", True) is not True:
+            keys.pop(name, None)
+        if keys.pop("rms_norm", True) is not True:
             raise problem("rms_norm", "expected true (a Mamba with LayerNorm is not supported)")
         for name in set(ssm) - set(_SSM_CFG) - {"use_fast_path"}:  # that chooses a kernel, too
             raise problem(f"ssm_cfg.{name}", f"expected one of {', '.join(_SSM_CFG)}")
-        found = [(theirs, name, value) for theirs, name in _NANOTRON.items() if theirs in value]
-        found += [(f"ssm_cfg.{theirs}", name, ssm) for theirs, name in _SSM_CFG.items() if theirs in ssm]
-        for theirs, name, where in found:
-            if name in value and name != theirs:
-                raise problem(theirs, f"is nanotron's name for {name}, which is also set; remove one of them")
-            ours.pop(theirs, None)
-            ours[name] = where[theirs.rpartition(".")[2]]
-        return ours
+        found = [(alias, name, value) for alias, name in _NANOTRON.items() if alias in value]
+        found += [(f"ssm_cfg.{alias}", name, ssm) for alias, name in _SSM_CFG.items() if alias in ssm]
+        for alias, name, where in found:
+            if name in value and name != alias:
+                raise problem(alias, f"is nanotron's name for {name}, which is also set; remove one of them")
+            keys.pop(alias, None)
+            keys[name] = where[alias.rpartition(".")[2]]
+        return keys
 
     @property
     def rank(self) -> int:
-        """`time_step_rank`, with "auto" filled in."""
+        """`time_step_rank`, with "auto" replaced by its value."""
         return math.ceil(self.hidden_size / 16) if self.time_step_rank == "auto" else self.time_step_rank
 
     def tp_problems(self, tp: int) -> Iterator[str]:
-        """Channels."""
+        """Yield a problem unless tp divides the channels."""
         if self.inner_size % tp:
             yield f"expected a divisor of expand * hidden_size {self.inner_size}, found {tp}"
 
@@ -125,7 +125,7 @@ C = TypeVar("C", bound=MambaStyleArchitecture)
 
 
 class MambaStyle(Family[C]):
-    """What Mamba and Mamba-2 share: the block around the mixer, and Hugging Face's names around it."""
+    """The code that Mamba and Mamba-2 share: the block around the mixer, and Hugging Face's names around it."""
 
     residual_branches = 1
     hf_names = {  # noqa: RUF012
@@ -136,19 +136,19 @@ class MambaStyle(Family[C]):
     }
 
     def mixer_block(self, mixer: nn.Module, reads: tuple[str, ...] = ("ctx",)) -> nn.Module:
-        """``x + mixer(norm(x))``; for `reads` see `MixerBlock`."""
+        """Return the block ``x + mixer(norm(x))``; for `reads` see `MixerBlock`."""
         from kenotron.models.blocks.mamba import MixerBlock
 
         return MixerBlock(self.final_norm(), mixer, self.config.residual_in_fp32, reads)
 
     def final_norm(self) -> nn.Module:
-        """RMSNorm, as before every mixer."""
+        """Return an RMSNorm, as before every mixer."""
         from kenotron.models.blocks.norm import RMSNorm
 
         return RMSNorm(self.config.hidden_size, self.config.layer_norm_epsilon)
 
     def init_rules(self, std: float, scaling: str) -> list[InitRule]:
-        """The papers': `std` is the embedding's."""
+        """Return the papers' initialization; `std` is used for the embedding and other matrices without a rule."""
         from kenotron.models.blocks.mamba_init import log_of_index, time_step_bias, uniform
 
         config = self.config
@@ -168,7 +168,7 @@ class MambaStyle(Family[C]):
 
 
 class Mamba(MambaStyle[MambaArchitecture]):
-    """Channels are split over tp; x_proj, which mixes them, is summed inside the layer."""
+    """Mamba: tp splits the channels, and outputs of x_proj, which mixes channels, are summed inside the layer."""
 
     section = MambaArchitecture
     plan = Plan(
@@ -185,7 +185,7 @@ class Mamba(MambaStyle[MambaArchitecture]):
     hf_names = {**MambaStyle.hf_names, "in_proj_x": "in_proj", "in_proj_z": "in_proj"}  # noqa: RUF012
 
     def block(self, layer: int) -> nn.Module:
-        """Layer number `layer`."""
+        """Return the module of layer `layer`."""
         from kenotron.models.blocks.mamba import MambaMixer
 
         config = self.config
@@ -193,7 +193,7 @@ class Mamba(MambaStyle[MambaArchitecture]):
         return self.mixer_block(MambaMixer(*widths, bias=config.use_bias, conv_bias=config.use_conv_bias))
 
     def init_rules(self, std: float, scaling: str) -> list[InitRule]:
-        """The rules above, and the projection to time steps by its own keys."""
+        """Return the rules of `MambaStyle`, and one for the projection to time steps, which has its own keys."""
         from kenotron.models.blocks.mamba_init import uniform
 
         bound = self.config.rank**-0.5 * self.config.time_step_scale
@@ -202,5 +202,5 @@ class Mamba(MambaStyle[MambaArchitecture]):
         return [time_steps, *super().init_rules(std, scaling)]
 
     def hf_split(self, hf_name: str, tensor: Tensor) -> Sequence[Tensor]:
-        """x above z."""
+        """Split in_proj into x and z."""
         return tensor.chunk(2)

@@ -1,7 +1,7 @@
-"""Mamba-2 (Dao & Gu 2024, arXiv 2405.21060): Mamba with heads of one decay each, so that its scan is matrix products.
+"""Mamba-2 (Dao & Gu 2024, arXiv 2405.21060): Mamba with one decay per head, so that its scan is matrix products.
 
-Names are Hugging Face's, except for what is stored joined there: in_proj is z, x, B, C and dt, conv1d is x, B and C,
-one above the other.
+Names are Hugging Face's, except for the tensors that it concatenates: in_proj is z, x, B, C and dt, and conv1d is x, B
+and C.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MIXER = "model.layers.*.mixer"
 
 
 class Mamba2StyleArchitecture(MambaStyleArchitecture):
-    """What Mamba-2 and hybrids with it share; `head_keys`: their names of the number of heads and of a state's size."""
+    """The keys that Mamba-2 and its hybrids share; `head_keys` are their names for heads and state size."""
 
     head_keys: ClassVar[tuple[str, str]] = ("num_heads", "state_size")
 
@@ -31,24 +31,24 @@ class Mamba2StyleArchitecture(MambaStyleArchitecture):
 
     @property
     def recurrence(self) -> tuple[int, int]:
-        """(heads, numbers in the state of one channel)."""
+        """Return (number of heads, state size of one channel)."""
         heads, state_size = (getattr(self, name) for name in self.head_keys)
         return heads, state_size
 
     @property
     def limit(self) -> tuple[float, float]:
-        """Bounds of time steps in the forward pass."""
+        """The bounds of time steps in the forward pass."""
         return 0.0, math.inf
 
     def shape_problems(self) -> Iterator[Problem]:
-        """Heads that do not divide into groups."""
+        """Yield a problem if heads do not divide into groups."""
         yield from super().shape_problems()
         if self.recurrence[0] % self.n_groups:
             found = f"found {self.n_groups}"
             yield "n_groups", f"expected a divisor of {self.head_keys[0]} {self.recurrence[0]}, {found}"
 
     def tp_problems(self, tp: int) -> Iterator[str]:
-        """Heads, and groups unless one serves all heads."""
+        """Yield a problem unless tp divides the heads, and the groups if there are several."""
         if self.recurrence[0] % tp:
             yield f"expected a divisor of {self.head_keys[0]} {self.recurrence[0]}, found {tp}"
         if self.n_groups > 1 and self.n_groups % tp:
@@ -71,7 +71,7 @@ class Mamba2Architecture(Mamba2StyleArchitecture):
     )
 
     def shape_problems(self) -> Iterator[Problem]:
-        """Heads that do not fill the width, or do not divide into groups."""
+        """Yield a problem if heads do not fill the width, or do not divide into groups."""
         yield from super().shape_problems()
         if self.num_heads * self.head_dim != self.inner_size:
             found = f"found {self.num_heads} * {self.head_dim}"
@@ -81,7 +81,7 @@ class Mamba2Architecture(Mamba2StyleArchitecture):
 
     @property
     def limit(self) -> tuple[float, float]:
-        """`time_step_limit` as numbers."""
+        """`time_step_limit` as two numbers."""
         least, most = self.time_step_limit
         return (0.0 if least is None else least, math.inf if most is None else most)
 
@@ -90,7 +90,7 @@ D = TypeVar("D", bound=Mamba2StyleArchitecture)
 
 
 class Mamba2Style(MambaStyle[D]):
-    """Heads and groups are split over tp; one group that all heads share is on every rank."""
+    """Mamba-2 layers: tp splits heads and groups; a single group, shared by all heads, is on every rank."""
 
     plan = Plan(
         blocks="model.layers.*",
@@ -109,7 +109,7 @@ class Mamba2Style(MambaStyle[D]):
     }
 
     def block(self, layer: int) -> nn.Module:
-        """Layer number `layer`."""
+        """Return the module of layer `layer`."""
         from kenotron.models.blocks.mamba2 import Mamba2Mixer
 
         config = self.config
@@ -126,7 +126,7 @@ class Mamba2Style(MambaStyle[D]):
         return self.mixer_block(mixer)
 
     def hf_split(self, hf_name: str, tensor: Tensor) -> Sequence[Tensor]:
-        """Splits by the widths of the parts."""
+        """Split the concatenated tensor by the widths of its pieces."""
         config = self.config
         heads, state_size = config.recurrence
         convolved = (config.inner_size, config.n_groups * state_size, config.n_groups * state_size)
@@ -134,7 +134,7 @@ class Mamba2Style(MambaStyle[D]):
 
 
 class Mamba2(Mamba2Style[Mamba2Architecture]):
-    """Every layer is Mamba-2's."""
+    """Mamba-2, in every layer."""
 
     section = Mamba2Architecture
     hf_model_type = "mamba2"
@@ -142,11 +142,11 @@ class Mamba2(Mamba2Style[Mamba2Architecture]):
 
     @classmethod
     def from_hf(cls, values: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-        """An infinite bound of time steps means no bound."""
-        given = config.get("time_step_limit") or (0.0, math.inf)
-        bounds = [float(each["__float__"]) if isinstance(each, dict) else each for each in given]
+        """Read the bounds of time steps, where infinity means no bound."""
+        limit = config.get("time_step_limit") or (0.0, math.inf)
+        bounds = [float(each["__float__"]) if isinstance(each, dict) else each for each in limit]
         return values | {"time_step_limit": [None if each is None or math.isinf(each) else each for each in bounds]}
 
     def to_hf(self, values: dict[str, Any]) -> dict[str, Any]:
-        """The inverse of `from_hf`."""
+        """Return values for config.json, the inverse of `from_hf`."""
         return values | {"time_step_limit": list(self.config.limit)}

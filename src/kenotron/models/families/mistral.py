@@ -20,7 +20,7 @@ class MistralArchitecture(LlamaStyleArchitecture):
 
 
 class Mistral(LlamaStyle[MistralArchitecture]):
-    """No biases; the window is attention's (`kernels.attention`)."""
+    """Mistral, without biases; attention applies the window (`kernels.attention`)."""
 
     section = MistralArchitecture
     hf_model_type = "mistral"

@@ -1,6 +1,6 @@
 """Mixtral (Jiang et al. 2024, arXiv 2401.04088): a Mistral whose MLP is a mixture of experts in every layer.
 
-What the sparse families share is here, too: their keys, their plan, their block.
+This file also has the keys, the plan and the block that all sparse families share.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ class MixtureArchitecture(DecoderArchitecture):
     )
 
     def shape_problems(self) -> Iterator[Problem]:
-        """A token cannot go through more experts than there are."""
+        """Yield a problem if a token should go through more experts than there are."""
         yield from super().shape_problems()
         if 0 < self.experts < self.num_experts_per_tok:
             found = self.num_experts_per_tok
             yield "num_experts_per_tok", f"expected at most the {self.experts} experts, found {found}"
 
     def cp_problems(self, cp: int, tp: int, method: str, lengths: Mapping[str, int]) -> Iterator[str]:
-        """A capacity is counted in whole sequences."""
+        """Yield a problem for a capacity, which is counted over whole sequences."""
         yield from super().cp_problems(cp, tp, method, lengths)
         if self.moe_expert_capacity_factor is not None:
             yield f"expected 1 with moe_expert_capacity_factor, which drops tokens by whole sequences; found {cp}"
 
     def routing(self) -> Routing:
-        """How tokens choose experts."""
+        """Return how tokens choose experts."""
         from kenotron.models.blocks.moe import Routing
 
         return Routing(
@@ -80,7 +80,7 @@ class BiasedMixtureArchitecture(MixtureArchitecture):
     )
 
     def shape_problems(self) -> Iterator[Problem]:
-        """Groups are equal, and have enough experts for a token."""
+        """Yield a problem unless groups are equal, and have enough experts for a token."""
         yield from super().shape_problems()
         experts, groups = self.experts, self.n_group
         if experts % groups:
@@ -94,7 +94,7 @@ class BiasedMixtureArchitecture(MixtureArchitecture):
             yield "num_experts_per_tok", f"{expected}, found {self.num_experts_per_tok}"
 
     def routing(self) -> Routing:
-        """Sigmoid scores, groups and biases."""
+        """Return the routing with sigmoid scores, groups and biases."""
         return replace(
             super().routing(),
             scores="sigmoid",
@@ -107,27 +107,27 @@ class BiasedMixtureArchitecture(MixtureArchitecture):
 
 
 class SparseArchitecture(MixtureArchitecture, LlamaStyleArchitecture):
-    """A Llama-style decoder with a mixture of experts in some layers; `experts_key`: its name of their number."""
+    """A Llama-style decoder with experts in some layers; `experts_key` is its key for their number."""
 
     experts_key: ClassVar[str] = "num_experts"
 
     @property
     def experts(self) -> int:
-        """Experts per layer."""
+        """The number of experts per layer."""
         return getattr(self, self.experts_key)
 
     @property
     def expert_width(self) -> int:
-        """Width inside an expert."""
+        """The inner width of an expert."""
         return getattr(self, "moe_intermediate_size", self.intermediate_size)
 
     @property
     def sparse_layers(self) -> tuple[int, ...]:
-        """The layers with experts; the others have a plain gated MLP."""
+        """Return the layers with experts; the others have a plain gated MLP."""
         return tuple(range(self.num_hidden_layers))
 
     def shape_problems(self) -> Iterator[Problem]:
-        """A family with experts has some."""
+        """Yield a problem if there are no experts."""
         yield from super().shape_problems()
         if not self.sparse_layers:
             yield "num_hidden_layers", "expected a layer with experts, found none; without them the family is dense"
@@ -151,22 +151,22 @@ class SparseStyle(LlamaStyle[S]):
             )
 
     def routing(self) -> Routing:
-        """How tokens choose experts."""
+        """Return how tokens choose experts."""
         assert isinstance(self.config, SparseArchitecture)
         return self.config.routing()
 
     def shared_expert(self) -> tuple[nn.Module | None, nn.Module | None]:
-        """(the shared expert, the linear whose sigmoid weights it), where the family has them."""
+        """Return (the shared expert, the linear whose sigmoid weights it), each None if the family has none."""
         return None, None
 
     def gated_expert(self, width: int) -> tuple[nn.Module, nn.Module]:
-        """A shared expert `width` wide inside, and the linear that weights it."""
+        """Return a shared expert of inner width `width`, and the linear that weights it."""
         from kenotron.models.blocks.linear import Linear
 
         return self.gated_mlp(width), Linear(self.config.hidden_size, 1)
 
     def block(self, layer: int) -> nn.Module:
-        """Layer number `layer`."""
+        """Return the module of layer `layer`."""
         from kenotron.models.blocks.moe import MoEBlock
 
         if layer not in self.config.sparse_layers:
@@ -174,7 +174,7 @@ class SparseStyle(LlamaStyle[S]):
         return MoEBlock(self.final_norm(), self.attention(layer), self.final_norm(), self.mixture())
 
     def mixture(self) -> nn.Module:
-        """The experts of a layer, and their router."""
+        """Return the experts of a layer with their router."""
         from kenotron.models.blocks.moe import MixtureOfExperts
 
         config = self.config
@@ -182,7 +182,7 @@ class SparseStyle(LlamaStyle[S]):
         return MixtureOfExperts(*shapes, config.hidden_act, self.routing(), *self.shared_expert())
 
     def init_rules(self, std: float, scaling: str) -> list[InitRule]:
-        """What writes into the residual stream is damped by depth, in experts as elsewhere; their biases begin at 0."""
+        """Return rules that damp the experts' projections into the residual stream; router biases start at 0."""
         rows = self.damped(scaling, ("model.layers.*.*down_proj",), lambda by: Normal(std / by))
         return [InitRule("*.e_score_correction_bias", Constant(0.0)), *rows, *super().init_rules(std, scaling)]
 
@@ -201,7 +201,7 @@ class MixtralArchitecture(SparseArchitecture):
 
 
 class Mixtral(SparseStyle[MixtralArchitecture]):
-    """The weights of a token's experts are divided by their sum."""
+    """Mixtral, where the weights of a token's experts are divided by their sum."""
 
     section = MixtralArchitecture
     hf_model_type = "mixtral"

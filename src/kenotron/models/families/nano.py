@@ -1,19 +1,19 @@
-"""Nano: what the speedruns of small GPTs found and larger models kept, in a decoder of Llama's shape.
+"""Nano: a Llama-like decoder with the changes that speedruns of small GPTs found and larger models kept.
 
     tokens ── embed ──┬─ norm ─ attention ─(+)─┬─ norm ─ up ─ ReLU² ─ down ─(+)── … ── norm ── head ── loss
                       └────────────────────────┘└──────────────────────────┘
 
-Against a Llama (modded-nanogpt, nanochat):
+Differences from a Llama (modded-nanogpt, nanochat):
 
 * queries and keys are normalized head by head (arXiv 2010.04245), so scores stay bounded at any learning rate;
 * the feed-forward has no gate: ``down(relu(up(x))²)`` (arXiv 2109.08668), usually of width 4 * hidden_size;
-* what writes into the residual stream starts at zero: the first step sees the embedding alone;
-* no norm has a weight, and the head is a matrix of its own.
+* projections into the residual stream start at zero, so the first step sees only the embedding;
+* norms have no weights, and the head is not tied to the embedding.
 
 Two more are options:
 
-* ``value_embeddings: true``: every other layer, the last among them, has an embedding of its own that is added to the
-  values, each head's by a gate: ``v + 2 sigmoid(gate(x)) E[token]``. It costs memory, hardly a FLOP;
+* ``value_embeddings: true``: every other layer, including the last, has its own embedding that is added to the values
+  with a gate per head: ``v + 2 sigmoid(gate(x)) E[token]``. It costs memory, but hardly any FLOPs;
 * ``final_logit_softcapping: 15.0``: logits s become ``15 tanh(s / 15)`` (Gemma 2, arXiv 2408.00118).
 
 A rotation preserves lengths, so queries and keys may be normalized before RoPE, with the same result as after it.
@@ -47,12 +47,12 @@ class NanoArchitecture(LlamaStyleArchitecture):
     )
 
     def has_value_embedding(self, layer: int) -> bool:
-        """Whether layer number `layer` has one."""
+        """Whether layer `layer` has a value embedding."""
         return self.value_embeddings and (self.num_hidden_layers - 1 - layer) % 2 == 0
 
 
 class Nano(LlamaStyle[NanoArchitecture]):
-    """Its norms have no parameters, so no module but the matrices has to be split."""
+    """Nano; its norms have no parameters, so only matrices have to be split."""
 
     section = NanoArchitecture
     plan = replace(LlamaStyle.plan, column=UNGATED_COLUMNS, sequence=())
@@ -71,7 +71,7 @@ class Nano(LlamaStyle[NanoArchitecture]):
             self.plan = replace(self.plan, column=self.plan.column + added, kv=self.plan.kv + added)
 
     def block(self, layer: int) -> nn.Module:
-        """Layer number `layer`."""
+        """Return the module of layer `layer`."""
         from kenotron.models.blocks.attention import Attention
         from kenotron.models.blocks.linear import Embedding, Linear
         from kenotron.models.blocks.mlp import MLP
@@ -89,12 +89,12 @@ class Nano(LlamaStyle[NanoArchitecture]):
         return PreNormBlock(self.final_norm(), attention, self.final_norm(), mlp)
 
     def final_norm(self) -> nn.Module:
-        """The norm before attention and feed-forward, too."""
+        """Return the norm that is also used before attention and feed-forward."""
         from kenotron.models.blocks.norm import PlainRMSNorm
 
         return PlainRMSNorm(self.config.hidden_size, self.config.rms_norm_eps)
 
     def init_rules(self, std: float, scaling: str) -> list[InitRule]:
-        """N(0, std); zeros in gates and in what writes into the residual stream, whatever `scaling` says."""
+        """Return N(0, std); zeros in gates and in projections into the residual stream, for any `scaling`."""
         zeros = [InitRule(f"{pattern}.weight", Constant(0.0)) for pattern in self.plan.row]
         return [*zeros, InitRule("*.value_gate.weight", Constant(0.0)), *super().init_rules(std, scaling)]

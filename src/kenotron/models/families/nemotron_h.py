@@ -1,11 +1,11 @@
-"""Nemotron-H (NVIDIA 2025, arXiv 2504.03624): Mamba-2 with some attention, and feed-forwards as layers of their own.
+"""Nemotron-H (NVIDIA 2025, arXiv 2504.03624): Mamba-2, some attention, and feed-forwards as separate layers.
 
     M   x ─ norm ─ Mamba-2 ──────(+)─ x
-    *   x ─ norm ─ attention ────(+)─ x      no positions: the order of tokens is in the recurrence
+    *   x ─ norm ─ attention ────(+)─ x      no RoPE: the recurrence already encodes the order
     -   x ─ norm ─ feed-forward ─(+)─ x      relu(up x)^2
-    E   x ─ norm ─ mixture ──────(+)─ x      of such feed-forwards, routed as in DeepSeek-V3, and one for every token
+    E   x ─ norm ─ mixture ──────(+)─ x      of such feed-forwards, routed as in DeepSeek-V3, plus a shared one
 
-Attention and recurrence both read contiguous parts of sequences under context parallelism: ulysses.
+With context parallelism (ulysses), attention and recurrence both read contiguous chunks of sequences.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from kenotron.models.plan import Plan
 if TYPE_CHECKING:
     from torch import nn
 
-KINDS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}  # letters, and transformers' names
+KINDS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}  # letter → transformers' name
 OLD_NAMES = {"mamba": "M", "attention": "*"}
 PARTS = ("column", "kv", "channels", "row")
-SPLIT = {  # what tensor parallelism splits of a layer of each kind
+SPLIT = {  # kind of layer → the modules that tensor parallelism splits
     "M": Mamba2Style.plan,
     "*": Plan(
         blocks="model.layers.*",
@@ -75,31 +75,31 @@ class NemotronHArchitecture(BiasedMixtureArchitecture, AttentionArchitecture, Ma
 
     @property
     def experts(self) -> int:
-        """Experts in each layer with experts."""
+        """The number of experts in a layer with experts."""
         return self.n_routed_experts if "E" in self.hybrid_override_pattern else 0
 
     @property
     def head_dim(self) -> int:
-        """Channels of an attention head, with the default filled in."""
+        """The number of channels of an attention head, with the default filled in."""
         return self.free_head_dim or super().head_dim
 
     @property
     def limit(self) -> tuple[float, float]:
-        """transformers bounds time steps by `time_step_min`, and ignores time_step_limit."""
+        """The lower bound of time steps is `time_step_min`; like transformers, ignore time_step_limit."""
         return self.time_step_min, math.inf
 
     @property
     def inner_size(self) -> int:
-        """Channels inside a Mamba-2 layer."""
+        """The number of channels inside a Mamba-2 layer."""
         return self.mamba_num_heads * self.mamba_head_dim
 
     def head_dim_problems(self) -> Iterator[Problem]:
-        """A given `head_dim` is free."""
+        """Yield a problem unless `head_dim` is set or follows from the widths."""
         if self.free_head_dim is None:
             yield from super().head_dim_problems()
 
     def shape_problems(self) -> Iterator[Problem]:
-        """A pattern that does not describe the layers; heads that do not fit."""
+        """Yield a problem if the pattern does not describe the layers, or heads do not fit."""
         yield from super().shape_problems()
         yield from Mamba2StyleArchitecture.shape_problems(self)
         pattern, layers = self.hybrid_override_pattern, self.num_hidden_layers
@@ -113,7 +113,7 @@ class NemotronHArchitecture(BiasedMixtureArchitecture, AttentionArchitecture, Ma
             yield "mlp_bias", "expected false with layers of experts, whose feed-forwards have no biases here"
 
     def tp_problems(self, tp: int) -> Iterator[str]:
-        """Heads of both kinds, groups, the width of feed-forwards, which are split inside."""
+        """Yield a problem unless tp divides the heads of both kinds, groups, and inner widths of experts."""
         yield from super().tp_problems(tp)
         yield from Mamba2StyleArchitecture.tp_problems(self, tp)
         for name in ("moe_intermediate_size", "moe_shared_expert_intermediate_size") if self.experts else ():
@@ -121,7 +121,7 @@ class NemotronHArchitecture(BiasedMixtureArchitecture, AttentionArchitecture, Ma
                 yield f"expected a divisor of {name} {getattr(self, name)}, found {tp}"
 
     def cp_problems(self, cp: int, tp: int, method: str, lengths: Mapping[str, int]) -> Iterator[str]:
-        """States are passed on from one contiguous part to the next, which of attention's methods ulysses has."""
+        """Yield a problem for methods other than ulysses, which alone keeps contiguous chunks for the states."""
         if method == "ulysses":
             yield from super().cp_problems(cp, tp, method, lengths)
         else:
@@ -129,7 +129,7 @@ class NemotronHArchitecture(BiasedMixtureArchitecture, AttentionArchitecture, Ma
 
 
 class NemotronH(Mamba2Style[NemotronHArchitecture]):
-    """Every layer is one residual branch."""
+    """Nemotron-H, where every layer is one residual branch."""
 
     section = NemotronHArchitecture
     hf_model_type = "nemotron_h"
@@ -153,7 +153,7 @@ class NemotronH(Mamba2Style[NemotronHArchitecture]):
         self.plan = replace(self.plan, **split, experts=experts)
 
     def block(self, layer: int) -> nn.Module:
-        """Layer number `layer`, of the kind that the pattern names."""
+        """Return the module of layer `layer`, of the kind in the pattern."""
         from kenotron.models.blocks.attention import Attention
         from kenotron.models.blocks.mlp import MLP
 
@@ -169,7 +169,7 @@ class NemotronH(Mamba2Style[NemotronHArchitecture]):
         return super().block(layer)
 
     def mixture(self) -> nn.Module:
-        """The experts of a layer, without gates, the shared one, and their router."""
+        """Return a layer's experts without gates, with the shared expert and the router."""
         from kenotron.models.blocks.mlp import MLP
         from kenotron.models.blocks.moe import MixtureOfExperts
 
@@ -179,22 +179,22 @@ class NemotronH(Mamba2Style[NemotronHArchitecture]):
         return MixtureOfExperts(*shapes, config.hidden_act, config.routing(), shared, gated=False)
 
     def init_rules(self, std: float, scaling: str) -> list[InitRule]:
-        """Mamba's, and what else writes into the residual stream damped by depth in the same way."""
+        """Return Mamba's rules, with all other projections into the residual stream damped by depth as well."""
         names = "model.layers.*.*o_proj", "model.layers.*.*down_proj"
         rows = self.damped(scaling, names, lambda by: Normal(std / by))
         return [InitRule("*.e_score_correction_bias", Constant(0.0)), *rows, *super().init_rules(std, scaling)]
 
     @classmethod
     def from_hf(cls, values: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-        """The pattern is a list of names there, in older files the same string; it says how many layers there are."""
+        """Read the pattern, a list of names or in older files a string, whose length is the number of layers."""
         letters = {name: letter for letter, name in KINDS.items()} | OLD_NAMES
         names = config.get("layers_block_type") or config.get("layer_types") or []
         pattern = config.get("hybrid_override_pattern") or "".join(letters.get(name, "?") for name in names)
         values |= {"hybrid_override_pattern": pattern, "num_hidden_layers": len(pattern)}
-        values |= {"head_dim": config.get("head_dim") or 128}  # whatever the widths
+        values |= {"head_dim": config.get("head_dim") or 128}  # independent of the widths
         return values | {"hidden_act": config.get("mlp_hidden_act", "relu2")}
 
     def to_hf(self, values: dict[str, Any]) -> dict[str, Any]:
-        """The inverse of `from_hf`."""
+        """Return values for config.json, the inverse of `from_hf`."""
         activation = values.pop("hidden_act")
         return values | {"mlp_hidden_act": activation, "head_dim": self.config.head_dim}

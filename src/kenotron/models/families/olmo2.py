@@ -1,6 +1,6 @@
-"""OLMo 2 (arXiv 2501.00656): a Llama whose norms come after attention and MLP, and with norms of queries and keys.
+"""OLMo 2 (arXiv 2501.00656): a Llama with norms after attention and MLP, and norms of queries and keys.
 
-Those two norms run over all heads at once; under tp the ranks add up their sums of squares.
+The norms of queries and keys are over all heads together; with tp, the ranks add up their sums of squares.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Olmo2Architecture(LlamaStyleArchitecture):
 
 
 class Olmo2(LlamaStyle[Olmo2Architecture]):
-    """No norm before a branch, one after each."""
+    """OLMo 2, with a norm after each branch and none before."""
 
     section = Olmo2Architecture
     qk_norm = "all"
@@ -44,7 +44,7 @@ class Olmo2(LlamaStyle[Olmo2Architecture]):
     hf_class = "Olmo2ForCausalLM"
 
     def block(self, layer: int) -> nn.Module:
-        """Layer number `layer`."""
+        """Return the module of layer `layer`."""
         from kenotron.models.blocks.post_norm import PostNormBlock
 
         mlp = self.gated_mlp(self.config.intermediate_size)

@@ -21,7 +21,7 @@ class OlmoeArchitecture(SparseArchitecture):
 
 
 class Olmoe(SparseStyle[OlmoeArchitecture]):
-    """The weights of a token's experts are those of the softmax over all experts."""
+    """OLMoE, where a token's experts are weighted by the softmax over all experts."""
 
     section = OlmoeArchitecture
     qk_norm = "all"

@@ -1,7 +1,7 @@
 """Qwen2 and Qwen2.5, dense (arXiv 2407.10671, 2412.15115): a Llama whose query, key and value projections have biases.
 
-nanotron's Qwen2 has them only with `attention_bias`, and more keys: layers without RoPE, windows, and experts under
-`moe_config`. What is not supported of it is known here and refused by name.
+nanotron's Qwen2 has them only with `attention_bias`, and has more keys: layers without RoPE, windows, and experts under
+`moe_config`. Its unsupported keys are refused by name.
 """
 
 from __future__ import annotations
@@ -70,32 +70,32 @@ class Qwen2Architecture(LlamaStyleArchitecture):
     log_attn_probs: bool = key("Statistics that nanotron sends to W&B.", True, mark=NO_EFFECT)
 
     def uses_rope(self, layer: int) -> bool:
-        """By `no_rope_layer`."""
+        """Whether layer `layer` has RoPE, by `no_rope_layer`."""
         return self.no_rope_layer is None or (layer + 1) % self.no_rope_layer != 0
 
     @property
     def attention_window(self) -> int | None:
-        """The sliding window, which here counts the token itself."""
+        """The sliding window, which includes the token itself."""
         return None if self.sliding_window_size is None else self.sliding_window_size + 1
 
     @property
     def experts(self) -> int:
-        """Experts per layer."""
+        """The number of experts per layer."""
         return self.moe_config.num_experts if self.moe_config else 0
 
     @property
     def expert_width(self) -> int:
-        """Width inside an expert."""
+        """The inner width of an expert."""
         return self.moe_config.moe_intermediate_size if self.moe_config else 0
 
     @property
     def sparse_layers(self) -> tuple[int, ...]:
-        """The layers with experts."""
+        """Return the layers with experts."""
         layers = self.moe_config.layers if self.moe_config else []
         return tuple(range(self.num_hidden_layers)) if layers == [-1] else tuple(layers)
 
     def shape_problems(self) -> Iterator[Problem]:
-        """As in nanotron, the layers are whole rounds of `no_rope_layer`."""
+        """Yield a problem unless, as in nanotron, `no_rope_layer` divides the number of layers."""
         yield from super().shape_problems()
         if self.no_rope_layer is not None and self.num_hidden_layers % self.no_rope_layer:
             expected = f"expected a divisor of num_hidden_layers {self.num_hidden_layers}, found {self.no_rope_layer}"
@@ -108,7 +108,7 @@ class Qwen2Architecture(LlamaStyleArchitecture):
 
 
 class Qwen2(SparseStyle[Qwen2Architecture]):
-    """Biases on q, k and v, none on the output projection; experts only where nanotron's key asks for them."""
+    """Qwen2, with biases on q, k and v, not on the output projection; experts only with nanotron's `moe_config`."""
 
     section = Qwen2Architecture
     output_bias = False
@@ -117,14 +117,14 @@ class Qwen2(SparseStyle[Qwen2Architecture]):
     hf_fixed = {"use_sliding_window": False}  # noqa: RUF012
 
     def routing(self) -> Routing:
-        """Softmax over all experts, and the weights of the chosen as they are."""
+        """Return routing by the softmax over all experts, whose weights are not renormalized."""
         from kenotron.models.blocks.moe import Routing
 
         assert self.config.moe_config is not None
         return Routing(self.config.moe_config.top_k, balance=self.config.moe_config.router_aux_loss_coef)
 
     def shared_expert(self) -> tuple[nn.Module | None, nn.Module | None]:
-        """A gated MLP and its gate, if they are asked for."""
+        """Return a gated MLP and its gate, if the config has them."""
         experts = self.config.moe_config
         if experts is None or not experts.enable_shared_expert:
             return None, None
@@ -132,11 +132,11 @@ class Qwen2(SparseStyle[Qwen2Architecture]):
 
     @classmethod
     def from_hf(cls, values: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-        """Hugging Face's Qwen2 always has the biases, so it has no key for them."""
+        """Turn on the biases, which Hugging Face's Qwen2 always has, without a key for them."""
         return values | {"attention_bias": True}
 
     def to_hf(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Without biases, or with what only nanotron's has, there is no Qwen2 there."""
+        """Return values for config.json. Raises InputError without biases, or for features of nanotron's Qwen2 only."""
         for name in ("moe_config", "sliding_window_size"):
             if getattr(self.config, name) is not None:
                 raise InputError(f"{name}: Hugging Face's Qwen2 has no such layers (qwen2_moe has experts)")

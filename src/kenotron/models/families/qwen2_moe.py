@@ -1,4 +1,4 @@
-"""Qwen2 with experts (arXiv 2407.10671): many small experts, and a shared one, weighted by a gate."""
+"""Qwen2 with experts (arXiv 2407.10671): many small experts, and a shared one that a gate weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class QwenSparseArchitecture(SparseArchitecture):
-    """Which layers of a Qwen have experts, and their sizes."""
+    """The keys of a Qwen for the layers with experts, and for their sizes."""
 
     num_experts_per_tok: int = key("Experts per token.", 4, ge=1)
     num_experts: int = key("Experts per layer.", 60, ge=1)
@@ -23,7 +23,7 @@ class QwenSparseArchitecture(SparseArchitecture):
 
     @property
     def sparse_layers(self) -> tuple[int, ...]:
-        """Every `decoder_sparse_step`-th, without `mlp_only_layers`."""
+        """Return every `decoder_sparse_step`-th layer, without `mlp_only_layers`."""
         step = self.decoder_sparse_step
         layers = range(step - 1, self.num_hidden_layers, step)
         return tuple(layer for layer in layers if layer not in self.mlp_only_layers)
@@ -39,7 +39,7 @@ class Qwen2MoeArchitecture(QwenSparseArchitecture):
 
 
 class Qwen2Moe(SparseStyle[Qwen2MoeArchitecture]):
-    """Biases as in Qwen2."""
+    """Qwen2-MoE, with biases as in Qwen2."""
 
     section = Qwen2MoeArchitecture
     hf_model_type = "qwen2_moe"
@@ -47,11 +47,11 @@ class Qwen2Moe(SparseStyle[Qwen2MoeArchitecture]):
     hf_fixed = {"use_sliding_window": False}  # noqa: RUF012
 
     def attention(self, layer: int) -> nn.Module:
-        """The attention of layer `layer`."""
+        """Return the attention module of layer `layer`."""
         from kenotron.models.blocks.attention import Attention
 
         return Attention.of(self.config, layer, qkv_bias=self.config.qkv_bias)
 
     def shared_expert(self) -> tuple[nn.Module, nn.Module]:
-        """A gated MLP, and its gate."""
+        """Return a gated MLP and its gate."""
         return self.gated_expert(self.config.shared_expert_intermediate_size)

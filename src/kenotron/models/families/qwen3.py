@@ -1,6 +1,6 @@
 """Qwen3, dense (arXiv 2505.09388): a Llama whose queries and keys are normalized head by head, before RoPE.
 
-The published ones make use of a free `head_dim`: 64 heads of 128 channels read a residual stream of 5120.
+Published models have a `head_dim` independent of the hidden size: 64 heads of 128 channels with a hidden size of 5120.
 """
 
 from dataclasses import replace
@@ -19,7 +19,7 @@ class Qwen3Architecture(LlamaStyleArchitecture):
 
 
 class Qwen3(LlamaStyle[Qwen3Architecture]):
-    """Two more norms a layer; a rank of tp normalizes its own heads."""
+    """Qwen3, with two more norms per layer; with tp, a rank normalizes its own heads."""
 
     section = Qwen3Architecture
     qk_norm = "heads"

@@ -21,7 +21,7 @@ class Qwen3MoeArchitecture(QwenSparseArchitecture):
 
 
 class Qwen3Moe(SparseStyle[Qwen3MoeArchitecture]):
-    """Norms of queries and keys as in Qwen3; no shared expert."""
+    """Qwen3-MoE, with norms of queries and keys as in Qwen3, and no shared expert."""
 
     section = Qwen3MoeArchitecture
     qk_norm = "heads"
@@ -32,6 +32,6 @@ class Qwen3Moe(SparseStyle[Qwen3MoeArchitecture]):
 
     @classmethod
     def from_hf(cls, values: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-        """The number of experts has two names there."""
+        """Read the number of experts, which has two names in Hugging Face's files."""
         experts = config.get("num_experts", config.get("num_local_experts", 128))
         return values | {"num_experts": experts}

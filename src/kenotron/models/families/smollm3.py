@@ -1,9 +1,9 @@
-"""SmolLM3 (huggingface.co/blog/smollm3): a Llama with layers that have no positions, one in four (arXiv 2501.18795).
+"""SmolLM3 (huggingface.co/blog/smollm3): a Llama in which every fourth layer has no RoPE (arXiv 2501.18795).
 
     layer           0      1      2      3      4      5      6      7
                     RoPE   RoPE   RoPE   none   RoPE   RoPE   RoPE   none
 
-A layer without rotary positions tells tokens apart by their content and by the causal mask alone.
+A layer without rotary positions distinguishes tokens only by their content and the causal mask.
 """
 
 from collections.abc import Iterator
@@ -28,21 +28,21 @@ class SmolLM3Architecture(LlamaStyleArchitecture):
     )
 
     def uses_rope(self, layer: int) -> bool:
-        """By the list, or else by the interval."""
+        """Whether layer `layer` has RoPE, by the list, or without a list by the interval."""
         if self.no_rope_layers is not None:
             return bool(self.no_rope_layers[layer])
         return (layer + 1) % self.no_rope_layer_interval != 0
 
     def shape_problems(self) -> Iterator[Problem]:
-        """The list needs a number for every layer."""
+        """Yield a problem unless the list has a number for every layer."""
         yield from super().shape_problems()
-        layers, given = self.num_hidden_layers, self.no_rope_layers
-        if given is not None and len(given) < layers:
-            yield "no_rope_layers", f"expected a number for each of num_hidden_layers {layers}, found {len(given)}"
+        layers, listed = self.num_hidden_layers, self.no_rope_layers
+        if listed is not None and len(listed) < layers:
+            yield "no_rope_layers", f"expected a number for each of num_hidden_layers {layers}, found {len(listed)}"
 
 
 class SmolLM3(LlamaStyle[SmolLM3Architecture]):
-    """What differs from a Llama is in the section: `uses_rope`."""
+    """SmolLM3, which differs from Llama only in the section's `uses_rope`."""
 
     section = SmolLM3Architecture
     hf_model_type = "smollm3"

@@ -3,7 +3,7 @@
     x ──┬─ LayerNorm ─ attention ─(+)─┬─ LayerNorm ─ up ─ GELU ─ down ─(+)── x
         └─────────────────────────────┘└───────────────────────────────┘
 
-Few key and value heads, or one (arXiv 1911.02150), and a sliding window. Defaults and other names of keys are those of
+Few key and value heads, or one (arXiv 1911.02150), and a sliding window. Defaults and alternative keys are those of
 nanotron, which trained the published models.
 """
 
@@ -89,11 +89,11 @@ class Starcoder2Architecture(RopeArchitecture):
 
     @property
     def kv_heads(self) -> int:
-        """One unless more are asked for."""
+        """The number of key and value heads, one by default."""
         return self.num_key_value_heads or 1
 
     def shape_problems(self) -> Iterator[Problem]:
-        """nanotron's two flags have to agree with the number of key and value heads."""
+        """Yield a problem unless nanotron's two flags agree with the number of key and value heads."""
         yield from super().shape_problems()
         if self.grouped_query and self.num_key_value_heads is None:
             yield "num_kv_heads", "missing: grouped_query needs it"
@@ -103,7 +103,7 @@ class Starcoder2Architecture(RopeArchitecture):
 
 
 class Starcoder2(Family[Starcoder2Architecture]):
-    """A Llama's residual branches around other norms and another feed-forward."""
+    """StarCoder2: a Llama's residual branches with other norms and another feed-forward."""
 
     section = Starcoder2Architecture
     plan = replace(LlamaStyle.plan, column=UNGATED_COLUMNS)
@@ -113,7 +113,7 @@ class Starcoder2(Family[Starcoder2Architecture]):
     hf_names = {"mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"}  # noqa: RUF012
 
     def block(self, layer: int) -> nn.Module:
-        """Layer number `layer`."""
+        """Return the module of layer `layer`."""
         from kenotron.models.blocks.attention import Attention
         from kenotron.models.blocks.mlp import MLP
         from kenotron.models.blocks.pre_norm import PreNormBlock
@@ -124,7 +124,7 @@ class Starcoder2(Family[Starcoder2Architecture]):
         return PreNormBlock(self.final_norm(), attention, self.final_norm(), mlp)
 
     def final_norm(self) -> nn.Module:
-        """LayerNorm, as before attention and feed-forward."""
+        """Return a LayerNorm, as before attention and feed-forward."""
         from kenotron.models.blocks.norm import LayerNorm
 
         return LayerNorm(self.config.hidden_size, self.config.norm_epsilon)
