@@ -3,7 +3,7 @@
     saved = save("checkpoints", 10, model=parameters, optimizer=flat_state, state={"consumed_tokens": 2560},
                  config_yaml=text, model_config={"hidden_size": 64})
     tidy("checkpoints")                                            # at the next start
-    path = newest_complete("checkpoints", report=print)               # names and skips what is damaged
+    path = newest_complete("checkpoints", report=print)               # reports and skips damaged checkpoints
     state = load(path, model=parameters, optimizer=flat_state, verify=False)
 
     <root>/latest.txt               the newest step, written last
@@ -11,7 +11,7 @@
     <root>/<step>/config.yaml, model_config.json, tokenizer/
     <root>/<step>/model/, optimizer/, hooks/     index.json and one safetensors file a rank (see `tensors.py`)
 
-checkpoints.py                all that a run in training knows of its checkpoints: read this first
+checkpoints.py                the interface between training and its checkpoints: read this first
 start.py, restart.py          where a run starts: its own newest checkpoint, or another run's
 folders.py, manifest.py       which checkpoints a folder has, and whether one is complete; leftovers.py, retention.py
 engine.py, engines/           how long training waits for a save
@@ -19,7 +19,7 @@ saving.py, loading.py         one checkpoint: the order of writes that makes it 
 tensors.py, index.py, plan.py its tensors, with the writers file_writer.py, tensor_writer.py, durable.py, native.py
 reading.py, model_files.py    for tools, in one process
 local.py                      frequent checkpoints on the machines' own disks
-remote.py, upload.py          in a bucket: downloads and uploads, loaded where a config has a URL
+remote.py, upload.py          checkpoints in a bucket: downloads and uploads, imported only for configs with a URL
 
-Everything but tensors is JSON or YAML; nothing is a pickle. torch is not imported before a tensor is touched.
+Everything but tensors is JSON or YAML; nothing is a pickle. torch is imported only when a tensor is used.
 """

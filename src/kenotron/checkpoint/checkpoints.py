@@ -1,12 +1,12 @@
-"""The checkpoints of one run, wherever they are: all that training knows of them.
+"""The checkpoints of one run on all tiers, behind the one interface that training uses.
 
-    checkpoints = Checkpoints(config)                    # made by `launch`, with what the config asks for
+    checkpoints = Checkpoints(config)                    # created by `launch`, with the tiers of the config
     with checkpoints.held():                             # no other run writes into checkpoints_path
         start = checkpoints.start()                      # its own newest intact one, or another run's
         loaded = checkpoints.load(start, model, optimizer)
-        outcomes = checkpoints.save(10, content)         # what is complete by now
-        checkpoints.fence()                              # before weights change: the last save has its copy
-        outcomes = checkpoints.poll(device)              # what has become complete since
+        outcomes = checkpoints.save(10, content)         # the saves that are complete by now
+        checkpoints.fence()                              # before weights change: waits for the last save's copies
+        outcomes = checkpoints.poll(device)              # the saves that have become complete since
 
 Three tiers hold them: `checkpoints_path`, which all machines share; the machines' own disks (`local.py`); and a store
 (`remote.py`), from which `launch` fetches before a start, and to which an observer uploads.
@@ -39,11 +39,11 @@ if TYPE_CHECKING:
     from kenotron.checkpoint.local import LocalTier
 
 Outcomes = list[Saved | Unsaved]
-STEP, SAMPLES = 10**18 + 7, 10**18 + 9  # stand for the counters in the text of a config
+STEP, SAMPLES = 10**18 + 7, 10**18 + 9  # placeholders for the counters in the text of a config
 
 
 class Loaded(NamedTuple):
-    """What a checkpoint has besides model and optimizer: its step, what its manifest says, and tensors of hooks."""
+    """The content of a checkpoint besides model and optimizer: step, state in the manifest, and tensors of hooks."""
 
     step: int
     state: dict[str, Any]
@@ -54,8 +54,8 @@ class Loaded(NamedTuple):
 class Checkpoints:
     """See the module. All ranks call every method together, except `finish_alone` and `close`.
 
-    `fresh`: the run begins at step 0, and its earlier checkpoints are set aside. `start_elsewhere` reads what
-    `resume_checkpoint_path` names (`restart.py`).
+    With `fresh` the run begins at step 0, and its earlier checkpoints are set aside. `start_elsewhere` reads the
+    checkpoint that `resume_checkpoint_path` names (`restart.py`).
     """
 
     config: Config
@@ -68,16 +68,16 @@ class Checkpoints:
         self.root = self.config.checkpoint_folder
         self.engine_class = find_engine(self.config.checkpoints.checkpointing_engine)
         self.engine: Engine = Engine(self.config)  # until `open`
-        self.durable_step = 0  # of the newest checkpoint in checkpoints_path
+        self.durable_step = 0  # step of the newest checkpoint in checkpoints_path
         self.problem: str | None = None  # why the last save there failed
-        self.protected: set[tuple[str, int]] = set()  # on rank 0: who reads a step, which retention leaves alone
+        self.protected: set[tuple[str, int]] = set()  # on rank 0: (reader, step), which retention keeps
         self._text: tuple[Config, str] | None = None
 
     # ---- before the first step ---------------------------------------------------------------------------------
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Make `checkpoints_path` and hold it until the run ends: two runs in it would overwrite each other's steps.
+        """Create and lock `checkpoints_path` until the run ends: two runs would overwrite each other's steps.
 
         Raises InputError if the folder cannot be made or another run uses it.
         """
@@ -92,11 +92,11 @@ class Checkpoints:
             yield
 
     def start(self) -> Start:
-        """The checkpoint to begin from: rank 0 decides, and all ranks share the reading of checksums.
+        """Choose the checkpoint to start from: rank 0 decides, and the ranks share the verification of checksums.
 
-        The newest complete one in `checkpoints_path`, or a local one that is ahead of it, comes first, as it is the
-        run's own; then `resume_checkpoint_path`; if the run begins afresh, only the latter. Raises InputError if the
-        checkpoint is of a run that the config does not continue.
+        The run's own checkpoint comes first: the newest complete one in `checkpoints_path`, or a local one that is
+        ahead of it; then `resume_checkpoint_path`. With `fresh` only the latter counts. Raises InputError if the
+        checkpoint belongs to a run that the config does not continue.
         """
         run_on_rank0(lambda: leftovers.tidy(self.root, logger.warning))
         newest = None if self.fresh else folders.newest_complete(self.root, logger.warning)
@@ -114,7 +114,7 @@ class Checkpoints:
         return start
 
     def set_aside(self) -> None:
-        """Move earlier checkpoints to a folder of their own, and remove local ones: --fresh deletes nothing else."""
+        """Move earlier checkpoints to a separate folder, and remove local ones, the only ones that --fresh deletes."""
         run_on_rank0(self._move_aside)
         if self.local is not None:
             self.local.forget()
@@ -127,9 +127,9 @@ class Checkpoints:
             logger.warning("--fresh: earlier checkpoints were moved to %s", move_aside(found, self.root))
 
     def load(self, start: Start, model: Tensors, optimizer: Tensors | None) -> Loaded:
-        """Fill `model`, `optimizer` and the tensors of hooks with what `start` loads.
+        """Fill `model`, `optimizer` and the tensors of hooks from the checkpoint of `start`.
 
-        Raises CheckpointError: a file is damaged, or does not fit; no tensor was changed.
+        Raises CheckpointError, before any tensor is changed, if a file is damaged or does not fit.
         """
         path = start.path
         assert path is not None
@@ -146,17 +146,17 @@ class Checkpoints:
     # ---- while the run trains ----------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Make the engine, with what it needs to save: the run is built, and will train."""
+        """Create the engine with the resources that saving needs; called when the run is built."""
         self.engine = self.engine_class(self.config)
 
     def save(self, step: int, content: dict[str, Any], keep_all: bool = False) -> Outcomes:
-        """Save `content`, the keyword arguments of `saving.save`, in `checkpoints_path`; what is complete by now.
+        """Save `content`, the keyword arguments of `saving.save`, and return the saves that are complete by now.
 
-        Checkpoints beyond `keep_last` are removed once it is complete, unless `keep_all`. Raises CheckpointError.
+        Once it is complete, checkpoints beyond `keep_last` are removed, unless `keep_all`. Raises CheckpointError.
         """
         settings, keep = self.config.checkpoints, None
         if settings.keep_last is not None and not keep_all:
-            protected = frozenset(step for _, step in tuple(self.protected))  # a thread may change it
+            protected = frozenset(step for _, step in tuple(self.protected))  # copied first: a thread may change it
             keep = Keep(settings.keep_last, settings.keep_every, protected, settings.keep_best)
         return self._noted(self.engine.save(self.root, step, content, keep))
 
@@ -167,8 +167,8 @@ class Checkpoints:
         return self._noted(self.engine.save(self.local.root, step, content | {"state": state}, None))
 
     def config_text(self, config: Config, step: int, samples: int) -> str:
-        """The YAML of `config` with the counters of a step, as nanotron saves it."""
-        if self._text is None or self._text[0] is not config:  # 5 ms, in which training would wait
+        """Return the YAML of `config` with the counters of a step, in nanotron's format."""
+        if self._text is None or self._text[0] is not config:  # rendering takes 5 ms, during which training waits
             marks = {"step": STEP, "consumed_train_samples": SAMPLES}
             marked = config.model_copy(update={"general": config.general.model_copy(update=marks)})
             code = "".join(f"{CODE} {name} from {file}\n" for name, file in sorted(FOUND.items()))
@@ -176,38 +176,38 @@ class Checkpoints:
         return self._text[1].replace(str(STEP), str(step)).replace(str(SAMPLES), str(samples))
 
     def fence(self) -> None:
-        """Return when the state of the last save has been copied, so that weights and optimizer may change."""
+        """Wait until the state of the last save has been copied, so that weights and optimizer may change."""
         self.engine.fence()
 
     def poll(self, device: torch.device) -> Outcomes:
-        """What has become complete, or failed, if all ranks have done their parts."""
+        """Return the outcome of the save in flight if all ranks have finished their shares."""
         if not self.engine.in_flight or any_rank(not self.engine.settled(), rank_and_size()[1], device):
             return []
         return self.collect()
 
     def collect(self) -> Outcomes:
-        """Wait for the save in flight, and return what became of it."""
+        """Wait for the save in flight, and return its outcome."""
         return self._noted(self.engine.collect())
 
     def finish_alone(self, hurried: bool) -> Outcomes:
-        """As `Engine.finish_alone`: the run fails, and nothing of a save in flight depends on why."""
+        """Finish a save in flight without the other ranks, as `Engine.finish_alone`, because the run fails."""
         return self._noted(self.engine.finish_alone(hurried), alone=True)
 
     def end(self) -> None:
-        """The run has ended normally, its last checkpoint is complete: local ones are removed."""
+        """Remove local checkpoints, after a run has ended normally and its last checkpoint is complete."""
         if self.local is not None:
             self.local.close()
 
     def close(self) -> None:
-        """Release what the engine holds."""
+        """Release the engine's resources."""
         self.engine.close()
 
     def is_local(self, outcome: Saved | Unsaved) -> bool:
-        """Whether a save was not into `checkpoints_path`."""
+        """Whether a save went to the local tier, not to `checkpoints_path`."""
         return outcome.path.parent != self.root
 
     def _noted(self, outcomes: Outcomes, alone: bool = False) -> Outcomes:
-        """Remember what became of saves; local checkpoints that a newer one supersedes are removed."""
+        """Record outcomes of saves, and remove local checkpoints that a newer one supersedes."""
         for outcome in outcomes:
             if self.is_local(outcome):
                 if isinstance(outcome, Saved) and self.local is not None and not alone:
@@ -222,7 +222,7 @@ class Checkpoints:
 
 
 def _hook_tensors(path: Path) -> dict[str, Tensor]:
-    """A tensor to fill for each that hooks saved, whole on every rank."""
+    """Return an empty tensor for each that hooks saved, whole on every rank."""
     saved = manifest.read_manifest(path)
     entries = loading.open_index(path / "hooks", saved) if saved.below("hooks") else {}
     return {name: torch.empty(entry.shape, dtype=torch_dtype(entry.dtype)) for name, entry in entries.items()}

@@ -1,11 +1,11 @@
-"""Files that are really on the disk: hashed while they are written, synced, and put in place by one rename.
+"""Write files durably: hash them while they are written, sync them, and publish them with one rename.
 
     with HashedFile(folder / "weights") as file:      # a new file, never an existing one
         file.write(b"...")
     file.record                                       # FileRecord(bytes=3, xxh3="...")
-    replace_text(root / "latest.txt", "10")           # readers see the old text or the new, nothing else
+    replace_text(root / "latest.txt", "10")           # readers see the old text or the new one
 
-How names become durable and locks are held is `storage.files`; here are the hash and the checkpoint's messages.
+`storage.files` has durable renames and locks; this file adds the hash and the messages of checkpoints.
 """
 
 import errno
@@ -23,7 +23,7 @@ import xxhash
 from kenotron.config.errors import CheckpointError
 from kenotron.storage import files
 
-# One write: large enough that system calls cost nothing, small enough that the bytes which were just hashed
+# Bytes of one write: large enough that system calls cost nothing, small enough that the bytes just hashed
 # are still in the processor's cache when the kernel copies them.
 BLOCK_BYTES = 1 << 20
 LOCK_SECONDS = 60.0
@@ -44,7 +44,7 @@ class FileRecord(NamedTuple):
 
 
 def refusal(doing: str, path: Path, error: OSError) -> CheckpointError:
-    """The one line for an operating-system error: what was being done, to which file, and why it failed.
+    """Return an error of one line for an operating-system error: the action, the file and the reason.
 
     >>> str(refusal("write", Path("/x"), OSError(errno.EACCES, "Permission denied")))
     'cannot write /x: Permission denied'
@@ -58,7 +58,7 @@ def refusal(doing: str, path: Path, error: OSError) -> CheckpointError:
 
 @contextmanager
 def refusing(doing: str, path: Path) -> Iterator[None]:
-    """Raise the `refusal` of what the block does to `path` in place of an operating-system error."""
+    """Turn operating-system errors of the block, which is `doing` something to `path`, into a `refusal`."""
     try:
         yield
     except OSError as error:
@@ -66,10 +66,10 @@ def refusing(doing: str, path: Path) -> Iterator[None]:
 
 
 class HashedFile:
-    """A new file whose XXH3 is computed from the bytes on their way to the disk, so nothing is read back.
+    """A new file whose XXH3 is computed from the bytes as they are written, so nothing is read back.
 
-    Leaving the `with` block syncs the file and sets `record`. An error removes nothing: the owner of the
-    folder does that. `size`, the bytes to be written, is for writers that reserve space.
+    Leaving the `with` block syncs the file and sets `record`. An error removes nothing: the owner of the folder does
+    that. `size`, the number of bytes that will be written, is for writers that reserve space.
     """
 
     record: FileRecord
@@ -116,14 +116,14 @@ class HashedFile:
 
 
 def write_file(path: Path, data: bytes) -> FileRecord:
-    """Write a new small file, synced."""
+    """Write and sync a new small file; return its record."""
     with HashedFile(path) as file:
         file.write(data)
     return file.record
 
 
 def hash_file(path: Path, sync: bool = False) -> FileRecord:
-    """Read `path` once and return its size and XXH3; `sync` also makes sure that it is on the disk."""
+    """Read `path` once and return its size and XXH3; `sync` also flushes it to the disk."""
     with open(path, "rb", buffering=0) as file:
         digest = hashlib.file_digest(file, xxhash.xxh3_64)
         if sync:
@@ -140,22 +140,22 @@ def make_folder(path: Path) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Put `text` in `path`, atomically and durably."""
+    """Replace the content of `path` by `text`, atomically and durably."""
     with refusing("replace", path):
         files.replace_file(path, text.encode())
 
 
 def discard(path: Path) -> None:
-    """Remove a checkpoint folder so that no crash leaves half of one behind under its own name."""
+    """Remove a checkpoint folder so that no crash leaves a partial one under its name."""
     with refusing("remove", path):
         files.remove_folder(path)
 
 
 @contextmanager
 def locked(root: Path, wait_seconds: float = LOCK_SECONDS) -> Iterator[bool]:
-    """Hold the folder's lock: meanwhile every `*.tmp-*` in `root` except the holder's own was left by a dead process.
+    """Hold the folder's lock; then every `*.tmp-*` in `root` except the holder's own was left by a dead process.
 
-    Yields False where the file system has no locks: leftovers are then not touched. Raises FolderBusy after
+    Yields False if the file system has no locks: leftovers must then not be touched. Raises FolderBusy after
     `wait_seconds`.
     """
     busy = f"another process is saving into {root}; give this run another folder"
@@ -165,10 +165,10 @@ def locked(root: Path, wait_seconds: float = LOCK_SECONDS) -> Iterator[bool]:
 
 @contextmanager
 def in_use(root: Path) -> Iterator[None]:
-    """Mark `root` as one run's for as long as that run lives: two would write over each other's steps.
+    """Reserve `root` for one run while it lives: two runs would overwrite each other's steps.
 
-    Like `locked`, it is released however the process dies. Raises FolderBusy if another run keeps it for
-    `RELEASE_SECONDS`. The file that is locked holds the run's id, and stays.
+    Like `locked`, the lock is released however the process dies. Raises FolderBusy if another run keeps it for
+    `RELEASE_SECONDS`. The locked file holds the run's id, and is not removed.
     """
     busy = f"another run is using {root}; wait until it has ended, or give this run another folder"
     with _held(root / RUN, RELEASE_SECONDS, busy):
@@ -178,19 +178,19 @@ def in_use(root: Path) -> Iterator[None]:
 
 
 def run_id(root: Path) -> str | None:
-    """The id of the run whose checkpoints are in `root`; None if none has begun there."""
+    """Return the id of the run whose checkpoints are in `root`; None if no run has begun there."""
     file = root / RUN
     return (file.read_text() if file.exists() else "") or None
 
 
 def new_run_id(root: Path) -> None:
-    """From here on `root` is another run's."""
+    """Give `root` a new run id, so that from now on it belongs to another run."""
     (root / RUN).write_text(secrets.token_hex(8))
 
 
 @contextmanager
 def _held(path: Path, wait_seconds: float, busy: str) -> Iterator[bool]:
-    """Hold the lock file `path`; FolderBusy saying `busy` if another process has it."""
+    """Hold the lock file `path`. Raises FolderBusy with the message `busy` if another process has it."""
     with ExitStack() as stack:
         try:
             taken = stack.enter_context(files.locked(path, wait_seconds))

@@ -1,4 +1,4 @@
-"""Checkpoint engines: how a state gets from memory to the disk, and how long training waits for it.
+"""Checkpoint engines write a state from memory to disk; they differ in how long training waits.
 
     checkpoints.checkpointing_engine: torch          written in the call
                                       async          copied in the call, written in the background
@@ -7,7 +7,7 @@
 
     save ──▶ forward, backward ──▶ fence ──▶ update ──▶ …          a background engine copies between save and fence
 
-The files are the same, byte for byte, whichever engine wrote them.
+All engines write the same files, byte for byte.
 """
 
 from dataclasses import dataclass
@@ -35,8 +35,8 @@ WRITERS = {"python": "kenotron.checkpoint.durable.HashedFile", "native": "kenotr
 class Saved:
     """A checkpoint that is on the disk: its folder, its size, and the seconds that the save took.
 
-    `waited`: those of them in which training waited; None where it waited for all of them. `notes`: what went wrong
-    afterwards.
+    `waited`: the seconds in which training waited; None if it waited for the whole save. `notes`: problems that
+    occurred afterwards.
     """
 
     path: Path
@@ -47,10 +47,10 @@ class Saved:
 
 
 class Keep(NamedTuple):
-    """Which checkpoints retention keeps: the `last` that were saved last (None: all), and some others.
+    """The checkpoints that retention keeps: the `last` saved ones (None: all), and some others.
 
-    They are those of steps that are multiples of `every`, the steps in `protected`, and with `best` the one with the
-    lowest validation loss.
+    The others are steps that are multiples of `every`, steps in `protected`, and with `best` the step with the lowest
+    validation loss.
     """
 
     last: int | None = None
@@ -64,20 +64,20 @@ KEEP_ALL = Keep()
 
 @dataclass(frozen=True)
 class Unsaved:
-    """A checkpoint that could not be written in the background, and why. Earlier ones are as they were."""
+    """A checkpoint that could not be written in the background, and why. Earlier ones are unchanged."""
 
     path: Path
     problem: str
 
 
 class Engine:
-    """Saves in the call, unless a subclass does not. All ranks call methods together, except `settled` and `close`."""
+    """The base class; it saves in the call. All ranks call methods together, except `settled` and `close`."""
 
     in_flight = False
-    """Whether a save has begun whose outcome was not returned yet; the same on all ranks."""
+    """Whether a save has begun whose outcome has not been returned yet; the same on all ranks."""
 
     in_background = False
-    """Whether saves continue while the run trains, as what follows a save should, too."""
+    """Whether saves continue while the run trains; work that follows a save should then, too."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -88,15 +88,15 @@ class Engine:
 
         `root` may differ between ranks, as in `checkpoint.save`; `keep` is None then.
 
-        Returns what has become complete since the last call, or failed to. Raises CheckpointError.
+        Returns the saves that have completed or failed since the last call. Raises CheckpointError.
         """
         raise NotImplementedError
 
     def fence(self) -> None:
-        """Return when the state of the last save has been copied, so that weights and optimizer may change."""
+        """Wait until the state of the last save has been copied, so that weights and optimizer may change."""
 
     def settled(self) -> bool:
-        """Whether this rank has done its part of the save in flight; once all have, `collect` need not wait."""
+        """Whether this rank has finished its share of the save in flight; once all have, `collect` does not wait."""
         return True
 
     def collect(self) -> list[Saved | Unsaved]:
@@ -104,14 +104,14 @@ class Engine:
         return []
 
     def finish_alone(self, hurried: bool) -> list[Saved | Unsaved]:
-        """Finish the save in flight as far as this rank can without the others: the run fails.
+        """Finish the save in flight as far as this rank can without the others, because the run fails.
 
-        `hurried`: because of another rank; this process will be ended within seconds.
+        `hurried`: another rank has failed, and this process will be ended within seconds.
         """
         return []
 
     def close(self) -> None:
-        """Release processes and memory; a save in flight is given up."""
+        """Release processes and memory; a save in flight is aborted."""
 
     @property
     def verifies(self) -> bool:
@@ -120,7 +120,7 @@ class Engine:
 
 
 def find_writer(name: str) -> OpenFile:
-    """What `checkpoints.writer: name` opens files of tensors with. Raises InputError if it names nothing."""
+    """Return the writer that `checkpoints.writer: name` names. Raises InputError if there is none."""
     found = import_registered(WRITERS.get(name, name), "checkpoints.writer", "kenotron.checkpoint_writers", WRITERS)
     if not callable(found):
         raise InputError(f"checkpoints.writer: expected a function of path and size, found '{name}'")
@@ -128,7 +128,7 @@ def find_writer(name: str) -> OpenFile:
 
 
 def find_engine(name: str) -> type[Engine]:
-    """The class that `checkpoints.checkpointing_engine: name` names. Raises InputError if it names none."""
+    """Return the class that `checkpoints.checkpointing_engine: name` names. Raises InputError if there is none."""
     found = import_registered(BUILT_IN.get(name, name), KEY, GROUP, BUILT_IN)
     if not (isinstance(found, type) and issubclass(found, Engine)):
         raise InputError(f"{KEY}: expected a subclass of kenotron.checkpoint.engine.Engine, found '{name}'")

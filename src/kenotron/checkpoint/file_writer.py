@@ -1,11 +1,11 @@
-"""What writes the files of tensors: the interface of `checkpoints.writer`.
+"""The interface of `checkpoints.writer`, which writes the files of tensors.
 
     with open_file(temporary / "model" / "rank0.safetensors", size) as file:       # OpenFile
         file.write(header)
         file.write(tensor)
     file.record                                     # FileRecord(bytes=…, xxh3="…"), once the `with` block has ended
 
-`durable.HashedFile` is one in Python, `native.NativeFile` one in C++.
+`durable.HashedFile` implements it in Python, `native.NativeFile` in C++.
 """
 
 from collections.abc import Callable
@@ -17,21 +17,21 @@ from kenotron.checkpoint.durable import FileRecord
 
 
 class FileWriter(Protocol):
-    """A new file, never an existing one. Errors are CheckpointError, as `durable.refusal` makes it."""
+    """A new file, never an existing one. Errors are CheckpointErrors, made by `durable.refusal`."""
 
     record: FileRecord
-    """Size and XXH3 of what was written; set when the `with` block has ended without an error."""
+    """Size and XXH3 of the written bytes; set when the `with` block has ended without an error."""
 
     def write(self, data: bytes | memoryview) -> None:
-        """Append all of `data`, which the caller changes afterwards."""
+        """Append all of `data`; the caller may change its memory afterwards."""
 
     def __enter__(self) -> Self: ...
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Without an error, return when the file is on the disk (synced); with one, close it."""
+        """Sync the file to disk and close it; after an error, only close it."""
 
 
 OpenFile = Callable[[Path, int], FileWriter]
-"""Makes one from the file's path and the bytes that will be written."""
+"""(path, number of bytes that will be written) → a FileWriter."""

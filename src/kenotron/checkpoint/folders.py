@@ -1,13 +1,13 @@
-"""Finding checkpoints in a folder and verifying them.
+"""Find checkpoints in a folder and verify them.
 
     checkpoints/
     ├── latest.txt      "20", the newest step; written last
     ├── 10/             a checkpoint
     ├── 20/
-    └── 30.tmp-3f9c/    what a killed process left; never looked at
+    └── 30.tmp-3f9c/    left by a killed process; ignored
 
-`resolve` is for a user's argument, `newest_complete` for a run that resumes: the one trusts `latest.txt` and
-says what is wrong, the other believes only manifests and checksums.
+`resolve` is for a user's argument: it trusts `latest.txt` and reports what is wrong. `newest_complete` is for a run
+that resumes: it trusts only manifests and checksums.
 """
 
 import errno
@@ -35,7 +35,7 @@ Check = Callable[[str, FileRecord], str | None]
 
 
 def quiet(line: str) -> None:
-    """A `Report` for callers that do not want one."""
+    """Ignore the line: a `Report` for callers that need none."""
 
 
 Place = TypeVar("Place", Path, str)
@@ -56,14 +56,14 @@ RemoteCheckpoint: TypeAlias = Listed[str]  # in a store, by its URL
 
 
 def oldest_first(entries: Iterable[Listed[Place]]) -> list[Listed[Place]]:
-    """In the order of saving; before all, by step, those without a sound manifest."""
+    """Return `entries` in the order of saving, after those without a sound manifest, in the order of steps."""
     return sorted(entries, key=lambda entry: (entry.manifest.saved_at if entry.manifest else 0.0, entry.step))
 
 
 def list_checkpoints(root: Path | str) -> list[CheckpointFolder]:
-    """The step folders in `root`, `oldest_first`.
+    """Return the step folders in `root`, `oldest_first`.
 
-    Looks at manifests and file sizes; checksums are `verify`'s.
+    Checks manifests and file sizes; `verify` checks checksums.
     """
     root = Path(root)
     if not root.is_dir():
@@ -73,7 +73,7 @@ def list_checkpoints(root: Path | str) -> list[CheckpointFolder]:
 
 
 def look(path: Path, step: int) -> CheckpointFolder:
-    """What is in the folder `path`, which should hold `step`."""
+    """Return the entry of the folder `path`, which should hold `step`, with the problem if there is one."""
     try:
         manifest = read_manifest(path)
     except CheckpointError as error:
@@ -83,24 +83,24 @@ def look(path: Path, step: int) -> CheckpointFolder:
 
 
 def listed(step: int, path: Place, manifest: Manifest, problem: str | None) -> Listed[Place]:
-    """What is at `path`, by its manifest and the first `problem` with its files."""
+    """Return the entry of `path`, from its manifest and the first `problem` with its files."""
     if manifest.step != step:
         problem = f"{path} holds step {manifest.step}: it was renamed"
     return Listed(step, path, None if problem else manifest, problem)
 
 
 def publish(temporary: Path, final: Path) -> None:
-    """Give a complete, synced checkpoint its name, then say so in `latest.txt`.
+    """Rename a complete, synced checkpoint to its final name, then write the step to `latest.txt`.
 
-    Whatever had the name before is moved aside, and back if the rename fails. If it was a checkpoint, it is then
-    deleted; anything else stays, under a name that is logged. A kill between the two renames leaves the complete
+    A folder that had the name before is moved aside, and back if the rename fails. If it was a checkpoint, it is then
+    deleted; anything else is kept under a name that is logged. A kill between the two renames leaves the complete
     `temporary`, which `tidy` renames.
     """
     aside = None
     if final.exists():
-        ours = (final / MANIFEST).exists()
+        is_checkpoint = (final / MANIFEST).exists()
         token = temporary.name.rpartition("-")[2]
-        aside = final.with_name(f".trash-{final.name}-{token}" if ours else f"{final.name}.replaced-{token}")
+        aside = final.with_name(f".trash-{final.name}-{token}" if is_checkpoint else f"{final.name}.replaced-{token}")
         os.rename(final, aside)
     try:
         os.rename(temporary, final)
@@ -110,17 +110,17 @@ def publish(temporary: Path, final: Path) -> None:
         raise
     sync_folder(final.parent)
     replace_text(final.parent / LATEST, final.name)
-    if aside and ours:
+    if aside and is_checkpoint:
         shutil.rmtree(aside, ignore_errors=True)
     elif aside:
         logger.warning("%s was not a checkpoint of Kénotron; it is now %s", final, aside.name)
 
 
 def verify(path: Path | str, progress: Progress | None = None) -> list[str]:
-    """Read every byte of a checkpoint and return what is wrong, one line each; nothing if it is intact.
+    """Read every byte of a checkpoint and return one line per problem, none if it is intact.
 
-    `progress(done, total)` is called with bytes. This process reads all of it; a run's ranks share the work
-    in `newest_complete` and `load`.
+    `progress(done, total)` is called with bytes. This process reads everything; a run's ranks share the work in
+    `newest_complete` and `load`.
     """
     path = Path(path)
     try:
@@ -131,7 +131,7 @@ def verify(path: Path | str, progress: Progress | None = None) -> list[str]:
 
 
 def check_files(path: Path, files: dict[str, FileRecord], progress: Progress | None = None) -> list[str]:
-    """Compare files with their records; one line for each that is missing, cut, or changed."""
+    """Compare files with their records; return one line for each that is missing, truncated or changed."""
 
     def check(name: str, record: FileRecord) -> str | None:
         return _wrong_size(path / name, record) or _wrong_content(path / name, record)
@@ -140,7 +140,7 @@ def check_files(path: Path, files: dict[str, FileRecord], progress: Progress | N
 
 
 def problems_of(files: dict[str, FileRecord], check: Check, progress: Progress | None) -> list[str]:
-    """What `check(name, record)` says of each of `files`, where it is not None; `progress` is told the bytes."""
+    """Return the results of `check(name, record)` that are not None; `progress` is called with bytes."""
     problems, done, total = list[str](), 0, sum(record.bytes for record in files.values())
     for name, record in files.items():
         if problem := check(name, record):
@@ -152,14 +152,14 @@ def problems_of(files: dict[str, FileRecord], check: Check, progress: Progress |
 
 
 def check_together(path: Path, files: dict[str, FileRecord]) -> list[str]:
-    """As `check_files`, the ranks with the same `path` sharing its files; every rank gets all the problems."""
+    """As `check_files`, but the ranks with the same `path` share its files; every rank gets all problems."""
     mine = share_of(files, ranks_with(str(path)))
     found = gather(raise_on_any_rank(lambda: check_files(path, mine)))
     return [problem for problems in found for problem in problems]
 
 
 def share_of(files: dict[str, FileRecord], ranks: list[int]) -> dict[str, FileRecord]:
-    """This rank's share of `files`, which `ranks` read together, each about as many bytes."""
+    """Return this rank's share of `files`, which `ranks` read together, with about equal numbers of bytes."""
     shares: list[dict[str, FileRecord]] = [{} for _ in ranks]
     loads = [0] * len(ranks)
     for name, record in sorted(files.items(), key=lambda item: (-item[1].bytes, item[0])):
@@ -190,10 +190,10 @@ def _wrong_content(path: Path, record: FileRecord) -> str | None:
 
 
 def newest_complete(root: Path | str, report: Report = quiet) -> Path | None:
-    """The checkpoint that was saved last and is intact to the last byte, or None.
+    """Return the checkpoint that was saved last among those that are intact to the last byte, or None.
 
-    Every damaged one that would have come before it is reported in one line, by rank 0. In a run of several ranks
-    all call it, each reads its share, and all return the same. Ranks must see one file system.
+    Rank 0 reports every newer but damaged one in one line. In a run of several ranks all call it, each reads its share,
+    and all return the same. Ranks must share a file system.
     """
     for entry in reversed(_in_order(run_on_rank0(lambda: list_checkpoints(root)))):
         problems = check_together(entry.path, entry.manifest.files) if entry.manifest else [str(entry.problem)]
@@ -205,7 +205,7 @@ def newest_complete(root: Path | str, report: Report = quiet) -> Path | None:
 
 
 def _in_order(entries: list[CheckpointFolder]) -> list[CheckpointFolder]:
-    """By time of saving; a folder without a readable manifest is placed by its step."""
+    """Sort by time of saving; a folder without a readable manifest is sorted by its step."""
     complete = [entry for entry in entries if entry.manifest]
     for entry in sorted((entry for entry in entries if not entry.manifest), key=lambda entry: entry.step):
         before = [place for place, other in enumerate(complete) if other.step < entry.step]
@@ -214,9 +214,9 @@ def _in_order(entries: list[CheckpointFolder]) -> list[CheckpointFolder]:
 
 
 def resolve(path: Path | str) -> Path:
-    """The checkpoint that a user means: a step's folder itself, or in a folder the one that `latest.txt` names.
+    """Return the checkpoint that a user means: a step's folder, or the step that `latest.txt` of a folder names.
 
-    Without that file, the one saved last.
+    Without that file, return the one saved last.
 
     >>> resolve("checkpoints/10")        # doctest: +SKIP
     PosixPath('checkpoints/10')
@@ -237,7 +237,7 @@ def resolve(path: Path | str) -> Path:
     steps = [str(entry.step) for entry in list_checkpoints(path) if entry.manifest]
     have = f"it has {', '.join(steps)}" if steps else "it has no complete checkpoint"
     if not (path / LATEST).exists():
-        if steps:  # the file was lost: the last that was saved
+        if steps:  # the file was lost: take the one saved last
             return path / steps[-1]
         raise CheckpointError(f"{path} is not a checkpoint: {_looks_like(path) or have}")
     step = (path / LATEST).read_text(errors="replace").strip()

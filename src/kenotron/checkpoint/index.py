@@ -1,12 +1,12 @@
-"""The index of a folder of tensors: what it holds and where each byte is, as JSON and without torch.
+"""The index of a folder of tensors: names, shapes and byte offsets, as JSON and without torch.
 
     {"format": "kenotron-tensors", "version": 1,
      "tensors": {"model.norm.weight": {"dtype": "F32", "shape": [64], "chunks": [
          {"file": "rank0.safetensors", "offset": [0], "shape": [32], "begin": 4096},
          {"file": "rank1.safetensors", "offset": [32], "shape": [32], "begin": 2048}]}}}
 
-A chunk is a box of its tensor: the element where it starts, its shape, and the byte of its file where its
-elements begin, row by row. Dtypes go by their safetensors names.
+A chunk is a box of its tensor: the offset of its first element, its shape, and the byte offset in its file, where its
+elements follow in row-major order. Dtypes have their safetensors names.
 """
 
 import json
@@ -44,7 +44,7 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a tensor and the place of its bytes."""
+    """A box of a tensor, and the file and offset of its bytes."""
 
     file: str
     offset: tuple[int, ...]
@@ -62,7 +62,7 @@ class Entry:
 
     @property
     def bytes(self) -> int:
-        """Size of all elements."""
+        """The size of all elements."""
         return math.prod(self.shape) * DTYPES[self.dtype][1]
 
 
@@ -71,7 +71,7 @@ Index: TypeAlias = dict[str, Entry]
 
 
 def render_index(index: Index) -> bytes:
-    """The content of `index.json`."""
+    """Return the content of `index.json`."""
     tensors = {
         name: {"dtype": entry.dtype, "shape": entry.shape, "chunks": [vars(chunk) for chunk in entry.chunks]}
         for name, entry in index.items()

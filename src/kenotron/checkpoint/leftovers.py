@@ -1,4 +1,4 @@
-"""What killed processes leave in a checkpoint folder: `tidy` clears it at the start of a run.
+"""Clear what killed processes left in a checkpoint folder, at the start of a run.
 
 20.tmp-3f9c0a1b/      a save: renamed to 20 if it is complete, else removed
 .trash-10-77ab03c4/   a checkpoint that was being removed: removed
@@ -18,11 +18,11 @@ _TRASH = re.compile(r"\.trash-\d+-[0-9a-f]{8}")
 def tidy(root: Path | str, report: Report = quiet) -> None:
     """Clear what killed processes left in `root`: rank 0 calls it at the start, before `newest_complete`.
 
-    A save that was complete except for its rename is finished; other temporary folders and half-removed
-    checkpoints are deleted. While another process saves there, nothing is touched.
+    A save that only lacks its rename is finished; other temporary folders and half-removed checkpoints are deleted.
+    While another process saves there, nothing is touched.
 
     Raises:
-        CheckpointError: this process may not write there; better known now than at the first save.
+        CheckpointError: this process may not write there, which is better to learn now than at the first save.
     """
     root = Path(root)
     if not root.is_dir():
@@ -36,7 +36,7 @@ def tidy(root: Path | str, report: Report = quiet) -> None:
 
 
 def clear_leftovers(root: Path, report: Report) -> None:
-    """`tidy` for a caller that holds the folder's lock."""
+    """Do the work of `tidy` for a caller that holds the folder's lock."""
     for path in sorted(root.iterdir()):
         if _TRASH.fullmatch(path.name):
             shutil.rmtree(path, ignore_errors=True)

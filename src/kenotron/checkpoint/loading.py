@@ -1,9 +1,9 @@
-"""Loading: verify the files, compare the names, and only then touch a tensor.
+"""Load a checkpoint: verify the files, compare the names, and only then change a tensor.
 
     state = load("checkpoints/10", model=dict(module.named_parameters()), optimizer=flat_optimizer_state)
 
-The tensors are filled in place, on whatever layout they have now: each rank reads from the saved chunks what it
-needs. Tools that want plain tensors use `reading.read_tensors`.
+The tensors are filled in place, on any layout: each rank reads what it needs from the saved chunks. Tools that need
+plain tensors use `reading.read_tensors`.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ def load(
 ) -> dict[str, Any]:
     """Fill `model`, `optimizer` and `hooks` in place from the checkpoint folder `path` and return its `state`.
 
-    Every rank calls it with its own tensors (DTensors or `TensorShard`s where they are split). Files of a part that is
-    None are not read.
+    Every rank calls it with its own tensors (DTensors or `TensorShard`s if they are sharded). The folder of an argument
+    that is None is not read.
 
     Args:
-        verify: check the files' checksums first, each rank a share. False only right after `newest_complete`.
+        verify: check the files' checksums first, shared by the ranks. False only right after `newest_complete`.
 
     Raises:
         CheckpointError: a file is damaged, or a name, shape or dtype does not fit. No tensor was changed.
     """
     path = Path(path)
     manifest = raise_on_any_rank(lambda: read_manifest(path))
-    given = {"model": model, "optimizer": optimizer, "hooks": hooks}
-    parts = {folder: part for folder, part in given.items() if part is not None}
+    folders = {"model": model, "optimizer": optimizer, "hooks": hooks}
+    parts = {folder: part for folder, part in folders.items() if part is not None}
     if verify:
         raise_if_damaged(check_together(path, manifest.below(*parts)))
     indexes = raise_on_any_rank(lambda: {folder: open_index(path / folder, manifest) for folder in parts})
@@ -71,7 +71,7 @@ def load(
 
 
 def read_data(path: Path | str, name: str) -> bytes | None:
-    """The file `data/<name>` of the checkpoint folder `path`; None if it has no such file.
+    """Return the content of `data/<name>` in the checkpoint folder `path`; None if there is no such file.
 
     Raises:
         CheckpointError: it is damaged.
@@ -88,20 +88,20 @@ def read_data(path: Path | str, name: str) -> bytes | None:
 
 
 def open_index(folder: Path, manifest: Manifest) -> Index:
-    """The index of a part, ``model`` or ``optimizer``, of the checkpoint with this `manifest`."""
+    """Return the index of a folder of tensors, such as ``model``, of the checkpoint with this `manifest`."""
     if not manifest.below(folder.name):
         raise CheckpointError(f"{folder.parent} was saved without {folder.name}")
     return read_index(folder, manifest.files)
 
 
 def raise_if_damaged(problems: list[str]) -> None:
-    """CheckpointError with the first of `problems`, if there is one."""
+    """Raise CheckpointError with the first of `problems`, if there is one."""
     if problems:
         raise CheckpointError(first_of(problems))
 
 
 def _on_any_rank(index: Index, tensors: Tensors) -> set[str]:
-    """Which of the index's names any rank has: a bit for each is gathered, and not a megabyte of names."""
+    """Return the index's names that any rank has; gathers a bit per name instead of a megabyte of names."""
     import numpy as np
 
     names = sorted(index)
@@ -111,7 +111,7 @@ def _on_any_rank(index: Index, tensors: Tensors) -> set[str]:
 
 
 def _check_fit(folder: Path, index: Index, tensors: Tensors, names: set[str]) -> None:
-    """Raise unless the index has this rank's `tensors` in their shapes, and just the `names` of all ranks."""
+    """Raise unless the index has this rank's `tensors` in their shapes, and exactly the `names` of all ranks."""
     missing = sorted(tensors.keys() - index.keys())
     extra = sorted(index.keys() - names)
     if missing:

@@ -2,17 +2,17 @@
 
     checkpoints/my_run/.run                              3f9c0a1b5d2e7788: the run's id
     checkpoints/my_run/1000/                             durable: in `checkpoints_path`
-    /dev/shm/kenotron/run-3f9c0a1b5d2e7788/1050/         local: the same files, the newest alone
-    /dev/shm/kenotron/run-3f9c0a1b5d2e7788/1of4/1050/    of several machines: the part that the ranks of machine 1 wrote
+    /dev/shm/kenotron/run-3f9c0a1b5d2e7788/1050/         local: the same files, only of the newest
+    /dev/shm/kenotron/run-3f9c0a1b5d2e7788/1of4/1050/    on several machines: the part that the ranks of machine 1 wrote
 
 A run resumes from its local checkpoint if that is ahead of the newest durable one. It is found by the run's id, which
-is new in a new folder and after --fresh; and the durable checkpoint that it follows must still exist: whoever removes
-1000 to go back to 500 does not want 1050. Once a newer durable one is complete, and when the run ends normally, it is
-removed.
+is new in a new folder and after --fresh. The durable checkpoint that it follows must still exist: a user who removes
+1000 to go back to 500 does not want 1050. It is removed once a newer durable one is complete, and when the run ends
+normally.
 
-A checkpoint in parts is complete if machines of the run hold all its parts, whichever machines those are now. They then
-copy them into `checkpoints_path`, which all machines share, and the run resumes from the durable checkpoint 1050. With
-a machine that is lost its part is lost, and the run resumes from 1000.
+A checkpoint in parts is complete if machines of the run hold all its parts; they may be other machines than before.
+They then copy the parts into `checkpoints_path`, which all machines share, and the run resumes from the durable
+checkpoint 1050. If a machine is lost, so is its part, and the run resumes from 1000.
 """
 
 import os
@@ -37,14 +37,14 @@ from kenotron.parallel.ranks import describe, gather, raise_on_any_rank, rank_an
 from kenotron.storage.files import remove_leftovers, temporary_beside
 
 FOLLOWS, SAVE = "durable_step", "save"
-"""In the state of a local checkpoint: the step of the newest durable one before it, 0 if there was none; and, in that
-of each part, what the parts of one save have in common."""
+"""Keys in the state of a local checkpoint: the step of the newest durable one before it, 0 if there was none; and for
+parts, a value that the parts of one save share."""
 
 PART = re.compile(r"(\d+)of(\d+)")
 
 
 def machine_of_each(ranks: Sequence[tuple[str, int]]) -> tuple[int, ...]:
-    """The machine of each rank, from (host name, number on its machine); one host may play several machines.
+    """Return each rank's machine, from (host name, local rank); one host may stand for several machines.
 
     >>> machine_of_each([("a", 0), ("a", 1), ("b", 0), ("b", 1)])      # torchrun
     (0, 0, 1, 1)
@@ -63,7 +63,7 @@ def machine_of_each(ranks: Sequence[tuple[str, int]]) -> tuple[int, ...]:
 
 
 class Part(NamedTuple):
-    """Part `number` of `of` of a local checkpoint, in a folder of a machine."""
+    """Part `number` of `of` parts of a local checkpoint, in a folder of a machine."""
 
     machine: int
     number: int
@@ -72,7 +72,7 @@ class Part(NamedTuple):
 
     @property
     def save(self) -> tuple[int, int, str | float]:
-        """What it has in common with the other parts of its checkpoint, and with no part of another."""
+        """Return a key that the parts of one checkpoint share, and no part of another has."""
         manifest = self.entry.manifest
         if manifest is None:
             return self.entry.step, self.of, ""
@@ -82,8 +82,8 @@ class Part(NamedTuple):
 class LocalTier:
     """The local checkpoints of a run. All ranks call every method at the same time, except `remove`.
 
-    `machine_of_rank`: the number of each rank's machine. The first rank of a machine looks after its folder. root:
-    where this rank saves them; those of one machine have the same. Known after `newest`.
+    `machine_of_rank` has the number of each rank's machine. The first rank of a machine manages its folder. `root`, set
+    by `newest`, is the folder that this rank saves them in, the same for all ranks of a machine.
     """
 
     def __init__(self, config: Config, machine_of_rank: Sequence[int], warn: Report, say: Report) -> None:
@@ -98,10 +98,10 @@ class LocalTier:
     # ---- before the first step ---------------------------------------------------------------------------------
 
     def newest(self, durable_one: Path | None) -> Path | None:
-        """The run's local checkpoint if it is complete and ahead of `durable_one`, the newest durable one.
+        """Return the run's local checkpoint if it is complete and ahead of `durable_one`, the newest durable one.
 
-        One in parts becomes a durable one first. Any other local one is removed. Raises InputError if the folder cannot
-        be made, and CheckpointError if the parts cannot be copied.
+        If it is in parts, it is first copied into a durable one. Other local ones are removed. Raises InputError if the
+        folder cannot be created, and CheckpointError if the parts cannot be copied.
         """
         self._open()
         chosen = self._newest_complete()
@@ -114,7 +114,7 @@ class LocalTier:
         return newest
 
     def forget(self) -> None:
-        """Remove the run's local checkpoints and give it a new id, so that none elsewhere counts."""
+        """Remove the run's local checkpoints and give it a new id, so that those on other machines do not count."""
         self._open()
         found = any(gather(bool(self._folders())))
         self.close()
@@ -125,12 +125,12 @@ class LocalTier:
     # ---- while the run trains ----------------------------------------------------------------------------------
 
     def state(self, durable_step: int) -> dict[str, int | str]:
-        """What the manifest of a local checkpoint says in addition to a durable one's."""
+        """Return the state that a local checkpoint has in addition to a durable one's."""
         token = run_on_rank0(lambda: secrets.token_hex(8)) if self.machines > 1 else ""
         return {FOLLOWS: durable_step} | ({SAVE: token} if token else {})
 
     def saved(self, step: int) -> None:
-        """A save is complete on all machines: those before it are removed."""
+        """Remove earlier local checkpoints, after the save of `step` is complete on all machines."""
         if not self.is_first:
             return
         try:
@@ -139,19 +139,19 @@ class LocalTier:
             self.warn(f"checkpoints.local.path: {describe(error)}")
 
     def remove(self) -> None:
-        """Remove the run's local checkpoints: they are gone at once, their bytes soon after."""
+        """Remove the run's local checkpoints; their names vanish at once, their bytes soon after."""
         if self.is_first:
             self._remove([self.run_folder])
 
     def close(self) -> None:
-        """As `remove`, with all bytes gone on return: the run has ended normally, or begins afresh."""
+        """As `remove`, but wait until all bytes are removed; called when the run has ended or begins afresh."""
         self.remove()
         self._wait()
 
-    # ---- what the machines hold --------------------------------------------------------------------------------
+    # ---- local checkpoints on the machines ---------------------------------------------------------------------
 
     def _open(self) -> None:
-        """Find the folders' names; on each machine make the run's, and clear what killed processes left there."""
+        """Set the folders' names; on each machine create the run's, and clear what killed processes left there."""
         name = run_on_rank0(lambda: durable.run_id(self.config.checkpoint_folder))
         assert name is not None, "the run has no id: Checkpoints.start is called while its folder is held"
         self.run_folder = _run_folder(self.config, name)
@@ -168,7 +168,7 @@ class LocalTier:
         self._on_each_machine(tidy)
 
     def _roots(self) -> Iterator[tuple[Path, int, int]]:
-        """The folders on this machine that have checkpoints or parts, with the part's number and of how many."""
+        """Yield (folder, number of the part, number of parts) for this machine's folders of checkpoints or parts."""
         yield self.run_folder, 0, 1
         for path in sorted(self.run_folder.iterdir()) if self.run_folder.is_dir() else ():
             if match := PART.fullmatch(path.name):
@@ -178,7 +178,7 @@ class LocalTier:
         return [entry.path for root, _, _ in self._roots() for entry in list_checkpoints(root)]
 
     def _newest_complete(self) -> list[Part]:
-        """The parts, intact to the last byte, of the checkpoint that was saved last; empty: there is none."""
+        """Return the parts of the intact checkpoint that was saved last; empty if there is none."""
         here = [
             Part(self.machine, number, of, entry)
             for root, number, of in (self._roots() if self.is_first else ())
@@ -193,13 +193,13 @@ class LocalTier:
             if len(intact) == parts[0].of:
                 return [intact[number] for number in range(parts[0].of)]
             lost = next(number for number in range(parts[0].of) if number not in intact)
-            told = [line for part, lines in problems if part.number == lost for line in lines]
-            why = first_of(told) if told else f"no machine has its part {lost} of {parts[0].of}"
+            found = [line for part, lines in problems if part.number == lost for line in lines]
+            why = first_of(found) if found else f"no machine has its part {lost} of {parts[0].of}"
             self.warn(f"skipping checkpoint {parts[0].entry.step}: {why}")
         return []
 
     def _problems(self, parts: list[Part]) -> list[list[str]]:
-        """What is wrong with each of `parts`; the ranks of a machine share the reading."""
+        """Return the problems of each of `parts`; the ranks of a machine share the reading."""
 
         def check(part: Part) -> list[str]:
             if part.machine != self.machine:
@@ -212,7 +212,7 @@ class LocalTier:
         return [list(dict.fromkeys(chain(*lines))) for lines in zip(*of_ranks, strict=True)]
 
     def _counts(self, entry: CheckpointFolder, durable_one: Path | None) -> bool:
-        """Whether the run continues from the checkpoint with the part `entry`."""
+        """Whether the run may continue from the checkpoint that `entry` is, or is a part of."""
         assert entry.manifest is not None
         state, root = entry.manifest.state, self.config.checkpoint_folder
         if durable_one is not None and entry.step <= int(durable_one.name):
@@ -228,7 +228,7 @@ class LocalTier:
         return True
 
     def _make_durable(self, parts: list[Part]) -> Path:
-        """Copy `parts` into checkpoints_path, where they are one checkpoint, which all ranks see."""
+        """Copy `parts` into checkpoints_path as one checkpoint, and return it when all ranks see it."""
         final = self.config.checkpoint_folder / str(parts[0].entry.step)
         manifests = [part.entry.manifest for part in parts if part.entry.manifest]
         files = in_order([manifest.files for manifest in manifests])
@@ -252,11 +252,11 @@ class LocalTier:
         raise_on_any_rank(lambda: work() if self.is_first else None)
 
     def _remove(self, folders: list[Path]) -> None:
-        """Rename `folders`, which takes no time, and remove their files while training continues."""
+        """Rename `folders`, which is quick, and remove their files while training continues."""
         self._wait()
         trash = [folder.with_name(f".trash-{folder.name}-{secrets.token_hex(4)}") for folder in folders]
         for folder, aside in zip(folders, trash, strict=True):
-            with suppress(OSError):  # there is none, or another machine that shares the folder was faster
+            with suppress(OSError):  # it is gone, or another machine that shares the folder was faster
                 os.rename(folder, aside)
         self.removal = Thread(target=_remove_trees, args=(trash,))
         self.removal.start()
@@ -267,7 +267,7 @@ class LocalTier:
 
 
 def run_folders(config: Config) -> list[Path]:
-    """The folders in which a run on one machine has checkpoints."""
+    """Return the folders in which a run on one machine has checkpoints."""
     name = durable.run_id(config.checkpoint_folder)
     more = [] if config.checkpoints.local is None or name is None else [_run_folder(config, name)]
     return [config.checkpoint_folder, *more]
@@ -279,7 +279,7 @@ def _run_folder(config: Config, name: str) -> Path:
 
 
 def _copy(source: Path, target: Path, files: dict[str, FileRecord]) -> None:
-    """Copy `files` from one folder to another; they are on its disk then. CheckpointError if they are not the same."""
+    """Copy and sync `files` from one folder to another. Raises CheckpointError if they differ from their records."""
     with refusing("save", target):
         for name, record in files.items():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
@@ -294,6 +294,6 @@ def _remove_trees(folders: list[Path]) -> None:
 
 
 def _order(parts: list[Part]) -> tuple[int, int, float]:
-    """Of two saves, the later one's is greater; the clocks of machines differ."""
+    """Return a sort key that is greater for later saves, although the clocks of machines differ."""
     found = (part.entry.manifest for part in parts if part.entry.manifest)
     return max(((each.state.get(FOLLOWS, 0), each.step, each.saved_at) for each in found), default=(0, 0, 0.0))

@@ -1,4 +1,4 @@
-"""The manifest: one JSON file that says what a checkpoint consists of, and proves that it is complete.
+"""The manifest is a JSON file that lists what a checkpoint consists of, and proves that it is complete.
 
 It is written last, so a folder without one is not a checkpoint. It holds the size and the XXH3 of every other
 file, every scalar of the run (`state`), and, as its last entry, the XXH3 of itself:
@@ -13,7 +13,7 @@ file, every scalar of the run (`state`), and, as its last entry, the XXH3 of its
      "xxh3": "06b1..."
     }
 
-Each content has exactly one text, so a change in any byte, even a space, is detected by writing what was read again.
+Every content has exactly one text, so a change of any byte, even a space, is found by rendering the content again.
 """
 
 import json
@@ -33,7 +33,7 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Manifest:
-    """What one checkpoint consists of. `saved_at` is in seconds since 1970, rising from save to save."""
+    """The content of one checkpoint. `saved_at` is in seconds since 1970, and increases with every save."""
 
     step: int
     saved_at: float
@@ -42,16 +42,16 @@ class Manifest:
 
     @property
     def bytes(self) -> int:
-        """Size of the checkpoint without the manifest itself."""
+        """The size of the checkpoint without the manifest itself."""
         return sum(record.bytes for record in self.files.values())
 
     def below(self, *folders: str) -> dict[str, FileRecord]:
-        """The files in the named folders."""
+        """Return the files in the named folders."""
         return {name: record for name, record in self.files.items() if name.split("/")[0] in folders}
 
 
 def render(manifest: Manifest) -> bytes:
-    """The text of a manifest."""
+    """Return the text of a manifest."""
     files = {name: record._asdict() for name, record in manifest.files.items()}
     return _seal({"format": FORMAT, "version": VERSION, **vars(manifest), "files": files})
 
@@ -62,7 +62,7 @@ def _seal(content: dict[str, Any]) -> bytes:
 
 
 def _unseal(data: bytes) -> dict[str, Any]:
-    """The content of a sealed text, or ValueError if any of its bytes was changed."""
+    """Return the content of a sealed text. Raises ValueError if any of its bytes was changed."""
     content = json.loads(data)
     if not isinstance(content, dict) or "xxh3" not in content:
         raise ValueError("no checksum")
@@ -88,7 +88,7 @@ def read_manifest(path: Path | str) -> Manifest:
 
 
 def parse(data: bytes, file: Path | str) -> Manifest:
-    """The manifest whose text is `data`; `file` is where it was read. Raises as `read_manifest`."""
+    """Return the manifest whose text is `data`, read from `file`. Raises like `read_manifest`."""
     try:
         content = _unseal(data)
     except (ValueError, RecursionError) as error:
@@ -111,7 +111,7 @@ def parse(data: bytes, file: Path | str) -> Manifest:
 
 
 def plain(value: object, where: str) -> Any:
-    """`value` as it comes back from JSON (tuples become lists), or an error that names what JSON cannot hold.
+    """Return `value` as JSON returns it (tuples become lists); raise an error that names what JSON cannot hold.
 
     >>> plain({"betas": (0.9, 0.95)}, "state")
     {'betas': [0.9, 0.95]}

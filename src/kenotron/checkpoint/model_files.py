@@ -1,4 +1,4 @@
-"""Where a model's files are: our checkpoint, a Hugging Face folder, or a hub name. Nothing here imports torch.
+"""Find a model's files: in a Kénotron checkpoint, a Hugging Face folder, or the hub. Does not import torch.
 
 find_model("checkpoints")                         # ModelFolder(folder=PosixPath('checkpoints/20'), ours=True)
 find_model("HuggingFaceTB/SmolLM2-135M")          # config.json is fetched, local cache first: ours=False
@@ -24,34 +24,34 @@ from kenotron.text.tokenizer import GENERATION, TOKENIZER_FILES, TextTokenizer, 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 ADAPTER = "adapter_config.json"
-HUB = "no such folder here"  # so each of the hub's errors begins
+HUB = "no such folder here"  # the beginning of the hub's errors
 
 
 class ModelFolder(NamedTuple):
-    """The folder of a checkpoint of ours, or the one that holds a Hugging Face model's `config.json`."""
+    """The folder of a Kénotron checkpoint (`ours`), or that of a Hugging Face model's `config.json`."""
 
     folder: Path
     ours: bool
 
 
 def find_model(path: str | Path) -> ModelFolder:
-    """What `path` names: a step's folder, a folder of steps, a Hugging Face model's folder or hub name.
+    """Return the model at `path`: a step's folder, a folder of steps, a Hugging Face model's folder or hub name.
 
-    Raises InputError if the path is missing; the message names the nearest.
+    Raises InputError if the path does not exist; the message names the nearest one.
     """
     if not isinstance(path, str | Path):
         raise InputError(f"path: expected a checkpoint or a Hugging Face model, by its path, found {path!r:.60}")
     folder = Path(path).expanduser()
-    ours = (folder / MANIFEST).exists() or (folder / folders.LATEST).exists()
-    if not ours and (folder / "config.json").is_file():
+    is_checkpoint = (folder / MANIFEST).exists() or (folder / folders.LATEST).exists()
+    if not is_checkpoint and (folder / "config.json").is_file():
         return ModelFolder(folder, ours=False)
-    if not ours and is_hub_name(path):
+    if not is_checkpoint and is_hub_name(path):
         return ModelFolder(_find_in_hub(path), ours=False)
     return ModelFolder(folders.resolve(folder), ours=True)
 
 
 def _find_in_hub(path: str | Path) -> Path:
-    """The folder of a hub model's `config.json`. The error names what is near among folders, if something is."""
+    """Return the folder of a hub model's `config.json`. The error names a near folder, if there is one."""
     try:
         return find_config(path).parent
     except InputError as in_hub:
@@ -65,13 +65,13 @@ def _find_in_hub(path: str | Path) -> Path:
 
 
 def is_hub_name(source: str | Path) -> bool:
-    """Could this be ``owner/name``, and is it not a folder here?"""
+    """Whether this looks like ``owner/name``, and is not an existing folder."""
     text = str(source)
     return not Path(text).expanduser().exists() and text.count("/") <= 1 and text[:1] not in (".", "/", "~")
 
 
 def find_config(source: str | Path) -> Path:
-    """The `config.json` of a folder or a hub name."""
+    """Return the path of the `config.json` of a folder or a hub name."""
     if is_hub_name(source):
         file = hub_file(str(source), "config.json", None, HUB)
         if file is None:
@@ -85,13 +85,13 @@ def find_config(source: str | Path) -> Path:
         hint = nearest(folder.name, [entry.name for entry in parent.iterdir()])
         raise InputError(f"no folder {folder}; the nearest that exists is {parent}{hint}")
     if not (folder / "config.json").is_file():
-        ours = " (it is a checkpoint: `kenotron convert to-hf` converts it)" if (folder / MANIFEST).exists() else ""
-        raise InputError(f"{folder} is not a Hugging Face model: it has no config.json{ours}")
+        hint = " (it is a checkpoint: `kenotron convert to-hf` converts it)" if (folder / MANIFEST).exists() else ""
+        raise InputError(f"{folder} is not a Hugging Face model: it has no config.json{hint}")
     return folder / "config.json"
 
 
 def locate(source: str | Path) -> Path:
-    """The folder of a Hugging Face model with its weights and tokenizer, fetched where they are missing."""
+    """Return the folder of a Hugging Face model with its weights and tokenizer, which are fetched if missing."""
     folder = find_config(source).parent
     if not is_hub_name(source):
         return folder
@@ -112,10 +112,10 @@ def locate(source: str | Path) -> Path:
 
 
 def save_text_files(folder: Path, tokenizer: TextTokenizer | None, starts: list[str]) -> None:
-    """Write what a checkpoint has besides tensors: the tokenizer, and how the model it came with generates.
+    """Write the tokenizer and the `generation_config.json` of the model that the run began with.
 
-    That lies beside the tokenizer, or is the first of the models `starts` that says it. Ids of another tokenizer are
-    not taken from there.
+    The latter comes from the tokenizer's folder, or from the first of the models `starts` that has one with the same
+    tokenizer, so that no ids of another tokenizer are copied.
     """
     if tokenizer:
         tokenizer.save(folder)
@@ -124,7 +124,7 @@ def save_text_files(folder: Path, tokenizer: TextTokenizer | None, starts: list[
     for start in starts:
         if (folder / GENERATION).exists():
             return
-        with suppress(InputError):  # it has no tokenizer, or is not there any more
+        with suppress(InputError):  # it has no tokenizer, or has been removed
             found = find_model(start)
             source = found.folder / "tokenizer" if found.ours else found.folder
             if tokenizer is None or _hash(source) == tokenizer.hash:
@@ -132,16 +132,16 @@ def save_text_files(folder: Path, tokenizer: TextTokenizer | None, starts: list[
 
 
 def text_files_of(config: Config, tokenizer: TextTokenizer | None) -> Callable[[Path], None]:
-    """What writes them for a run: it began with the checkpoint it resumed from, or that its first weights are of."""
+    """Return `save_text_files` for a run, with the models that it resumed from or took its first weights from."""
     init, resumed = config.model.init_method, config.checkpoints.resume_checkpoint_path
     first = [init.path] if isinstance(init, ExistingCheckpointInit) else []
     return partial(save_text_files, tokenizer=tokenizer, starts=[*([resumed] if resumed else []), *first])
 
 
 def carry_generation(source: Path, folder: Path) -> None:
-    """Put the `generation_config.json` of the model in `source` into `folder`, unless there is one.
+    """Copy the `generation_config.json` of the model in `source` into `folder`, unless `folder` has one.
 
-    Where a model has none and its config.json names several ends of text, they are what goes into the file.
+    If the model has none and its config.json names several end-of-text ids, write a file with these.
     """
     if (folder / GENERATION).exists():
         return
@@ -164,7 +164,7 @@ def _hash(folder: Path) -> str:
 
 
 def shard_names(index: Path) -> list[str]:
-    """The files that the index of a model in several safetensors files names."""
+    """Return the safetensors files that the index of a model names."""
     files = read_json(index).get("weight_map")
     if not isinstance(files, dict):
         raise InputError(f"{index}: expected a weight_map")

@@ -1,12 +1,12 @@
-"""The writer `native`: files written past the page cache by threads of native.cpp; the bytes are those of `HashedFile`.
+"""The writer `native`: threads of native.cpp write files past the page cache, with the same bytes as `HashedFile`.
 
     with NativeFile(folder / "rank0.safetensors", size=1 << 30) as file:
         file.write(header)
-        file.write(tensor)          # hashed and copied here; threads write it, without Python's lock
+        file.write(tensor)          # hashed and copied in the call; threads write it without the GIL
     file.record                     # FileRecord(bytes=…, xxh3="…")
 
-Importing this module compiles native.cpp, unless that has been done before: where there is no compiler, a config that
-asks for the writer is refused at the start of the run.
+Importing this module compiles native.cpp, unless it has been compiled before: without a compiler, a config that names
+the writer is refused at the start of the run.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ import numpy as np
 from kenotron.checkpoint.durable import HashedFile, refusing
 from kenotron.storage.native import load_library
 
-THREADS = 4  # of each file: requests that the disk has at once
+THREADS = 4  # per file, the number of concurrent write requests
 
 LIBRARY = load_library(Path(__file__).with_name("native.cpp"))
 LIBRARY.file_open.argtypes = [ctypes.c_char_p, ctypes.c_size_t, ctypes.c_int, ctypes.POINTER(ctypes.c_int)]
@@ -28,7 +28,7 @@ LIBRARY.file_close.argtypes = [ctypes.c_void_p, ctypes.c_int]
 
 
 class NativeFile(HashedFile):
-    """A new file of `size` bytes, or however many are written. An error may be that of an earlier call."""
+    """A new file with an expected `size` in bytes. An error may belong to an earlier call."""
 
     def _open(self, size: int) -> int:
         error = ctypes.c_int(0)

@@ -1,14 +1,14 @@
-"""Which rank writes which blocks of the tensors, and where: planned once, and again when what ranks hold changes.
+"""Plan which rank writes which blocks of the tensors to which file; planned again when the ranks' blocks change.
 
     rank 0 holds  a[0:4]  norm        model/rank0.safetensors   header │ a[0:4] │ norm
     rank 1 holds  a[4:8]  norm        model/rank1.safetensors   header │ a[4:8]
-                                      model/index.json          written by rank 0: where every rank's bytes are
+                                      model/index.json          written by rank 0: file and offset of every block
 
-Rank 0 plans. Each rank sends the blocks that it holds, receives those that it writes, and sends their places for the
-index. A block that several ranks hold is written once, by the one of them that has least to write so far.
+Rank 0 plans. Each rank sends the blocks that it holds, receives the blocks that it writes, and sends their offsets for
+the index. A block that several ranks hold is written once, by the rank among them with the fewest bytes so far.
 
-Format of safetensors: 8 bytes, little-endian length of the header; the header, JSON, padded with spaces to 8
-bytes; the tensors' bytes without gaps. The widest types come first, so every tensor is aligned.
+The format of safetensors is: 8 bytes with the little-endian length of the header; the header, JSON padded with spaces
+to a multiple of 8 bytes; the tensors' bytes without gaps. The widest types come first, so every tensor is aligned.
 """
 
 import json
@@ -29,11 +29,11 @@ from kenotron.parallel.ranks import gather, gather_on_rank0, raise_on_any_rank, 
 ALIGNMENT = 8
 
 Parts = dict[str, dict[str, TensorShard]]
-"""Folder ("model", "optimizer", "hooks") → name → what this rank holds of the tensor."""
+"""Folder ("model", "optimizer", "hooks") → name → this rank's shard of the tensor."""
 
 
 class Block(NamedTuple):
-    """A block of a tensor: all that a plan depends on."""
+    """A block of a tensor, with everything that a plan depends on."""
 
     folder: str
     name: str
@@ -44,7 +44,7 @@ class Block(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Of its elements."""
+        """The size of its elements."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -58,7 +58,7 @@ class FilePlan:
 
     @property
     def bytes(self) -> int:
-        """Of the blocks."""
+        """The size of its blocks."""
         return sum(block.bytes for block in self.blocks)
 
 
@@ -71,31 +71,31 @@ class Plan:
 
     @property
     def bytes(self) -> int:
-        """Of the blocks in all files."""
+        """The size of the blocks in all files."""
         return sum(file.bytes for file in self.files)
 
 
 class Planner:
-    """Plans saves; a plan is used again for as long as every rank holds the same blocks."""
+    """Plans saves; a plan is reused as long as every rank holds the same blocks."""
 
     def __init__(self) -> None:
         self.made_for: tuple[list[str], list[Block]] | None = None
         self.latest = Plan()
 
     def plan(self, parts: Parts) -> Plan:
-        """The plan to save `parts`, each rank its own; all ranks call it.
+        """Return the plan to save `parts`, which are each rank's own; all ranks call it.
 
         Raises:
             CheckpointError: a dtype cannot be saved, or the blocks of a tensor do not add up to it.
         """
-        wanted = list(parts), held_blocks(parts)
-        if any(gather(wanted != self.made_for)):
-            self.latest, self.made_for = make_plan(*wanted), wanted
+        request = list(parts), held_blocks(parts)
+        if any(gather(request != self.made_for)):
+            self.latest, self.made_for = make_plan(*request), request
         return self.latest
 
 
 def held_blocks(parts: Parts) -> list[Block]:
-    """The blocks of `parts`, folder by folder in the order of a file; none without elements, unless its tensor is."""
+    """Return the blocks of `parts` by folder, in file order; empty blocks are left out, unless the tensor is empty."""
     return [block for folder, tensors in parts.items() for block in sorted(_blocks(folder, tensors), key=_in_file)]
 
 
@@ -111,7 +111,7 @@ def _in_file(block: Block) -> tuple[int, str, tuple[int, ...]]:
 
 
 def make_plan(folders: Sequence[str], blocks: list[Block]) -> Plan:
-    """What this rank, which holds `blocks`, writes into `folders`; all ranks call it."""
+    """Return the plan of what this rank, which holds `blocks`, writes into `folders`; all ranks call it."""
     held = gather_on_rank0(blocks)
     shares = raise_on_any_rank(lambda: share_out(held))
     share = scatter_from_rank0(shares)
@@ -128,9 +128,9 @@ def make_plan(folders: Sequence[str], blocks: list[Block]) -> Plan:
 
 
 def share_out(held: Sequence[Sequence[Block]]) -> list[list[Block]]:
-    """For each rank the blocks that it writes, of those that it holds: every block once.
+    """Return for each rank the blocks that it writes, a subset of those that it holds; every block is written once.
 
-    Those that a single rank holds are given out first, then the largest first.
+    Blocks that a single rank holds are assigned first, then the others, largest first.
     """
     holders: dict[Block, list[int]] = defaultdict(list)
     for rank, blocks in enumerate(held):
@@ -158,12 +158,12 @@ def _check(blocks: Collection[Block]) -> None:
 
 
 def _header(blocks: Sequence[Block]) -> tuple[bytes, list[int]]:
-    """The head of a safetensors file that holds `blocks` in this order, and the byte where each one begins."""
+    """Return the header of a safetensors file with `blocks` in this order, and the offset of each block."""
     entries: dict[str, Any] = {}
     boxes: dict[str, Any] = {}
     ends = [0]
     for block in blocks:
-        # A second block of one tensor in one file needs another key; our readers use the index.
+        # A second block of one tensor in one file needs another key; Kénotron's readers use the index.
         key = block.name if block.name not in entries else f"{block.name}@{list(block.offset)}"
         begin, end = ends[-1], ends[-1] + block.bytes
         entries[key] = {"dtype": dtype_name(block.dtype), "shape": block.shape, "data_offsets": [begin, end]}
@@ -179,7 +179,7 @@ def _header(blocks: Sequence[Block]) -> tuple[bytes, list[int]]:
 def _indexes(
     folders: Sequence[str], shares: Sequence[Sequence[Block]], begins: Sequence[Sequence[int]]
 ) -> dict[str, bytes]:
-    """The index of each folder as a file: rank r writes the blocks `shares[r]`, at `begins[r]` in its files."""
+    """Return each folder's index.json; rank r writes the blocks `shares[r]` at the offsets `begins[r]`."""
     found: dict[tuple[str, str], list[tuple[Block, Chunk]]] = defaultdict(list)
     for rank, (blocks, places) in enumerate(zip(shares, begins, strict=True)):
         for block, begin in zip(blocks, places, strict=True):

@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint on the host, whole or in blocks, for tools: one process reads, without a process group.
+"""Read tensors of a checkpoint to the host, whole or in blocks, for tools: one process, without a process group.
 
 read_tensors("checkpoints/10", ["model.norm.weight"])
 shapes, read = block_reader("checkpoints/10")
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 def read_tensors(
     path: Path | str, names: Iterable[str] | None = None, *, folder: str = "model", verify: bool = True
 ) -> dict[str, Tensor]:
-    """Whole tensors on the host, for tools: all of a checkpoint's model, or those in `names`.
+    """Return whole tensors on the host, for tools: all of a checkpoint's model, or those in `names`.
 
-    This process alone reads and checks; no process group is used.
+    Only this process reads and checks; no process group is used.
 
     Raises:
         CheckpointError: a file is damaged, or a name is missing.
@@ -34,19 +34,19 @@ def read_tensors(
     if verify:
         raise_if_damaged(check_files(path, read_manifest(path).below(folder)))
     shapes, read = block_reader(path, folder=folder)
-    wanted = list(shapes if names is None else names)
-    for name in wanted:
+    selected = list(shapes if names is None else names)
+    for name in selected:
         if name not in shapes:
             raise CheckpointError(f"{path / folder} has no tensor {name!r}{nearest(name, shapes)}")
-    return {name: read(name, (0,) * len(shapes[name]), shapes[name]) for name in wanted}
+    return {name: read(name, (0,) * len(shapes[name]), shapes[name]) for name in selected}
 
 
 def block_reader(
     path: Path | str, *, folder: str = "model"
 ) -> tuple[dict[str, tuple[int, ...]], Callable[[str, Sequence[int], Sequence[int]], Tensor]]:
-    """The shapes of a folder's tensors, and ``read(name, offset, shape)``: a block on the host, nothing else read.
+    """Return the shapes of a folder's tensors, and ``read(name, offset, shape)``, which reads one block to the host.
 
-    For tools that want parts of tensors, as `read_tensors`; checksums are not checked.
+    It is for tools that need blocks of tensors; checksums are not checked.
     """
     path = Path(path)
     index = open_index(path / folder, read_manifest(path))

@@ -1,15 +1,15 @@
-"""Checkpoints in a bucket, or in any other store: found, verified, fetched and removed.
+"""Find, verify, fetch and remove checkpoints in a bucket or another store.
 
     <url>/.run                           the id of the run, as in its folder
     <url>/latest.txt                     the newest step, written after its manifest
-    <url>/30/manifest.json               written when every other object is there and as long as its file: without it
+    <url>/30/manifest.json               written when all other objects are there in full size: without it
                                          there is no checkpoint
-    <url>/30/manifest.json.incomplete    the manifest of what is being uploaded or removed; goes last
+    <url>/30/manifest.json.incomplete    the manifest during an upload or removal; deleted last
     <url>/30/model/…, optimizer/…, …
 
-A store cannot rename, so the order in which objects are written and removed does what a rename does on a disk: a
-process may be killed between any two of them, and readers find only complete checkpoints. What it leaves is recognized
-by its `manifest.json.incomplete`: the next upload completes or removes it (`upload.py`).
+A store cannot rename, so the order in which objects are written and removed replaces the rename on a disk: a process
+may be killed between any two of them, and readers find only complete checkpoints. Leftovers are recognized by their
+`manifest.json.incomplete`; the next upload completes or removes them (`upload.py`).
 """
 
 import shutil
@@ -38,7 +38,7 @@ FETCH_WAIT_S = 24 * 3600.0
 
 
 class Damaged(CheckpointError):
-    """A checkpoint in a store that is not what was uploaded: an earlier one may be intact."""
+    """A checkpoint in a store that differs from what was uploaded; an earlier one may be intact."""
 
 
 class RemoteCheckpoints:
@@ -49,7 +49,7 @@ class RemoteCheckpoints:
         self.url = self.store.url
 
     def objects(self) -> dict[int, dict[str, int]]:
-        """Step → name below it → bytes, of every object in a step's folder, whether that is a checkpoint or not."""
+        """Return step → object name → bytes for every object in a step's folder, checkpoint or not."""
         found: dict[int, dict[str, int]] = {}
         for name, size in self.store.sizes().items():
             step, _, rest = name.partition("/")
@@ -58,16 +58,16 @@ class RemoteCheckpoints:
         return found
 
     def holds_any(self) -> bool:
-        """Whether there is a checkpoint, sound or not."""
+        """Whether the store has a checkpoint, sound or not."""
         return any(MANIFEST in objects for objects in self.objects().values())
 
     def all(self) -> list[RemoteCheckpoint]:
-        """Steps with a manifest, `oldest_first`; those that do not match it are not sound."""
+        """Return the steps with a manifest, `oldest_first`; a step that does not match its manifest is not sound."""
         found = self.objects().items()
         return folders.oldest_first(self.look(step, objects) for step, objects in found if MANIFEST in objects)
 
     def look(self, step: int, objects: dict[str, int]) -> RemoteCheckpoint:
-        """What a step is whose folder has these objects, a manifest among them."""
+        """Return the entry of a step whose folder has these objects, including a manifest."""
         path = self.store.at(str(step))
         try:
             _, manifest = self.manifest(step)
@@ -76,7 +76,7 @@ class RemoteCheckpoints:
         return folders.listed(step, path, manifest, wrong_sizes(path, manifest, objects))
 
     def manifest(self, step: int) -> tuple[bytes, Manifest]:
-        """The manifest of `step`, as bytes and read. Raises CheckpointError if there is none or it is damaged."""
+        """Return the manifest of `step`, as bytes and parsed. Raises CheckpointError if it is missing or damaged."""
         try:
             data = self.store.read(f"{step}/{MANIFEST}")
         except FileNotFoundError:
@@ -84,7 +84,7 @@ class RemoteCheckpoints:
         return data, parse(data, self.store.at(f"{step}/{MANIFEST}"))
 
     def verify(self, step: int, progress: Progress | None = None) -> list[str]:
-        """Read every byte of a checkpoint; what is wrong, one line each."""
+        """Read every byte of a checkpoint and return one line per problem."""
         try:
             _, manifest = self.manifest(step)
         except CheckpointError as error:
@@ -93,7 +93,7 @@ class RemoteCheckpoints:
         return folders.problems_of(manifest.files, check, progress)
 
     def _receive(self, step: int, name: str, record: FileRecord, write: Callable[[bytes], None]) -> str | None:
-        """Read a file of a checkpoint from end to end, for `write` as well; what is wrong with it, None if nothing."""
+        """Read a whole file of a checkpoint, pass its bytes to `write`, and return the problem with it, or None."""
         place, digest = self.store.at(f"{step}/{name}"), xxhash.xxh3_64()
         try:
             for piece in self.store.stream(f"{step}/{name}"):
@@ -106,11 +106,11 @@ class RemoteCheckpoints:
         return None
 
     def fetch(
-        self, step: int, root: Path, wanted: Callable[[str], bool] = lambda name: True, keep: bool = False
+        self, step: int, root: Path, selects: Callable[[str], bool] = lambda name: True, keep: bool = False
     ) -> Path:
         """Fetch checkpoint `step` to ``<root>/<step>``, atomically, and check it while it arrives.
 
-        `wanted` picks files by their names. What is there is replaced; with `keep`, unless it has the same manifest.
+        `selects` picks files by name. An existing folder is replaced, except with `keep` if it has the same manifest.
 
         Raises:
             Damaged: an object is missing, or is not what was uploaded.
@@ -123,7 +123,7 @@ class RemoteCheckpoints:
                 data, manifest = self.manifest(step)
             except CheckpointError as error:
                 raise Damaged(str(error)) from None
-            files = {name: record for name, record in manifest.files.items() if wanted(name)}
+            files = {name: record for name, record in manifest.files.items() if selects(name)}
             if keep and _holds(final, data, {name: record.bytes for name, record in files.items()}):
                 return final
             temporary = temporary_beside(final)
@@ -144,7 +144,7 @@ class RemoteCheckpoints:
         return final
 
     def remove(self, step: int, manifest: bytes | None) -> None:
-        """Remove all of a step, its manifest first. `manifest` is what it is known by; None: it is marked already."""
+        """Remove a step, its manifest first, which `.incomplete` keeps; `manifest` None: it is marked so already."""
         if manifest is not None:
             self.store.put(f"{step}/{INCOMPLETE}", manifest)
         self.store.delete(f"{step}/{MANIFEST}")
@@ -154,7 +154,7 @@ class RemoteCheckpoints:
         self.store.delete(f"{step}/{INCOMPLETE}")
 
     def newest_named(self) -> int:
-        """The step that `latest.txt` names, if it is complete, else the one saved last. Raises CheckpointError."""
+        """Return the step in `latest.txt` if it is complete, else the one saved last. Raises CheckpointError."""
         found = self.all()
         steps = [entry.step for entry in found if entry.manifest]
         if not steps:
@@ -168,7 +168,7 @@ class RemoteCheckpoints:
 
 
 def wrong_sizes(path: str, manifest: Manifest, objects: dict[str, int]) -> str | None:
-    """The first file of the manifest that is not among `objects`, or not as long as it was; None: all are."""
+    """Return the problem with the first file of the manifest that is missing or has another size, or None."""
     for name, record in manifest.files.items():
         if name not in objects:
             return f"{path}/{name} is missing"
@@ -190,7 +190,7 @@ def _holds(folder: Path, manifest: bytes, sizes: dict[str, int]) -> bool:
 
 
 def find(url: str, settings: RemoteData | None = None) -> tuple[RemoteCheckpoints, int]:
-    """The checkpoint that a user means by `url`: a step's folder itself, or the newest of a folder of them.
+    """Return the checkpoint that a user means by `url`: a step's folder, or the newest step of a folder.
 
     Raises:
         CheckpointError: there is none; the message says what there is.
@@ -210,31 +210,32 @@ def find(url: str, settings: RemoteData | None = None) -> tuple[RemoteCheckpoint
 
 
 def local_copy(url: str) -> Path:
-    """A local copy of the checkpoint at `url`, without its optimizer's tensors, kept in the cache.
+    """Return a local copy, in the cache, of the checkpoint at `url` without its optimizer's tensors.
 
-    It is in ``$KENOTRON_CACHE/checkpoints/s3/bucket/…`` and is fetched again when the one in the store differs.
+    It is in ``$KENOTRON_CACHE/checkpoints/s3/bucket/…`` and is fetched again if the one in the store differs.
     """
     checkpoints, step = find(url)
     root = cache_root() / "checkpoints" / checkpoints.url.replace("://", "/")
 
-    def wanted(name: str) -> bool:
+    def is_needed(name: str) -> bool:
         return not name.startswith("optimizer/") or name.endswith(".json")
 
-    return checkpoints.fetch(step, root, wanted, keep=True)
+    return checkpoints.fetch(step, root, is_needed, keep=True)
 
 
 # ---- for runs ------------------------------------------------------------------------------------------------
 
 
 def fetch_for_run(config: Config, fresh: bool, report: Report = quiet, say: Report = quiet) -> None:
-    """Fetch what a run of `config` starts from to this machine, before it looks in its folder; one process calls it.
+    """Fetch the checkpoint that a run of `config` starts from, before the run looks in its folder; one process calls
+    it.
 
-    That is the newest checkpoint of its bucket, if it is newer than the newest intact one here; for a run that has
-    none, the one that `resume_checkpoint_path` names. `report` gets a line for what is damaged, `say` for what is
-    fetched.
+    It is the newest checkpoint of the run's bucket, if that is newer than the newest intact one on this machine; for a
+    run without checkpoints, the one that `resume_checkpoint_path` names. `report` is called with a line for what is
+    damaged, `say` for what is fetched.
 
     Raises:
-        InputError: the store cannot be read or written; it holds checkpoints, and the run is to begin afresh.
+        InputError: the store cannot be read or written, or it holds checkpoints although the run is to begin afresh.
     """
     root, resume = config.checkpoint_folder, config.checkpoints.resume_checkpoint_path
     has_own = False
@@ -242,7 +243,7 @@ def fetch_for_run(config: Config, fresh: bool, report: Report = quiet, say: Repo
         remote = RemoteCheckpoints(config.upload_url, config.remote_data)
         if fresh and remote.holds_any():
             raise InputError(f"--fresh: {remote.url} holds checkpoints, which are left as they are; set another path")
-        remote.store.put(".kenotron", b"")  # better known now than after the first checkpoint
+        remote.store.put(".kenotron", b"")  # fails now instead of after the first checkpoint
         remote.store.delete(".kenotron")
         make_folder(root)
         known = run_id(root)
@@ -262,11 +263,11 @@ def _holds_any(root: Path) -> bool:
 
 
 def check_same_run(remote: RemoteCheckpoints, root: Path, known: str | None) -> None:
-    """Keep the id of the run in `root`, which was `known` before it was opened, beside its checkpoints in the store.
+    """Make the run's id in `root`, which was `known` before the folder was opened, and in the store the same.
 
-    A folder without checkpoints becomes that of the store's run, and so does one without an id that has a checkpoint
-    in common with the store. Raises InputError if both hold checkpoints, of two runs: uploads would replace, and
-    retention remove, those of the other.
+    A folder without checkpoints takes the id of the store's run, as does a folder without an id that has a checkpoint
+    in common with the store. Raises InputError if both hold checkpoints of different runs, since uploads and retention
+    of one would replace and remove those of the other.
     """
     there = ""
     with suppress(FileNotFoundError):
@@ -282,14 +283,14 @@ def check_same_run(remote: RemoteCheckpoints, root: Path, known: str | None) -> 
 
 
 def _has_one_of(remote: RemoteCheckpoints, root: Path) -> bool:
-    """Whether the store has a checkpoint of `root`, byte by byte."""
+    """Whether the store has one of the checkpoints in `root`, with the same manifest."""
     here = {entry.step: (entry.path / MANIFEST).read_bytes() for entry in list_checkpoints(root) if entry.manifest}
     there = [entry.step for entry in remote.all() if entry.manifest and entry.step in here]
     return any(remote.manifest(step)[0] == here[step] for step in there)
 
 
 def _fetch_newest(remote: RemoteCheckpoints, root: Path, report: Report, say: Report) -> bool:
-    """Whether `root` has a checkpoint then."""
+    """Fetch the store's newest checkpoint if it is newer than `root`'s; return whether `root` has one then."""
     tidy(root, report)
     saved = [entry for entry in reversed(list_checkpoints(root)) if entry.manifest]
     here = next((entry.manifest for entry in saved if not folders.verify(entry.path)), None)  # the newest intact one

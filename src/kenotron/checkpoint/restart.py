@@ -1,14 +1,14 @@
-"""Where a new run that begins at another run's checkpoint starts: `resume_checkpoint_path` and `load_mode`.
+"""Start a new run at another run's checkpoint: `resume_checkpoint_path` and `load_mode`.
 
-A checkpoint after step 6000 of 10,000, and what a new run of 500 steps does with it:
+For a checkpoint after step 6000 of 10,000, a new run of 500 steps does this:
 
     load_mode          model  optimizer  data  scheduler  step   its steps    first sample  first rate
     model_only         x                                         1-500        1st           schedule(1)
     model_opt_data     x      x          x                       1-500        6001st step's schedule(1)
     cooldown           x      x          x                x      6001-6500    6001st step's schedule(1)
 
-The step, the step after which the schedule begins and that after which the data begin are three numbers (`Start`). The
-run's own checkpoints hold them, so that it resumes like any other.
+The first step, and the steps after which schedule and data begin, are three numbers (`Start`). The run's own
+checkpoints hold them, so it resumes like any other.
 """
 
 from dataclasses import replace
@@ -29,11 +29,11 @@ WITHOUT = "set a checkpoints.load_mode without it, such as model_only"
 
 
 def start_elsewhere(config: Config, path: Path) -> Start:
-    """The start of a new run of `config` at the checkpoint `path`; logs the hyper-parameters that differ from it.
+    """Return the start of a new run of `config` at the checkpoint `path`; log hyper-parameters that differ from it.
 
-    Warns of settings of the model that its weights were trained with and `config` changes.
+    Warns of settings of the model that `config` changes although the weights were trained with them.
 
-    Raises InputError as `place_elsewhere`, or if the optimizer's state is another optimizer's or missing.
+    Raises InputError like `place_elsewhere`, or if the optimizer's state is missing or of another optimizer.
     """
     start = place_elsewhere(config, path)
     if (path / "config.yaml").exists():
@@ -49,9 +49,9 @@ def start_elsewhere(config: Config, path: Path) -> Start:
 
 
 def place_elsewhere(config: Config, path: Path) -> Start:
-    """The start of a new run of `config` at the checkpoint `path`, as its steps and data have it; nothing is logged.
+    """Return the start of a new run of `config` at the checkpoint `path` in steps and data, without logging.
 
-    Raises InputError if no step is left, or if the data are to continue but differ so far.
+    Raises InputError if no step is left, or if the data should continue but the steps so far had other data.
     """
     start = _start(config, path)
     if start.step >= start.end(config):
@@ -78,7 +78,7 @@ def _start(config: Config, path: Path) -> Start:
 
 
 def _check_data_position(config: Config, before: Config, start: Start, path: Path) -> None:
-    """Raise InputError unless the steps of the data so far had the samples that `config` gives them."""
+    """Raise InputError unless the steps so far had the samples that they have with `config`."""
     step = start.step - start.data_start
     anew = "or restart the data (checkpoints.load_mode: transfer)"
     if (difference := past_stage_difference(before, config, step)) is not None:
@@ -93,10 +93,10 @@ def _check_data_position(config: Config, before: Config, start: Start, path: Pat
 
 
 def _check_optimizer(config: Config, before: Config, start: Start, path: Path) -> None:
-    """Log what the config changes: its values hold from the first step on.
+    """Log the optimizer settings that the config changes from the first step on.
 
-    Raises InputError for another optimizer, or no state where there should be some: there is none before the first
-    step, as in an imported model, and none of SGD without momentum.
+    Raises InputError if the optimizer is another one, or its state is missing. There is no state before the first step,
+    as in an imported model, or of SGD without momentum.
     """
     schedule = "optimizer.learning_rate_scheduler."
     saved, factory = manifest.read_manifest(path), before.optimizer.optimizer_factory

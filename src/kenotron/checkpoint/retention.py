@@ -1,8 +1,8 @@
-"""Retention: the checkpoints that a folder keeps.
+"""Retention removes the checkpoints that a folder need not keep.
 
     prune(root, Keep(last=2, every=1000))     # of 1000, 1900, 2000, 2100: 1900 goes
 
-A checkpoint is removed by a rename to `.trash-…` first, so a crash in the middle leaves no half of one.
+A checkpoint is renamed to `.trash-…` before it is removed, so a crash leaves no partial checkpoint.
 """
 
 import math
@@ -27,7 +27,7 @@ def prune(root: Path | str, keep: Keep) -> list[Path]:
 
 
 def prune_if_possible(root: Path, keep: Keep | None) -> tuple[str, ...]:
-    """`prune` after a save, None to nothing; a failure, which costs space and not the run, is returned as a note."""
+    """Call `prune` after a save, unless `keep` is None; return a failure, which only costs space, as a note."""
     try:
         if keep is not None:
             prune(root, keep)
@@ -37,10 +37,10 @@ def prune_if_possible(root: Path, keep: Keep | None) -> tuple[str, ...]:
 
 
 def to_prune(root: Path | str, keep: Keep, damaged: Collection[int] = ()) -> list[CheckpointFolder]:
-    """The checkpoints that retention removes, oldest first.
+    """Return the checkpoints that retention removes, oldest first.
 
-    It keeps what `keep` says, and the one that `latest.txt` names. A damaged folder, and what is in `damaged`, is not
-    counted and never removed: its files may be all that someone has.
+    The one that `latest.txt` names is kept besides those of `keep`. Damaged folders, and the steps in `damaged`, are
+    not counted and never removed: their files may be all that a user has left.
     """
     for name, value in (("keep_last", keep.last), ("keep_every", keep.every)):
         if value is not None and value < 1:
@@ -53,7 +53,7 @@ def to_prune(root: Path | str, keep: Keep, damaged: Collection[int] = ()) -> lis
 
 
 def superseded(entries: Iterable[Listed[Place]], keep: Keep) -> list[Listed[Place]]:
-    """Those of `entries` that retention does not keep, oldest first; damaged ones are not counted, and stay."""
+    """Return the `entries` that retention does not keep, oldest first; damaged ones are not counted, and kept."""
     complete = [entry for entry in oldest_first(entries) if entry.manifest]
     protected = keep.protected
     if keep.best:

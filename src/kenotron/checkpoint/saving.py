@@ -1,11 +1,11 @@
-"""Saving: everything into a temporary folder, synced; then one rename makes it a checkpoint.
+"""Save a checkpoint: write and sync everything in a temporary folder, then publish it by one rename.
 
     <root>/30.tmp-3f9c0a1b/   model/, optimizer/, tokenizer/, config.yaml, ...; manifest.json last
     <root>/30/                after the rename
     <root>/latest.txt         "30", last of all
 
-Whenever a process is killed, what is in `root` under its final name is complete. What was complete but not yet renamed
-is not lost either: the next `tidy` renames it.
+Whenever a process is killed, folders in `root` with a final name are complete. A folder that was complete but not yet
+renamed is not lost either: the next `tidy` renames it.
 """
 
 from __future__ import annotations
@@ -54,23 +54,23 @@ def save(
 ) -> Saved:
     """Write checkpoint `<root>/<step>`; it is complete and synced when this returns.
 
-    Every rank calls it with its part of `model` and `optimizer`; `state`, the texts and the tokenizer are
-    rank 0's. A checkpoint of the same step is replaced once the new one is complete. Where `root` differs between
-    ranks, those with the same one write a part of the checkpoint there, with a manifest of its own.
+    Every rank calls it with its shards of `model` and `optimizer`; `state`, the texts and the tokenizer are rank 0's. A
+    checkpoint of the same step is replaced once the new one is complete. If `root` differs between ranks, the ranks
+    with the same root write a part of the checkpoint there, with its own manifest.
 
     Args:
         model: name → tensor, DTensor, or `TensorShard` (this rank's block of a tensor), any device.
-        optimizer: the same, as `optim.state.state_tensors` names them.
-        state: counters, schedule and hook states: what JSON can hold, with text as keys.
+        optimizer: the same, with the names of `optim.state.state_tensors`.
+        state: counters, schedule and hook states: JSON values, with strings as keys.
         save_tokenizer: called with a new folder to put the tokenizer's files in.
-        data: name → what makes the file `data/<name>`: the position in the data, if a step does not say it (any rank's;
-            of those that have a name the first writes it). None on every rank: there are none.
-        hooks: tensors in the states of hooks, as `model`; None on every rank: there are none.
+        data: name → function that returns the content of `data/<name>`: the position in data of which the step does not
+            tell it. The first rank that has a name writes the file. None on every rank if there are none.
+        hooks: tensors in the states of hooks, like `model`; None on every rank if there are none.
         open_file: opens the files of tensors, `checkpoints.writer`.
-        planner: of earlier saves of the same run, so that their plan is used again.
+        planner: the planner of earlier saves of the same run, so that their plan is reused.
 
     Raises:
-        CheckpointError: disk full, no permission, a state that JSON cannot hold. Nothing of this save is
+        CheckpointError: the disk is full, permission is missing, or JSON cannot hold the state. Nothing of this save is
             left, and every checkpoint from before is untouched.
     """
     from kenotron.checkpoint.plan import Planner
@@ -79,11 +79,11 @@ def save(
 
     started = time.perf_counter()
     final = Path(root) / str(step)
-    given = zip(OF_TENSORS, (model, optimizer, hooks), strict=True)
-    parts = {folder: shards(tensors) for folder, tensors in given if tensors is not None}
+    folders = zip(OF_TENSORS, (model, optimizer, hooks), strict=True)
+    parts = {folder: shards(tensors) for folder, tensors in folders if tensors is not None}
 
     def begin() -> Path:
-        plain(state, "state")  # before gigabytes are written
+        plain(state, "state")  # fails before gigabytes are written
         return begin_folder(final, list(parts), cleanup)
 
     with refusing("save", final), ExitStack() as cleanup:
@@ -101,9 +101,9 @@ def save(
 
 
 def begin_folder(final: Path, folders: list[str], cleanup: ExitStack) -> Path:
-    """Take the folder's lock, clear leftovers, make the temporary folder; `cleanup` undoes what remains.
+    """Take the folder's lock, clear leftovers, and create the temporary folder; `cleanup` undoes this.
 
-    What is made here is synced by `commit`.
+    `commit` syncs the folders that are created here.
     """
     make_folder(final.parent)
     if cleanup.enter_context(locked(final.parent)):
@@ -116,7 +116,7 @@ def begin_folder(final: Path, folders: list[str], cleanup: ExitStack) -> Path:
 
 
 def in_order(shares: list[dict[str, FileRecord]]) -> dict[str, FileRecord]:
-    """The records of all ranks, as manifests list them: small files, then folder by folder those of each rank."""
+    """Return the records of all ranks in the order of manifests: small files, then the ranks' files by folder."""
     folders = (*OF_TENSORS, "data")
     merged = {name: record for name, record in shares[0].items() if name.split("/")[0] not in folders}
     for folder in folders:
@@ -131,9 +131,9 @@ def small_files(
     tokenizer: Callable[[], dict[str, bytes]],
     data: dict[str, Callable[[], bytes]] | None,
 ) -> dict[str, bytes]:
-    """What this rank writes besides tensors, by name: rank 0 the config and the `tokenizer`'s files.
+    """Return the files besides tensors that this rank writes, by name; rank 0's include config and tokenizer.
 
-    Files of `data` are written by the first rank that has them. All ranks call it.
+    Files of `data` belong to the first rank that has them. All ranks call it.
     """
     makers = data or {}
     others = [] if data is None else gather(list(makers))[: rank_and_size()[0]]
@@ -150,7 +150,7 @@ def small_files(
 
 
 def tokenizer_files(save_tokenizer: Callable[[Path], None] | None) -> dict[str, bytes]:
-    """What `save_tokenizer` puts into a folder, by its names in a checkpoint."""
+    """Return the files that `save_tokenizer` writes, by their names in a checkpoint."""
     if save_tokenizer is None:
         return {}
     with tempfile.TemporaryDirectory() as folder:
@@ -160,7 +160,7 @@ def tokenizer_files(save_tokenizer: Callable[[Path], None] | None) -> dict[str, 
 
 
 def write_small(temporary: Path, files: dict[str, bytes]) -> dict[str, FileRecord]:
-    """Write the files of `small_files`; returns their records."""
+    """Write the files of `small_files` and return their records."""
     records = {}
     for name, content in files.items():
         make_folder((temporary / name).parent)  # data/, tokenizer/ and what is in it
@@ -169,7 +169,7 @@ def write_small(temporary: Path, files: dict[str, bytes]) -> dict[str, FileRecor
 
 
 def commit(temporary: Path, final: Path, state: dict[str, Any], files: dict[str, FileRecord]) -> int:
-    """After the last file: sync the folders, write the manifest, rename. Returns the checkpoint's bytes."""
+    """Sync the folders, write the manifest, and rename, after the last file. Return the checkpoint's bytes."""
     for folder in (path for path in temporary.rglob("*") if path.is_dir()):
         sync_folder(folder)
     manifest = Manifest(int(final.name), _now(final.parent), state, files)
@@ -180,6 +180,6 @@ def commit(temporary: Path, final: Path, state: dict[str, Any], files: dict[str,
 
 
 def _now(root: Path) -> float:
-    """Seconds since 1970, and later than every save in `root`, even if the clock was set back."""
+    """Return seconds since 1970, but later than every save in `root`, even if the clock was set back."""
     times = [entry.manifest.saved_at for entry in list_checkpoints(root) if entry.manifest]
     return max([time.time(), *(saved_at + 0.001 for saved_at in times)])

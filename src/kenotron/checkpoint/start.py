@@ -1,6 +1,7 @@
-"""Where a run starts: at step 0, at its own newest checkpoint, or at one that the config names (`restart.py`).
+"""Choose where a run starts: at step 0, at its own newest checkpoint, or at one that the config names (`restart.py`).
 
-The rules, as plain functions of a config and a folder that one process calls; `Checkpoints.start` finds the newest.
+The rules are functions of a config and a folder, called by one process; `Checkpoints.start` finds the newest
+checkpoint.
 """
 
 import logging
@@ -29,11 +30,11 @@ logger = logging.getLogger("kenotron")
 class Start:
     """Where a run begins: at step 0 (path None), or after `step` steps with what it `loads` of the checkpoint `path`.
 
-    `continues`: the checkpoint is one of this run, which continues; else another run's, for a new one. The first steps
-    of schedule and data are those after `schedule_start` and `data_start`: 0, unless the run is a restart.
-    `durable_step`: that of `path`, or if it is a local checkpoint, of the newest in `checkpoints_path` before it.
-    `held_out`: `RunData.held_out_hashes` of `path`, or of the checkpoint whose weights a run at step 0 takes.
-    `name`: the run's, once `Checkpoints.start` has chosen it.
+    `continues`: the checkpoint belongs to this run; otherwise a new run starts from another run's. Schedule and data
+    begin after the steps `schedule_start` and `data_start`, which are 0 unless the run is a restart. `durable_step`:
+    the step of `path`, or for a local checkpoint, of the newest one in `checkpoints_path` before it. `held_out`:
+    `RunData.held_out_hashes` of `path`, or of the checkpoint whose weights a run at step 0 takes. `name`: the run's
+    name, set by `Checkpoints.start`.
     """
 
     path: Path | None = None
@@ -48,7 +49,7 @@ class Start:
 
     @classmethod
     def at(cls, path: Path, continues: bool) -> Self:
-        """Where the checkpoint `path` continues its own run."""
+        """Return the start with which the checkpoint `path` continues its own run."""
         saved = manifest.read_manifest(path)
         defaults = {"schedule_start": 0, "data_start": 0, "durable_step": saved.step, "held_out": ()}
         starts = {name: saved.state.get(name, default) for name, default in defaults.items()}
@@ -56,23 +57,23 @@ class Start:
 
     @classmethod
     def new(cls, config: Config) -> Self:
-        """Step 0. What the model of `model.init_method.path` was validated on stays held out."""
+        """Return a start at step 0. Data that validated the model of `model.init_method.path` stay held out."""
         init = config.model.init_method
-        if not isinstance(init, ExistingCheckpointInit) or is_hub_name(init.path):  # the hub is not asked for it
+        if not isinstance(init, ExistingCheckpointInit) or is_hub_name(init.path):  # do not access the hub
             return cls()
         weights = find_model(init.path)
         return cls(held_out=cls.at(weights.folder, continues=False).held_out if weights.ours else ())
 
     def end(self, config: Config) -> int:
-        """The last step: that of the schedule's step `tokens.train_steps`."""
+        """Return the last step, at which the schedule reaches `tokens.train_steps`."""
         return self.schedule_start + config.tokens.train_steps
 
     def done(self, config: Config) -> bool:
-        """Whether the checkpoint has all steps of the run that continues it."""
+        """Whether the checkpoint already has all steps of the run that continues it."""
         return self.continues and self.step >= self.end(config)
 
     def in_run_steps(self, config: Config) -> Config:
-        """`config` with stages that begin and end at steps of the run: at negative ones if old data continue."""
+        """Return `config` with stages in steps of the run; data that continue from before begin at negative steps."""
         stages = [
             stage.model_copy(update={"start_training_step": stage.start_training_step + self.data_start})
             for stage in config.data_stages
@@ -81,13 +82,13 @@ class Start:
         return config.model_copy(update={"data_stages": stages, "tokens": tokens})
 
 
-HIGHER_RATE = 1.1  # a learning rate that rises by less at a resume is not worth a line
+HIGHER_RATE = 1.1  # a learning rate that rises by a smaller factor at a resume is not logged
 StartElsewhere = Callable[[Config, Path], Start]
-"""The start of a new run of a config at another run's checkpoint (`restart.py`)."""
+"""Returns the start of a new run of a config at another run's checkpoint (`restart.py`)."""
 
 
 def refuse_unusable(root: Path) -> None:
-    """Raise InputError for a folder whose checkpoints are damaged, or of nanotron: a new run would replace them."""
+    """Raise InputError if the folder has only damaged or nanotron checkpoints, which a new run would replace."""
     if any(root.glob(f"*/{folders.NANOTRON_METADATA}")):
         raise InputError(
             f"checkpoints.checkpoints_path: {root} holds checkpoints of nanotron, which no run continues; convert them "
@@ -101,7 +102,7 @@ def refuse_unusable(root: Path) -> None:
 
 
 def _has_manifest(path: Path) -> bool:
-    """Whether the folder is a checkpoint, intact or not; also where that cannot be read."""
+    """Whether the folder is a checkpoint, intact or not; True if that cannot be read."""
     try:
         return manifest.MANIFEST in os.listdir(path)
     except OSError:
@@ -109,14 +110,14 @@ def _has_manifest(path: Path) -> bool:
 
 
 def run_name(config: Config, continued: Path | None) -> str:
-    """The name of the run in the checkpoint `continued`; a new run's is `general.run` with `%date` and `%jobid`."""
+    """Return the run's name in the checkpoint `continued`; for a new run, `general.run` with %date and %jobid."""
     if continued is not None:
         return read_resolved(continued / "config.yaml").general.run
     return fill_run_name(config, datetime.now(), os.environ.get("SLURM_JOB_ID")).general.run
 
 
 def with_run_name(config: Config, name: str) -> Config:
-    """`config` with `general.run` replaced."""
+    """Return `config` with `general.run` replaced by `name`."""
     return config.model_copy(update={"general": config.general.model_copy(update={"run": name})})
 
 
@@ -124,9 +125,9 @@ def with_run_name(config: Config, name: str) -> Config:
 
 
 def start_of_run(config: Config, newest: Path | None, start_elsewhere: StartElsewhere | None = None) -> Start:
-    """Where a run of `config` begins whose own newest checkpoint is `newest`. One process calls it.
+    """Return the start of a run of `config` whose newest checkpoint is `newest`. One process calls it.
 
-    Raises InputError if the checkpoint is of a run that this config does not continue.
+    Raises InputError if the checkpoint belongs to a run that this config does not continue.
     """
     if newest is not None:
         start = Start.at(newest, continues=True)
@@ -147,7 +148,7 @@ def start_of_run(config: Config, newest: Path | None, start_elsewhere: StartElse
 def _check_same_run(before: Config, config: Config, path: Path, step: int) -> None:
     """Raise InputError if `config` does not continue the run of the checkpoint `path`; log what it changes.
 
-    `before` is that run's config, `step` the step of its data stages.
+    `before` is that run's config; `step` counts as in its data stages.
     """
     if (difference := same_run_difference(before, config, step)) is not None:
         key, old, new = difference
@@ -171,16 +172,16 @@ def _check_same_run(before: Config, config: Config, path: Path, step: int) -> No
 
 
 def continued_run(config: Config, roots: Iterable[Path]) -> Config | None:
-    """The config of the run in the first of the folders `roots` with checkpoints; None without any.
+    """Return the config of the run in the first folder of `roots` with checkpoints; None if there is none.
 
-    Nothing but its config is read. Raises InputError if `config` has another global batch.
+    Only the config is read. Raises InputError if `config` has another global batch.
     """
     for root in roots:
         try:
             checkpoint = folders.resolve(root)
             before = read_resolved(checkpoint / "config.yaml")
         except InputError:
-            continue  # no run yet, or none that can be read, which a start reports
+            continue  # no run yet, or an unreadable one, which a start reports
         check_batch(before, config, checkpoint)
         return before
     return None
@@ -189,7 +190,7 @@ def continued_run(config: Config, roots: Iterable[Path]) -> Config | None:
 def check_batch(before: Config, config: Config, path: Path) -> None:
     """Raise InputError, with the overrides that keep it, if the global batch differs from the checkpoint `path`'s.
 
-    It is not kept without asking: a YAML's micro-batches mean the same on one process and on a thousand.
+    The overrides are not applied silently: a YAML's micro-batches mean the same on one process and on a thousand.
     """
     old, new = before.global_batch_size, config.global_batch_size
     if old == new:
@@ -206,7 +207,7 @@ def check_batch(before: Config, config: Config, path: Path) -> None:
 def warn_of_higher_rate(config: Config, before: Config, start: Start, path: Path) -> None:
     """Log that the learning rate rises at the first step, which it would not have done in the run of `path`.
 
-    `before` is that run's config. It comes of more `tokens.train_steps` after a decay, or of another peak.
+    `before` is that run's config. The reason is more `tokens.train_steps` after a decay, or another peak rate.
     """
     saved = Start.at(path, continues=False)
     done, steps = saved.step - saved.schedule_start, config.tokens.train_steps
@@ -230,7 +231,7 @@ def warn_of_higher_rate(config: Config, before: Config, start: Start, path: Path
 
 
 def changed_stage(before: Config, path: Path, step: int, difference: tuple[str, Any, Any]) -> str:
-    """The message about a stage that has begun and differs in this config."""
+    """Return the message about a stage that has begun but differs in this config."""
     key, old, new = difference
     if key.endswith("start_training_step"):
         where = "in the run and not" if old else "not in the run but"

@@ -1,4 +1,4 @@
-"""Tensors to disk: the files that `plan.py` gives this rank, and that `tensors.py` reads."""
+"""Write tensors to disk: the files that `plan.py` assigns to this rank, and that `tensors.py` reads."""
 
 from pathlib import Path
 
@@ -11,9 +11,9 @@ from kenotron.checkpoint.plan import Parts, Plan
 
 
 def write_files(checkpoint: Path, plan: Plan, parts: Parts, open_file: OpenFile) -> dict[str, FileRecord]:
-    """Write the files of `plan` below the folder `checkpoint`; returns their records by name.
+    """Write the files of `plan` below the folder `checkpoint`, and return their records by name.
 
-    Host memory above the tensors' own is one tensor at most: a copy from the device, or of one that is not contiguous.
+    It needs extra host memory for at most one tensor, a copy of one that is on a device or not contiguous.
     """
     records: dict[str, FileRecord] = {}
     for file in plan.files:
@@ -26,6 +26,6 @@ def write_files(checkpoint: Path, plan: Plan, parts: Parts, open_file: OpenFile)
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """The tensor's elements, row by row, as bytes: its own memory if it is contiguous and on the host."""
+    """Return the tensor's elements in row-major order as bytes, without a copy if it is contiguous and on the host."""
     flat = tensor.detach().cpu().contiguous().view(-1)
     return flat.view(torch.uint8).numpy().data

@@ -1,16 +1,16 @@
-"""Tensors from disk: one safetensors file a rank and one JSON index.
+"""Read tensors from disk: one safetensors file per rank and one JSON index.
 
     model/
-    ├── index.json             name → dtype, shape, and the place of each chunk (file, first byte)
-    ├── rank0.safetensors      what rank 0 wrote
+    ├── index.json             name → dtype, shape, and file and byte offset of each chunk
+    ├── rank0.safetensors      the chunks that rank 0 wrote
     └── rank1.safetensors
 
-What a rank holds of a logical tensor is a `TensorShard`: its block, the tensor's shape, and the block's offset in it.
-Which rank wrote which chunk was planned by `plan.py`. When a run comes back on another layout, each rank copies what
-its blocks share with each chunk:
+A rank's shard of a tensor is a `TensorShard`: a block, the tensor's shape, and the block's offset in it. `plan.py`
+decides which rank writes which chunk. When a run resumes on another layout, each rank copies the overlap of its blocks
+with each chunk:
 
     saved by tp 2        [ rows 0-3 ][ rows 4-7 ]        loaded by dp_shard 3: rows 0-2, 3-5, 6-7;
-    wanted by rank 1 of 3         [ 3 ][ 4 5 ]           the second one reads from both files
+    needed by rank 1 of 3         [ 3 ][ 4 5 ]           so rank 1 reads from both files
 
 The files are plain safetensors that any tool opens, with the `DCP_SHARDING_INFO` that torch's own
 `HuggingFaceStorageReader` understands; nothing on disk is a pickle.
@@ -33,11 +33,11 @@ from kenotron.kernels.tensor_shard import TensorShard
 from kenotron.parallel.shards import shard_of
 
 Tensors = Mapping[str, Tensor | TensorShard]
-"""By name: tensors, DTensors, or what this rank holds of them; on any device."""
+"""Name → tensor, DTensor, or this rank's `TensorShard`, on any device."""
 
 
 def shards(tensors: Tensors) -> dict[str, TensorShard]:
-    """What this rank holds of `tensors`, sharing their memory."""
+    """Return this rank's shards of `tensors`, which share their memory."""
     return {name: shard_of(value.detach()) if isinstance(value, Tensor) else value for name, value in tensors.items()}
 
 
@@ -49,7 +49,7 @@ def fill_tensors(folder: Path, index: Index, tensors: Tensors) -> None:
 
 
 def copy_block(files: MappedFiles, entry: Entry, offset: Sequence[int], block: Tensor) -> None:
-    """Fill `block` with the elements of a tensor from `offset` on, from the chunks that have them."""
+    """Fill `block` with the elements of a tensor at `offset`, from the chunks that contain them."""
     for chunk in entry.chunks:
         if places := _overlap(chunk, offset, block.shape):
             here, there = places
@@ -60,7 +60,7 @@ Places = tuple[slice, ...]
 
 
 def _overlap(chunk: Chunk, offset: Sequence[int], shape: Sequence[int]) -> tuple[Places, Places] | None:
-    """What a block of `shape` at `offset` shares with `chunk`: its place in the block, and in the chunk."""
+    """Return the overlap of a block of `shape` at `offset` with `chunk`, as slices of the block and of the chunk."""
     spans = [
         (max(start, begin), min(start + size, begin + length))
         for start, size, begin, length in zip(offset, shape, chunk.offset, chunk.shape, strict=True)
@@ -75,14 +75,14 @@ def _overlap(chunk: Chunk, offset: Sequence[int], shape: Sequence[int]) -> tuple
 
 
 class MappedFiles:
-    """The files of a folder as tensors over mapped memory; each is opened once."""
+    """The files of a folder as tensors over memory-mapped files; each is opened once."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._maps: dict[str, mmap.mmap] = {}
 
     def view(self, entry: Entry, chunk: Chunk) -> Tensor:
-        """The chunk's elements, `chunk.shape`, where they lie on disk."""
+        """Return the chunk's elements, of shape `chunk.shape`, in the mapped file."""
         dtype, count = torch_dtype(entry.dtype), math.prod(chunk.shape)
         if count == 0:
             return torch.empty(chunk.shape, dtype=dtype)
@@ -90,7 +90,7 @@ class MappedFiles:
             path = self.folder / chunk.file
             try:
                 with open(path, "rb") as file:
-                    # Private pages: torch wants memory that could be written, the file stays as it is.
+                    # Private pages: torch requires writable memory, but the file stays unchanged.
                     self._maps[chunk.file] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
             except OSError as error:
                 raise refusal("read", path, error) from error
@@ -103,14 +103,14 @@ class MappedFiles:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """`torch.float32` → `F32`; an error for what safetensors has no name for."""
-    wanted = str(dtype).removeprefix("torch.")
-    names = {torch_name: name for name, (torch_name, _) in DTYPES.items()}
-    if wanted not in names:
-        raise CheckpointError(f"tensors of dtype {wanted} cannot be saved; known are {', '.join(names)}")
-    return names[wanted]
+    """Return safetensors' name of a dtype, such as F32. Raises CheckpointError if there is none."""
+    name = str(dtype).removeprefix("torch.")
+    names = {torch_name: short for short, (torch_name, _) in DTYPES.items()}
+    if name not in names:
+        raise CheckpointError(f"tensors of dtype {name} cannot be saved; known are {', '.join(names)}")
+    return names[name]
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """`F32` → `torch.float32`."""
+    """Return the torch dtype with this safetensors name, such as F32."""
     return getattr(torch, DTYPES[name][0])

@@ -1,13 +1,13 @@
-"""Uploading checkpoints in the background, so that a store never holds part of one under its name.
+"""Upload checkpoints in the background, so that a store never has a partial one under its name.
 
     uploader = Uploader(Path("checkpoints"), "s3://bucket/run", report=print)
-    uploader.start()                  # a thread: uploads what is complete in the folder, the newest first
+    uploader.start()                  # starts a thread that uploads the folder's complete checkpoints, newest first
     uploader.wake()                   # after a save
-    uploader.finish(print)            # {20: "s3://bucket/run/20/…: cannot be written, tried 5 times (…)"}; {} is all
+    uploader.finish(print)            # {20: "s3://bucket/run/20/…: cannot be written, tried 5 times (…)"}; {}: all done
 
-What is sent, in this order (`remote.py` says why it is safe): manifest.json.incomplete, the files, manifest.json,
-latest.txt. Each object is compared with its file when it is sent. A killed upload continues after the objects that
-equal their files. No error of the store ends the thread: a checkpoint that could not be uploaded stays on this machine
+The order of objects is (`remote.py` explains why it is safe): manifest.json.incomplete, the files, manifest.json,
+latest.txt. Each object is compared with its file when it is sent. A killed upload skips objects that equal their files
+when it is resumed. No error of the store ends the thread: a checkpoint that could not be uploaded stays on this machine
 and is retried.
 """
 
@@ -33,21 +33,21 @@ from kenotron.storage.stores import PARTS_AT_ONCE
 FILES_AT_ONCE = 2
 
 LOOK_EVERY_S = 5.0
-"""Seconds between two looks into the folder: a save may become complete in the background."""
+"""Seconds between two scans of the folder: a save may become complete in the background."""
 
 ENDED = "its upload was stopped"
 
 RETRY_EVERY_S = 60.0
-"""Seconds between two attempts, after one in which something could not be uploaded."""
+"""Seconds between two attempts, after an upload has failed."""
 
 
 @dataclass
 class Uploader:
-    """Uploads what is complete in the folder `root` to `url`, and applies retention there.
+    """Uploads complete checkpoints in the folder `root` to `url`, and applies retention there.
 
-    `remove`: local checkpoints that are uploaded are removed, except the newest until `finish`.
-    `beside`: a folder that a checkpoint gets after it is complete (``hf``), and that is uploaded with it.
-    `report` gets a line for each checkpoint that is uploaded or could not be; in the uploading thread.
+    With `remove`, uploaded checkpoints are removed from `root`, except the newest until `finish`.
+    `beside`: a folder that is added to a checkpoint after it is complete (``hf``), and uploaded with it.
+    `report` is called in the uploading thread with a line for each checkpoint that is uploaded or fails.
     """
 
     root: Path
@@ -69,7 +69,7 @@ class Uploader:
         self.problems: dict[int, str] = {}  # step → why it is not uploaded
         self._uploaded: set[tuple[float, int]] = set()
         self._cleared = False
-        self._seen: dict[int, RemoteCheckpoint] = {}  # what is complete in the store
+        self._seen: dict[int, RemoteCheckpoint] = {}  # complete checkpoints in the store
         self._sent: dict[str, int] = {}
         self._wake, self._last, self._closing = threading.Event(), False, False
         self._thread = threading.Thread(target=self._work, name="kenotron-upload", daemon=True)
@@ -77,19 +77,19 @@ class Uploader:
     # ---- the thread ----
 
     def start(self) -> None:
-        """Start to upload what is there, and what will be."""
+        """Start the thread, which uploads present and future checkpoints."""
         self._thread.start()
 
     def wake(self) -> None:
-        """Something was saved: look at once."""
+        """Scan the folder at once, because something was saved."""
         self._wake.set()
 
     def finish(
         self, progress: Callable[[int, int], None] = lambda done, total: None, seconds: float | None = None
     ) -> dict[int, str]:
-        """Wait until everything is uploaded, or could not be in one more attempt; what is not, and why.
+        """Wait until everything is uploaded or has failed once more; return step → reason of those that failed.
 
-        `progress` is called twice a second with bytes done and in all. After `seconds` the uploads are ended.
+        `progress` is called twice a second with bytes done and total bytes. After `seconds` the uploads are ended.
         """
         end = None if seconds is None else time.monotonic() + seconds
         self._last = True
@@ -102,16 +102,16 @@ class Uploader:
         return left | self.problems
 
     def close(self) -> None:
-        """End the thread after the file that it is sending; the process need not wait for it."""
+        """End the thread after the file that it is sending, without waiting for it."""
         self._closing = True
         self._wake.set()
 
     def _work(self) -> None:
         while not self._closing:
-            last = self._last  # before the pass: one that began earlier may have failed long ago
+            last = self._last  # read before the pass: an earlier pass may have failed long ago
             try:
                 self.upload_pending(last)
-            except OSError as error:  # of the local folder; the run goes on
+            except OSError as error:  # an error of the local folder; the run continues
                 self.report(f"{self.root}: {error}")
             if last:
                 return
@@ -121,7 +121,7 @@ class Uploader:
     # ---- one pass ----
 
     def upload_pending(self, last: bool = True) -> None:
-        """Upload what is complete in the folder and not in the store, the newest first; `problems` are set.
+        """Upload complete checkpoints that are not in the store, newest first, and set `problems`.
 
         `last`: no more saves follow, so the newest is removed like the others.
         """
@@ -138,9 +138,9 @@ class Uploader:
             except FileNotFoundError:
                 if entry.path.exists():
                     problems[entry.step] = f"{entry.path} is not complete"
-                else:  # retention removed it meanwhile, or a user
+                else:  # retention or a user has removed it meanwhile
                     self._clear_halves({other.step for other in pending} - {entry.step})
-            except Exception as error:  # whatever it is, the run goes on
+            except Exception as error:  # the run continues after any error
                 problems[entry.step] = describe(error)
                 self._report_problem(entry, describe(error))
             finally:
@@ -150,35 +150,35 @@ class Uploader:
             self._remove_local(last)
 
     def pending(self, last: bool = True) -> list[CheckpointFolder]:
-        """The complete checkpoints in the folder that are not known to be in the store, oldest save first."""
+        """Return the folder's complete checkpoints that are not known to be in the store, oldest save first."""
         found = [entry for entry in list_checkpoints(self.root) if entry.manifest]
         while found and self.beside and not last and not (found[-1].path / self.beside).is_dir():
             found.pop()  # its export is being written, or comes next
         return [entry for entry in found if _key(entry) not in self._uploaded]
 
     def progress(self) -> tuple[int, int]:
-        """Bytes sent of the checkpoints that are pending, and all of theirs."""
+        """Return (bytes sent, total bytes) of the pending checkpoints."""
         total = sum(entry.manifest.bytes for entry in self.pending() if entry.manifest)
         return min(sum(self._sent.copy().values()), total), total
 
     def _report_problem(self, entry: CheckpointFolder, error: str) -> None:
-        if self.problems.get(entry.step) != error:  # the same is said once
+        if self.problems.get(entry.step) != error:  # the same error is reported once
             there, here = self.remote.url, entry.path
             self.report(
                 f"checkpoint {entry.step} was not uploaded to {there}: {error}; it stays in {here} and is retried"
             )
 
-    def _clear_halves(self, ours: set[int]) -> None:
-        """Remove incomplete uploads and removals from the store, except for steps that this process completes."""
+    def _clear_halves(self, completing: set[int]) -> None:
+        """Remove incomplete uploads and removals from the store, except for the steps `completing`."""
         try:
             for step, objects in self.remote.objects().items():
                 if INCOMPLETE in objects and MANIFEST in objects:
                     self.store.delete(f"{step}/{INCOMPLETE}")
-                elif INCOMPLETE in objects and step not in ours:
+                elif INCOMPLETE in objects and step not in completing:
                     self.remote.remove(step, None)
                     self.report(f"removed {self.store.at(str(step))}, which was incomplete")
             self._cleared = True
-        except InputError:  # the uploads report what is wrong with the store; the next pass tries again
+        except InputError:  # uploads report problems of the store; the next pass tries again
             pass
 
     # ---- one checkpoint ----
@@ -200,7 +200,7 @@ class Uploader:
             self.report(f"Uploaded {self.store.at(str(entry.step))}: {sent / 2**20:.2f}MiB in {seconds:.2f} s")
 
     def _is_there(self, step: int, data: bytes) -> bool:
-        """Whether the store has exactly this checkpoint. A different or partial one of the step is removed."""
+        """Whether the store has exactly this checkpoint; a different or partial one of the step is removed."""
         objects = {name.partition("/")[2]: size for name, size in self.store.sizes(str(step)).items()}
         if MANIFEST in objects:
             there = self.store.read(f"{step}/{MANIFEST}")
@@ -213,7 +213,7 @@ class Uploader:
         return False
 
     def _send_all(self, entry: CheckpointFolder, manifest: Manifest, data: bytes) -> int:
-        """Send a checkpoint's objects in the order that keeps the store whole; returns bytes sent."""
+        """Send a checkpoint's objects in the order that keeps the store consistent; return the bytes sent."""
         step, files = entry.step, dict(manifest.files)
         if self.beside:
             for path in sorted((entry.path / self.beside).rglob("*")):
@@ -231,7 +231,7 @@ class Uploader:
         return sent
 
     def _send_files(self, entry: CheckpointFolder, files: dict[str, FileRecord]) -> int:
-        """Send those that are not in the store yet, some at once; returns bytes sent. Raises the first error."""
+        """Send the files that the store lacks, several at a time; return bytes sent. Raises the first error."""
         there = self.store.sizes(str(entry.step))
         left, sent, errors = deque(sorted(files.items())), list[int](), list[BaseException]()
 
@@ -272,7 +272,7 @@ class Uploader:
     # ---- what follows an upload ----
 
     def _finish_store(self) -> None:
-        """Name the newest in `latest.txt`, unmark what is complete, and remove what retention does not keep."""
+        """Write `latest.txt`, delete marks of complete checkpoints, and remove those that retention does not keep."""
         objects = self.remote.objects()
         self._seen = {step: found for step, found in self._seen.items() if MANIFEST in objects.get(step, {})}
         for step, names in objects.items():
@@ -294,11 +294,11 @@ class Uploader:
         found = [entry for entry in list_checkpoints(self.root) if entry.manifest]
         for entry in found if last else found[:-1]:
             if _key(entry) in self._uploaded:
-                with suppress(CheckpointError):  # it costs space, not the run
+                with suppress(CheckpointError):  # a failure only costs space
                     discard(entry.path)
 
 
 def _key(entry: CheckpointFolder | RemoteCheckpoint) -> tuple[float, int]:
-    """What distinguishes a checkpoint from another of its step, in order of saving."""
+    """Return a key that distinguishes checkpoints of one step and sorts by time of saving."""
     assert entry.manifest is not None
     return entry.manifest.saved_at, entry.step

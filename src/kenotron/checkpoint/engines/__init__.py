@@ -1,10 +1,10 @@
-"""The engines; `kenotron.checkpoint.engine` finds them by name.
+"""The checkpoint engines, which `kenotron.checkpoint.engine` finds by name.
 
-synchronous.py  SynchronousEngine: everything in the call
-background.py   AsyncEngine, DataStatesEngine: the order of things in the training process
-plan.py         which bytes this rank writes, worked out once and used again
-staging.py      copies of tensors, in blocks, into memory that the writer shares
-ring.py         that memory: blocks that are filled, written and free again
-client.py       the writer as the training process sees it
+synchronous.py  SynchronousEngine: saves in the call
+background.py   AsyncEngine, DataStatesEngine: a save as the training process runs it
+plan.py         which bytes this rank writes, computed once and reused
+staging.py      copies tensors, in blocks, into memory that the writer shares
+ring.py         this memory: a ring of bytes that are filled, written and freed
+client.py       the training process's side of the writer process
 writer.py       the process that writes
 """

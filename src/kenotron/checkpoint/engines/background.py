@@ -1,12 +1,12 @@
-"""Saves that continue while the run trains.
+"""Engines whose saves continue while the run trains.
 
     AsyncEngine         save: copies, returns       │ writes …
     DataStatesEngine    save: returns               │ copies beside forward and backward │ fence │ writes …
 
-Weights and optimizer change in the update only, so a copy may be taken at any time between the call and the next
-`fence`, which waits for what is not copied yet (DataStates-LLM, arXiv 2406.10707). What was copied is written by a
-separate process (`engines.writer`), which commits without the training processes: no collective runs in the background,
-and nothing is announced before it is on the disk.
+Weights and optimizer change only in the update, so copies may be made at any time between the call and the next
+`fence`, which waits for the remaining ones (DataStates-LLM, arXiv 2406.10707). A separate process (`engines.writer`)
+writes the copies and commits without the training processes: no collective runs in the background, and nothing is
+announced before it is on disk.
 
     engine.save(root, 10, content, keep)    # [] : step 10 is in flight
     engine.fence()                          # before the update
@@ -38,9 +38,9 @@ LEAST_BYTES = 1 << 16
 
 
 class BackgroundEngine(Engine):
-    """What both engines have in common: one writer process, one plan, and the order of a save.
+    """The base of both engines: one writer process, one plan, and the order of a save.
 
-    `lazy`: copy after the call. `most_bytes`: of host memory for this rank; None: as many as it writes.
+    `lazy`: copy after the call. `most_bytes`: limit of host memory for this rank; None: as much as it writes.
     """
 
     in_background = True
@@ -50,14 +50,14 @@ class BackgroundEngine(Engine):
         self.lazy, self.most_bytes, self.threads, self.pin = lazy, most_bytes, threads, pin
         self.writer = WriterProcess()
         self.planner = Planner()
-        self.plan: Plan | None = None  # that the writer has
+        self.plan: Plan | None = None  # the plan that the writer has
         self.copier: Copier | None = None
         self.tokenizer: dict[str, bytes] | None = None
         self.thread: threading.Thread | None = None
         self.stream: SaveStream | None = None
-        self.problem: str | None = None  # of the copies
-        self.ranks = [0]  # that save into the same folder as this one
-        self.held = ExitStack()  # of the first: the folder's lock, and the temporary folder until it has its name
+        self.problem: str | None = None  # why copies have failed
+        self.ranks = [0]  # the ranks that save into the same folder as this one
+        self.held = ExitStack()  # on the first of them: the folder's lock, and the temporary folder until it is renamed
         self.folder = Path()
         self.temporary = Path()
         self.started = self.waited = 0.0
@@ -65,7 +65,7 @@ class BackgroundEngine(Engine):
     # ---- what training calls -----------------------------------------------------------------------------------
 
     def save(self, root: Path, step: int, content: dict[str, Any], keep: Keep | None) -> list[Saved | Unsaved]:
-        """Begin a save, after the end of the one in flight."""
+        """Begin a save, after waiting for the one in flight."""
         outcomes = self.collect()
         self.started, self.waited, self.problem = time.monotonic(), 0.0, None
         self.folder = root / str(step)
@@ -96,7 +96,7 @@ class BackgroundEngine(Engine):
         return outcomes
 
     def fence(self) -> None:
-        """Wait for the copies that are left."""
+        """Wait for the remaining copies."""
         if self.thread is not None:
             started = time.monotonic()
             self.thread.join()
@@ -104,11 +104,11 @@ class BackgroundEngine(Engine):
             self.waited += time.monotonic() - started
 
     def settled(self) -> bool:
-        """Whether this rank's files (on a folder's first rank, the checkpoint) are written, or will never be."""
+        """Whether this rank's files (on a folder's first rank, the checkpoint) are written or have failed."""
         if not self.in_flight:
             return True
         if self.thread is not None and self.thread.is_alive():
-            return False  # which reads the writer's messages
+            return False  # after reading the writer's messages
         self.writer.receive()
         self._report_lost_writer()
         return self.writer.state in (COMMITTED if self._is_first else WRITTEN, FAILED) or self.problem is not None
@@ -129,7 +129,7 @@ class BackgroundEngine(Engine):
         return [next((outcome for outcome in outcomes if isinstance(outcome, Unsaved)), outcomes[0])]
 
     def finish_alone(self, hurried: bool) -> list[Saved | Unsaved]:
-        """Wait for this rank's files; a folder's first rank also for those of the others, if they come."""
+        """Wait for this rank's files, and on a folder's first rank for those of the others, if they come."""
         if not self.in_flight:
             return []
         if not hurried:
@@ -139,7 +139,7 @@ class BackgroundEngine(Engine):
         return [self._outcome()] if rank_and_size()[0] == 0 else []
 
     def close(self) -> None:
-        """End the writer and the copies."""
+        """End the writer process and the copying threads."""
         if self.stream is not None:
             self.stream.stopped = True
         self.fence()
@@ -153,7 +153,7 @@ class BackgroundEngine(Engine):
     # ---- before a save -----------------------------------------------------------------------------------------
 
     def _planned(self, parts: Parts) -> Plan:
-        """The plan for `parts`, on the writer's side too, and memory for it."""
+        """Return the plan for `parts`, after sending it to the writer and allocating memory for it."""
         plan = self.planner.plan(parts)
         if not self.writer.alive:
             self.writer.close()
@@ -174,7 +174,7 @@ class BackgroundEngine(Engine):
         self.copier = Copier(self.writer.resize(capacity), self.threads, self.pin)
 
     def _begin(self, content: dict[str, Any], folders: list[str]) -> Path:
-        """On a folder's first rank: refuse what JSON cannot hold, and make the temporary folder."""
+        """Refuse state that JSON cannot hold, and create the temporary folder; on a folder's first rank."""
         plain(content["state"], "state")
         with ExitStack() as cleanup:
             temporary = begin_folder(self.folder, folders, cleanup)
@@ -182,7 +182,7 @@ class BackgroundEngine(Engine):
         return temporary
 
     def _small_files(self, content: dict[str, Any]) -> dict[str, bytes]:
-        """What this rank writes besides tensors. The tokenizer does not change in a run."""
+        """Return the files besides tensors that this rank writes. The tokenizer does not change in a run."""
 
         def tokenizer() -> dict[str, bytes]:
             if self.tokenizer is None:
@@ -216,13 +216,13 @@ class BackgroundEngine(Engine):
     # ---- the end of a save -------------------------------------------------------------------------------------
 
     def _finish_share(self) -> None:
-        """Return when this rank's files are written, or will never be."""
+        """Wait until this rank's files are written or have failed."""
         self.fence()
         self.writer.wait(lambda: self.writer.state != WRITING)
         self._report_lost_writer()
 
     def _report_lost_writer(self) -> None:
-        """The folder's first rank waits for files of this one, and its writer cannot say that they will not come."""
+        """Tell the folder's first rank, which waits for this rank's files, that this rank's writer has died."""
         if not self.writer.alive:
             leave_problem(self.temporary, rank_and_size()[0], self._problem() or "")
 
@@ -235,7 +235,7 @@ class BackgroundEngine(Engine):
         return rank_and_size()[0] == self.ranks[0]
 
     def _outcome(self) -> Saved | Unsaved:
-        """What has become of the save in flight, as this rank knows it; it is in flight no more."""
+        """Return this rank's outcome of the save, which is then no longer in flight."""
         self.in_flight = False
         self.held.close()
         if self.writer.state != COMMITTED or self._problem():
@@ -243,7 +243,7 @@ class BackgroundEngine(Engine):
             late = "the files of other ranks did not arrive" if written else "it was still being written"
             return Unsaved(self.folder, self._problem() or late)
         size, at, notes = self.writer.committed
-        seconds = at - self.started  # until it was complete: training has waited for the news, too
+        seconds = at - self.started  # until the save was complete
         return Saved(self.folder, size, seconds, min(self.waited, seconds), notes)
 
 

@@ -1,11 +1,11 @@
-"""The writer's process, as the training process sees it.
+"""The training process's side of the writer process.
 
     writer = WriterProcess()
     writer.send("save", number, …)
     writer.wait(lambda: writer.state != WRITING)
 
-It is started once and inherits nothing: no torch, no open file of the training process. It ends when its connection
-does, so also when the training process is killed.
+The process is started once and inherits nothing: no torch, no open file of the training process. It ends when its
+connection closes, so also when the training process is killed.
 """
 
 import multiprocessing
@@ -21,32 +21,32 @@ from kenotron.config.dotted import search_path
 
 WRITING = "writing"
 WRITTEN = "written"  # this rank's files are complete and synced
-COMMITTED = "committed"  # a folder's first rank: so is the checkpoint
+COMMITTED = "committed"  # on a folder's first rank: the checkpoint is complete
 FAILED = "failed"
 LOOK_SECONDS = 0.1
 BLOCK_BYTES = 4 << 20
 
 
 class WriterProcess:
-    """Starts the process. `freed`: the stream's bytes that are written; `state`: of the save that was begun last."""
+    """The started process. `freed`: bytes of the stream that are written; `state`: the state of the last save."""
 
     def __init__(self) -> None:
         self.memory = Ring.create()
-        self.connection, theirs = multiprocessing.Pipe()
+        self.connection, child_end = multiprocessing.Pipe()
         code = "from kenotron.checkpoint.engines.writer import main; main()"
-        arguments = [str(theirs.fileno()), str(self.memory), str(os.getpid())]
+        arguments = [str(child_end.fileno()), str(self.memory), str(os.getpid())]
         self.process = subprocess.Popen(
             [sys.executable, "-c", code, *arguments],
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,  # what reads the training process's output need not wait for this one
-            pass_fds=(theirs.fileno(), self.memory),
+            stdout=subprocess.DEVNULL,  # readers of the training process's output need not wait for this one
+            pass_fds=(child_end.fileno(), self.memory),
             env={**os.environ, "PYTHONPATH": search_path()},
-            start_new_session=True,  # Ctrl-C on the terminal is for the training process
+            start_new_session=True,  # Ctrl-C on the terminal stops only the training process
         )
-        theirs.close()
+        child_end.close()
         self._sending, self._receiving = Lock(), Lock()
         self._begin(0)
-        self.state = COMMITTED  # of no save
+        self.state = COMMITTED  # no save yet
 
     def _begin(self, number: int) -> None:
         self.number, self.state, self.freed = number, WRITING, 0
@@ -54,18 +54,18 @@ class WriterProcess:
         self.committed: tuple[int, float, tuple[str, ...]] = (0, 0.0, ())
 
     def resize(self, capacity: int) -> Ring:
-        """The ring, with another capacity, on both sides. Nothing may be in flight."""
+        """Return the ring with a new capacity, which the process gets as well. Nothing may be in flight."""
         os.ftruncate(self.memory, capacity)
         self.send("ring", capacity)
         return Ring(self.memory, capacity)
 
     def begin(self, job: dict[str, Any]) -> None:
-        """Send the next save."""
+        """Start the next save."""
         self._begin(self.number + 1)
         self.send("save", job)
 
     def send(self, kind: str, content: object) -> None:
-        """Send one message; to a process that has ended, it makes the save fail."""
+        """Send one message; if the process has ended, the save fails."""
         try:
             with self._sending:
                 self.connection.send((kind, self.number, content))
@@ -73,7 +73,7 @@ class WriterProcess:
             self._ended()
 
     def receive(self, seconds: float = 0.0) -> None:
-        """Take the messages that are there, waiting `seconds` for the first."""
+        """Handle the pending messages, after waiting up to `seconds` for the first."""
         with self._receiving:
             try:
                 while self.alive and self.connection.poll(seconds):
@@ -83,21 +83,21 @@ class WriterProcess:
                 self._ended()
 
     def wait(self, until: Callable[[], bool]) -> None:
-        """Take messages until `until()`, which a process that ends makes true by FAILED."""
+        """Handle messages until `until()` is true, which the state FAILED of an ended process must make it."""
         while not until():
             self.receive(LOOK_SECONDS)
 
     @property
     def alive(self) -> bool:
-        """Whether the process was there when it was last heard of."""
+        """Whether the process was running at its last message."""
         return not self.connection.closed
 
     def close(self) -> None:
-        """End the process; a save in flight is given up. Returns when it is gone."""
+        """End the process and wait for its end; a save in flight is aborted."""
         self.connection.close()
         try:
             self.process.wait(timeout=1)
-        except subprocess.TimeoutExpired:  # in a call of a file system that hangs, or never on a busy core
+        except subprocess.TimeoutExpired:  # it hangs in a call of the file system, or gets no CPU time
             self.process.kill()
             self.process.wait()
         if self.memory >= 0:
@@ -106,7 +106,7 @@ class WriterProcess:
 
     def _take(self, kind: str, number: int, content: Any) -> None:
         if number != self.number:
-            return  # of a save that was given up
+            return  # a message of an aborted save
         if kind == "freed":
             self.freed = content
         elif kind == FAILED:
@@ -125,31 +125,31 @@ class WriterProcess:
 
 
 class GivenUp(Exception):
-    """The save has failed, or the training process gives it up: no further byte is needed."""
+    """The save has failed or is aborted by the training process: no further byte is needed."""
 
 
 class SaveStream:
-    """One save's bytes on their way through the ring: `total` of them."""
+    """One save's `total` bytes on their way through the ring."""
 
     def __init__(self, writer: WriterProcess, ring: Ring, total: int) -> None:
         self.writer, self.ring, self.total = writer, ring, total
-        self.step = max(BLOCK_BYTES, ring.capacity // 64)  # more messages than the connection holds would block
+        self.step = max(BLOCK_BYTES, ring.capacity // 64)  # bytes per message; too many messages would block
         self.there = self.sent = 0
         self.stopped = False
 
     def fits(self, end: int) -> bool:
-        """Whether the bytes up to `end` have a place in the ring now. Raises GivenUp."""
+        """Whether the bytes up to `end` fit into the ring now. Raises GivenUp."""
         if self.stopped or self.writer.state == FAILED:
             raise GivenUp
         return end - self.writer.freed <= self.ring.capacity
 
     def wait(self, end: int) -> None:
-        """Wait for the writer until they have. All copies so far must have been reported. Raises GivenUp."""
+        """Wait until the bytes up to `end` fit. All copies so far must have been reported. Raises GivenUp."""
         self._send(self.there)
         self.writer.wait(lambda: self.fits(end))
 
     def copied(self, end: int) -> None:
-        """The bytes up to `end` are in the ring."""
+        """Report that the bytes up to `end` are in the ring."""
         self.there = end
         if end - self.sent >= self.step or end == self.total:
             self._send(end)

@@ -1,10 +1,11 @@
-"""Memory that the training process fills and the writer empties: a ring of bytes, reused by every save.
+"""A ring of bytes in shared memory, which the training process fills and the writer empties, reused by every save.
 
-A save is a stream of bytes, the tensors of its files one after another; byte p of it is at p % capacity. What was
-written is free again, so a ring that is smaller than the stream makes the copies wait for the disk, and a tensor may be
-larger than the ring.
+A save is a stream of bytes, the tensors of its files one after another; byte p of the stream is at p % capacity. Bytes
+that are written become free, so with a ring that is smaller than the stream, copies wait for the disk, and a tensor may
+be larger than the ring.
 
-The memory has no name that a killed process could leave behind. No torch here: the writer imports this.
+The memory has no name that a killed process could leave behind. The writer imports this file, which must not need
+torch.
 """
 
 import mmap
@@ -21,13 +22,13 @@ class Ring:
 
     @staticmethod
     def create() -> int:
-        """The descriptor of new shared memory, of no size yet; it may be inherited by a child process."""
+        """Return the descriptor of new shared memory without a size, which a child process may inherit."""
         if hasattr(os, "memfd_create"):
             return os.memfd_create("kenotron-checkpoint")
         with tempfile.TemporaryFile() as file:
             return os.dup(file.fileno())
 
     def span(self, position: int, most: int) -> tuple[int, int]:
-        """(begin, end) in the memory of at most `most` bytes from `position` of the stream on, in one stretch."""
+        """Return (begin, end) in the memory of at most `most` contiguous bytes from stream offset `position` on."""
         begin = position % self.capacity
         return begin, min(begin + most, self.capacity)

@@ -1,10 +1,10 @@
-"""Copies of tensors into the ring, in blocks, by threads that release the GIL meanwhile.
+"""Copy tensors into the ring in blocks, with threads that release the GIL.
 
-    copier.mark(tensors)       # now: what was queued on the devices so far is in the copies, what comes later is not
-    copier.copy(tensors, …)    # now or later, by any thread: CPU memory by memcpy, a device's by its copy engine
+    copier.mark(tensors)       # the copies will include work queued on the devices so far, but no later work
+    copier.copy(tensors, …)    # now or later, in any thread: CPU memory by memcpy, device memory by its copy engine
 
-The tensors are referenced until their last byte is copied. A device is read by a stream of its own, which waits for
-the event that `mark` recorded; a block counts as copied when the stream has done it.
+The tensors are referenced until their last byte is copied. A device is read on a separate stream, which waits for the
+event that `mark` recorded; a block counts as copied when the stream has finished it.
 """
 
 from collections import deque
@@ -20,7 +20,7 @@ from kenotron.checkpoint.engines.client import BLOCK_BYTES, SaveStream
 from kenotron.checkpoint.engines.ring import Ring
 
 SMALL_BYTES = 1 << 16
-"""Up to this a copy costs less than handing it to a thread."""
+"""Up to this size a copy costs less than handing it to a thread."""
 
 
 class Copier:
@@ -33,14 +33,14 @@ class Copier:
         self.streams: dict[torch.device, _SideStream] = {}
 
     def mark(self, tensors: Sequence[Tensor]) -> None:
-        """Remember, for each device, the work that was queued up to now: the copies come after it."""
+        """Record, for each device, the work queued so far, after which the copies are made."""
         for device in {tensor.device for tensor in tensors} - {torch.device("cpu")}:
             if device not in self.streams:
                 self.streams[device] = _SideStream(device, self.target if self.pin else None)
             self.streams[device].mark()
 
     def copy(self, tensors: Sequence[Tensor], stream: SaveStream) -> None:
-        """Copy `tensors` one after another, waiting where the ring is full. Raises GivenUp."""
+        """Copy `tensors` one after another, waiting whenever the ring is full. Raises GivenUp."""
         position = 0
         pending: deque[tuple[Future[None], int]] = deque()
 
@@ -78,7 +78,7 @@ class Copier:
             stream.close()
 
     def _bytes_of(self, tensor: Tensor) -> Any:
-        """The elements, row by row, as bytes: a numpy array over CPU memory, or a tensor on the device."""
+        """Return the elements in row-major order as bytes: a numpy array over CPU memory, or a tensor on the device."""
         if tensor.device.type == "cpu":
             return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
         with self.streams[tensor.device].use():
@@ -96,7 +96,7 @@ class Copier:
 
 
 class _SideStream:
-    """A device's stream for copies, beside the one that trains. `pinned`: host memory to register with the device."""
+    """A device's stream for copies, besides the training stream. `pinned`: host memory to register with the device."""
 
     def __init__(self, device: torch.device, pinned: np.ndarray | None) -> None:
         self.device, self.pinned = device, pinned
@@ -105,19 +105,19 @@ class _SideStream:
             torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(pinned.ctypes.data, pinned.nbytes, 0))
 
     def mark(self) -> None:
-        """From here on the stream waits for what is queued on the current one now."""
+        """Make the stream wait for the work that is queued on the current stream now."""
         self.stream.wait_event(torch.cuda.current_stream(self.device).record_event())
 
     def use(self) -> torch.cuda.StreamContext:
-        """Queue what follows, in this thread, on the stream."""
-        torch.cuda.set_device(self.device)  # a new thread has the first one, where it would take 0.5 GB for a context
+        """Return a context in which this thread queues work on the stream."""
+        torch.cuda.set_device(self.device)  # a new thread would use device 0, where a context takes 0.5 GB
         return torch.cuda.stream(self.stream)
 
     def wait(self) -> None:
-        """Return when all that was queued on the stream is done."""
+        """Wait until all work queued on the stream is done."""
         self.stream.synchronize()
 
     def close(self) -> None:
-        """Let the device forget the host memory."""
+        """Unregister the host memory from the device."""
         if self.pinned is not None:
             torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self.pinned.ctypes.data))

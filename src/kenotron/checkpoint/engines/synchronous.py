@@ -23,7 +23,7 @@ class SynchronousEngine(Engine):
         self.planner = Planner()
 
     def save(self, root: Path, step: int, content: dict[str, Any], keep: Keep | None) -> list[Saved | Unsaved]:
-        """Save, read back while the earlier checkpoints still exist, prune."""
+        """Save, verify while the earlier checkpoints still exist, and prune."""
         saved = saving.save(root, step, **content, open_file=self.open_file, planner=self.planner)
         if self.verifies:
             files = raise_on_any_rank(lambda: read_manifest(saved.path)).files

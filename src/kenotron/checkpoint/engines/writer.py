@@ -1,10 +1,10 @@
-"""The process that writes one rank's files of a checkpoint; the one of a folder's first rank commits it. No torch.
+"""The process that writes one rank's files of a checkpoint; a folder's first rank's also commits it. No torch.
 
-    every rank    ring ──▶ model/rank1.safetensors.tmp … ──▶ share-1.json: sizes and checksums, or what went wrong
+    every rank    ring ──▶ model/rank1.safetensors.tmp … ──▶ share-1.json: sizes and checksums, or the error
     first rank    all shares ──▶ index, config, manifest (last) ──▶ rename ──▶ latest.txt ──▶ prune
 
-There are no collectives here: ranks meet in the checkpoint's temporary folder. The process runs at low priority, and
-ends when the training process does, however that dies, leaving a temporary folder without a manifest.
+It uses no collectives: ranks meet in the checkpoint's temporary folder. The process runs at low priority, and ends when
+the training process ends or is killed, leaving a temporary folder without a manifest.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ CHUNK_BYTES = 4 << 20
 
 
 def main() -> None:
-    """Serve the training process that started this one; arguments: connection, memory, its process id."""
+    """Serve the training process that started this one; the arguments are connection, memory, and its process id."""
     stay_in_background()
     connection, memory, parent = map(int, sys.argv[1:])
     with contextlib.suppress(EOFError, ConnectionError):  # the training process has ended
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 class Server:
-    """One side of the connection. `staged`: the stream's bytes that are in the ring."""
+    """The writer's side of the connection. `staged`: bytes of the stream that are in the ring."""
 
     def __init__(self, connection: Connection, memory: int, parent: int) -> None:
         self.connection, self.memory, self.parent = connection, memory, parent
@@ -53,7 +53,7 @@ class Server:
         self.writer = "python"
 
     def serve(self) -> None:
-        """Do what the training process sends, until it ends."""
+        """Handle the messages of the training process until it ends."""
         while True:
             kind, number, content = self._receive()
             if kind == "ring":
@@ -63,7 +63,7 @@ class Server:
             elif kind == "save":
                 self.number, self.staged = number, 0
                 self._save(content)
-            # "staged" and "give up" of a save that has failed already
+            # "staged" and "give up" of a save that has already failed
 
     # ---- one save ----------------------------------------------------------------------------------------------
 
@@ -98,7 +98,7 @@ class Server:
         return records | write_small(temporary, small)
 
     def _drain(self, file: FileWriter, position: int, end: int) -> int:
-        """Write the stream from `position` to `end`, as it arrives."""
+        """Write the stream from `position` to `end` as it arrives, and return the new position."""
         freed = position
         while position < end:
             self._look()
@@ -113,7 +113,7 @@ class Server:
         return position
 
     def _commit(self, job: dict[str, Any]) -> tuple[int, float, tuple[str, ...]]:
-        """(bytes, time, notes) of the checkpoint, once the last rank's files are there."""
+        """Commit the checkpoint once the last rank's files are written, and return (bytes, time, notes)."""
         temporary, final = job["temporary"], job["final"]
         shares = [self._share(temporary, rank) for rank in job["ranks"]]
         for rank in job["ranks"]:
@@ -138,12 +138,12 @@ class Server:
 
     def _receive(self) -> tuple[str, int, Any]:
         while not self.connection.poll(PARENT_SECONDS):
-            if os.getppid() != self.parent:  # a fork of it may hold the connection open
+            if os.getppid() != self.parent:  # its fork may keep the connection open
                 raise EOFError
         return self.connection.recv()
 
     def _look(self) -> None:
-        """Handle the messages that are there. EOFError: the training process has ended."""
+        """Handle the pending messages. Raises EOFError if the training process has ended."""
         if os.getppid() != self.parent:
             raise EOFError
         while self.connection.poll(0):
@@ -161,7 +161,7 @@ class Server:
 def leave_problem(temporary: Path, rank: int, problem: str) -> None:
     """Record in the folder why a rank's files will not arrive.
 
-    If it is gone or the disk is full, the training processes say it to one another.
+    If the folder is gone or the disk is full, the training processes tell one another.
     """
     with contextlib.suppress(OSError):
         _leave(temporary, rank, {"problem": problem})
