@@ -16,7 +16,7 @@ from kenotron.generation import Completion, SamplingOptions, generate
 from kenotron.generation.load import load_for_generation
 from kenotron.observers.samples import SampleCompletions
 from kenotron.parallel.mesh import Mesh, axes, build_mesh
-from kenotron.training.run_folder import make_log_folder
+from kenotron.training.run_folder import log_folder
 from kenotron.training.saved_state import model_tensors
 from support.families import hf_model, save
 from support.layout_runs import Problem, prepared, steps
@@ -230,7 +230,7 @@ class Said(logging.Handler):
 def train_with_samples(problem: Problem, layout: str, folder: Path, mesh: Mesh) -> tuple[list[str], list[float]]:
     said, logger = Said(), logging.getLogger("kenotron")
     config = problem.config(layout, folder)
-    make_log_folder(config)
+    log_folder(config).mkdir(parents=True, exist_ok=True)
     with prepared(config, mesh) as run:
         level = logger.level
         logger.addHandler(said)

@@ -54,6 +54,23 @@ def test_a_second_run_in_the_folder_of_a_living_one_is_refused_and_of_a_killed_o
     assert (tmp_path / "checkpoints" / "3").is_dir()
 
 
+def test_a_second_run_of_the_name_of_a_living_one_is_refused_before_it_touches_the_logs(
+    nursery: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(durable, "RELEASE_SECONDS", 0.2)
+    child = nursery.start("train", tiny_yaml(tmp_path), "general.hooks=[support.user_parts.SlowStep]", folder=tmp_path)
+    logs = tmp_path / "logs" / "tiny"
+    wait_for(logs / "metrics.jsonl")
+    elsewhere = f"checkpoints.checkpoints_path={tmp_path / 'other'}"
+    with pytest.raises(InputError, match=r"^general\.run: another run is logging in .*tiny; wait until it has ended"):
+        train_quietly(tiny_config(tmp_path, elsewhere))
+    assert not list(logs.glob("replaced-*"))
+    os.kill(child.pid, signal.SIGKILL)
+    child.wait()
+    train_quietly(tiny_config(tmp_path, elsewhere))
+    assert len(list(logs.glob("replaced-*"))) == 1
+
+
 def test_a_lock_that_outlives_its_run_is_waited_for(tmp_path: Path) -> None:
     """A killed run's child holds it until it has begun its own program."""
     held = ExitStack()

@@ -76,10 +76,11 @@ class Checkpoints:
     # ---- before the first step ---------------------------------------------------------------------------------
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def held(self) -> Iterator[ExitStack]:
         """Create and lock `checkpoints_path` until the run ends: two runs would overwrite each other's steps.
 
-        Raises InputError if the folder cannot be made or another run uses it.
+        Yields a stack for further locks of the run. Raises InputError if the folder cannot be made or another run uses
+        it.
         """
 
         def take() -> None:
@@ -89,7 +90,7 @@ class Checkpoints:
 
         with ExitStack() as until_then:
             run_on_rank0(take)
-            yield
+            yield until_then
 
     def start(self) -> Start:
         """Choose the checkpoint to start from: rank 0 decides, and the ranks share the verification of checksums.

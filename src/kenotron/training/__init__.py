@@ -68,7 +68,7 @@ def train(
     from kenotron.training.build import build_hooks, build_run
     from kenotron.training.deterministic import deterministic
     from kenotron.training.run import close, fit, report_failure
-    from kenotron.training.run_folder import log_folder, make_log_folder, open_log_folder
+    from kenotron.training.run_folder import log_folder, open_log_folder, take_log_folder
 
     checkpoints = checkpoints or Checkpoints(config)
     keep_freed_memory()  # changes malloc for the whole process: steps allocate the same sizes again and again
@@ -76,12 +76,12 @@ def train(
     first = mesh.is_first
     if first:
         report.run_log(config).project(config)
-    with checkpoints.held(), deterministic(config.general.deterministic), use_kernels(config.model.kernels):
+    with checkpoints.held() as held, deterministic(config.general.deterministic), use_kernels(config.model.kernels):
         start = checkpoints.start()
         config = with_run_name(config, start.name)
         done = start.done(config)
         if not done:
-            run_on_rank0(lambda: make_log_folder(config))
+            run_on_rank0(lambda: take_log_folder(config, held))
         elif first:
             console.logger.info(report.already_finished(start))
         if done and not reopen:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from kenotron.checkpoint import durable
 from kenotron.config import dump
-from kenotron.config.errors import os_errors
+from kenotron.config.errors import InputError, os_errors
 from kenotron.runs.files import HISTORY, METRICS, SAMPLES
-from kenotron.storage.files import move_aside
+from kenotron.storage.files import locked, move_aside
 from kenotron.training.console import logger
 
 if TYPE_CHECKING:
@@ -25,13 +26,21 @@ def log_folder(config: Config) -> Path:
     return Path(config.logging.log_dir) / config.general.run
 
 
-def make_log_folder(config: Config) -> None:
-    """Make the folder, before the model is built. Raises InputError if that is not possible, or no file fits in it."""
+def take_log_folder(config: Config, until_end: ExitStack) -> None:
+    """Make the folder, before the model is built, and keep other runs out of it: two would mix their numbers.
+
+    Raises InputError if that is not possible, no file fits in it, or a run that is alive logs there.
+    """
     folder = log_folder(config)
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=folder):
             pass
+        try:
+            until_end.enter_context(locked(folder / ".lock", durable.RELEASE_SECONDS))
+        except TimeoutError:
+            busy = f"another run is logging in {folder}; wait until it has ended, or set another name"
+            raise InputError(f"general.run: {busy}") from None
 
 
 def open_log_folder(config: Config, continues: bool) -> None:
