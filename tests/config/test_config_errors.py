@@ -111,6 +111,30 @@ def test_a_key_in_the_wrong_section_is_reported_with_the_right_one(minimal: dict
 
 
 @pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        ("val_fraction", "tokens.val_fraction"),  # and not 'evaluation', which is spelt alike
+        ("text_files", "data_stages.<i>.data.dataset.text_files"),  # and not that of tokens.val_datasets
+        ("data_stages.0.data.text_files", "data_stages.<i>.data.dataset.text_files"),
+        ("data_stages.0.dataset", "data_stages.<i>.data.dataset"),
+        ("data_stages.0.data.trian_files", None),
+    ],
+)
+def test_the_place_of_a_key_is_the_nearest_of_exactly_its_name(
+    minimal: dict[str, Any], name: str, ours: str | None
+) -> None:
+    hint = f"; did you mean '{ours}'?" if ours else ""
+    assert message(minimal, (f"{name}=1",)) == f"override {name}=1: unknown key '{name}'{hint}"
+
+
+def test_text_that_looks_like_a_number_is_to_be_quoted(minimal: dict[str, Any]) -> None:
+    minimal["general"]["run"] = 2026
+    assert message(minimal) == "general.run: expected text, found 2026 (write it in quotes)"
+    del minimal["general"]["run"]
+    assert load(minimal, ['general.run="2026"']).general.run == "2026"
+
+
+@pytest.mark.parametrize(
     ("override", "expected"),
     [
         ("tokens.train_steps=1.5", "expected an integer, found 1.5"),
@@ -121,7 +145,7 @@ def test_a_key_in_the_wrong_section_is_reported_with_the_right_one(minimal: dict
         ("optimizer.weight_decay=.nan", "expected a finite number, found nan"),
         ("optimizer.zero_stage=4", "expected 0, 1, 2, 3 or 'hybrid', found 4"),
         ("model.dtype=bfloat", "expected bfloat16, float16 or float32, found 'bfloat'"),
-        ("general.run=2026", "expected text, found 2026 (write it in quotes)"),
+        ("general.run=2026", """expected text, found 2026 (write 'general.run="2026"')"""),  # the shell takes quotes
         ("logging.tensorboard=1", "expected true or false, found 1"),
         ("parallelism.pp_engine=1F1B", "expected 'afab', '1f1b', 'interleaved_1f1b', "),
         ("tokens=null", "tokens: expected a map of keys, found null"),

@@ -39,11 +39,11 @@ def command_called(name: str) -> str:
     return next((ours for ours, names in _known()["commands"].items() if name in names.split()), "")
 
 
-def hint_of(name: str) -> str:
-    """What to write for the key `name` of another library; empty if it is not known."""
+def hint_of(name: str, around: str = "") -> str:
+    """What to write for the key `name`, of another library or elsewhere; empty if it is not known."""
     if hint := _other_names()[1].get(name):
         return f"; {hint}"
-    return f"; did you mean '{paths[0]}'?" if (paths := paths_of(name)) else ""
+    return f"; did you mean '{paths[0]}'?" if (paths := paths_of(name, around)) else ""
 
 
 def explain(error: ValidationError, document: Document) -> list[str]:
@@ -88,7 +88,10 @@ def _lines(error: dict[str, Any], extra: list[Location], document: Document) -> 
             return
         words = _names(error["input"]) if isinstance(error["input"], dict | str) else []
         hint = next(filter(None, (_space_missing(word, location) for word in words)), "")
-        yield document.at(keys, f"{dotted(keys)}: {_expected(error, context)}{hint}")
+        said = _expected(error, context)
+        if document.place(keys).startswith("override "):  # the shell takes quotes away
+            said = said.replace("(write it in quotes)", f"(write '{asked}=\"{shown(name)}\"')")
+        yield document.at(keys, f"{asked}: {said}{hint}")
 
 
 def dotted(keys: Keys) -> str:
@@ -129,22 +132,27 @@ def _names(found: dict[str, Any] | str) -> list[str]:
 
 def _unknown(location: Location, value: object) -> str:
     name = str(location[-1])
-    around = dotted(_without_tags(location[:-1]))
-    message = f"unknown key '{dotted(_without_tags(location))}'"
-    elsewhere = paths_of(name)
-    exact = any(name in names for names in _other_names()) or any(path.startswith(f"{around}.") for path in elsewhere)
+    keys = _without_tags(location)
+    around = "".join("<i>." if isinstance(key, int) else f"{key}." for key in keys[:-1])  # as paths of keys begin
+    message = f"unknown key '{dotted(keys)}'"
+    elsewhere = paths_of(name, around)
+    exact = any(name in names for names in _other_names()) or any(path.startswith(around) for path in elsewhere)
     near = _space_missing(name, location[:-1]) or nearest(name, siblings(location[:-1]))
     if near and not exact:
         return message + near
-    if hint := hint_of(name):
+    if hint := hint_of(name, around):
         return message + hint
     known = {str(key): paths[0] for key in value if (paths := paths_of(str(key)))} if isinstance(value, dict) else {}
     return message + next((f"; its '{key}' is '{path}' here" for key, path in known.items()), "")
 
 
-def paths_of(name: str) -> list[str]:
-    """The paths of keys of this name, or of the one that other libraries call so."""
-    return paths_by_name().get(_other_names()[0].get(name, name), [])
+def paths_of(name: str, around: str = "") -> list[str]:
+    """The paths of keys of this name, or of the one that other libraries call so.
+
+    Those below `around` come first, and those of datasets for validation and test after those of the training data.
+    """
+    paths = paths_by_name().get(_other_names()[0].get(name, name), [])
+    return sorted(paths, key=lambda path: (not path.startswith(around), "_datasets." in path))
 
 
 def _space_missing(text: str, location: Location) -> str:
