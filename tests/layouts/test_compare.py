@@ -9,8 +9,8 @@ import yaml
 from compare_power.faults import FAULTS
 from compare_power.pairs import pair
 from compare_power.run import false_alarms, faults_found
-from kenotron.config import load
-from kenotron.launch.comparing import on_layout
+from kenotron.config import InputError, load
+from kenotron.launch.comparing import compare, on_layout
 from kenotron.models.blocks.attention import Attention
 from kenotron.training.compare import Comparison, Distances, backward_order, judge
 from support.comparing import compare_on_ranks
@@ -174,6 +174,14 @@ def test_micro_batches_are_divided_for_every_step_of_a_ramp(tmp_path: Path) -> N
 
 
 STRATEGY = "parallelism.strategy=support.user_parts"
+
+
+def test_another_layout_in_an_incomplete_file_is_refused_by_what_it_lacks(tmp_path: Path) -> None:
+    (tmp_path / "other.yaml").write_text("parallelism: {tp: 2}\n")
+    with pytest.raises(InputError) as caught:
+        compare(tiny_yaml(tmp_path), other=tmp_path / "other.yaml")
+    assert "missing key 'data_stages'" in str(caught.value)
+    assert "override" not in str(caught.value)
 
 
 @pytest.mark.slow

@@ -23,7 +23,8 @@ def branch(
     cooldown: Annotated[int, typer.Option(help="Steps to anneal in.", min=1)],
     name: Annotated[str, typer.Option(help="Name of the new run.")],
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="More changes: dotted.path=value.")
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="More changes: dotted.path=value; the run's other YAML files."),
     ] = None,
     style: Annotated[str, typer.Option(help="The decay, an lr_decay_style.")] = "1-sqrt",
 ) -> None:
@@ -35,10 +36,11 @@ def branch(
     from kenotron.config import load
     from kenotron.config.dialects import upgrade
     from kenotron.config.document import read
-    from kenotron.config.overrides import apply
+    from kenotron.config.overrides import apply, is_file, merge
     from kenotron.config.writing import dump, inline
 
-    config = load(file, report=to_stderr)
+    files = list(filter(is_file, overrides or ()))
+    config = load(file, files, report=to_stderr)
     if name in ("", config.general.run):
         raise InputError(f"--name: expected a name other than the run's own, found {name!r}")
     saved, staging = config.checkpoints.checkpoints_path.rstrip("/"), config.checkpoints.staging_path
@@ -68,11 +70,15 @@ def branch(
     if config.s3_upload is not None:
         changes["s3_upload.upload_s3_path"] = f"{config.s3_upload.upload_s3_path.rstrip('/')}-{name}"
     document = read(file)
+    for each in files:
+        merge(document, read(each))
     list(upgrade(document))
     for text in (*(f"{key}={inline(value)}" for key, value in changes.items()), *(overrides or ())):
-        apply(document, text)
+        if text not in files:
+            apply(document, text)
     load(document.data, report=lambda line: None)
-    print(f"# {cooldown} steps of cooldown from step {at} of {config.general.run}; made by: kenotron branch {file}")
+    typed = " ".join(map(str, (file, *files)))
+    print(f"# {cooldown} steps of cooldown from step {at} of {config.general.run}; made by: kenotron branch {typed}")
     print(dump(document.data), end="")
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def compare(
     file: Annotated[Path, typer.Argument(help="The YAML file of the run; with --hf a checkpoint.")],
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="The other layout, such as parallelism.tp=2, or a YAML file with it.")
+        list[str] | None, typer.Argument(help="The other layout, such as parallelism.tp=2, or a complete YAML file.")
     ] = None,
     steps: Annotated[int, typer.Option(help="Steps to train on each layout.", min=1)] = 10,
     dtype: Annotated[

@@ -68,7 +68,8 @@ def compare(
 def on_layout(config: Config | str | Path, plain: Config, overrides: Sequence[str], say: Report) -> Config:
     """`config` with `overrides`, the micro-batches divided so that the global batch stays that of `plain`."""
     # A ramp comes out for micro-batches that are divided already: until then it is left out.
-    no_ramps = [f"data_stages.{i}.batch_size_ramp=null" for i in range(len(plain.data_stages))]
+    ramps = (i for i, stage in enumerate(plain.data_stages) if stage.batch_size_ramp is not None)
+    no_ramps = [f"data_stages.{i}.batch_size_ramp=null" for i in ramps]
     other = load(config, [*overrides, *no_ramps])
     wanted, found = plain.global_batch_size, other.global_batch_size
     if wanted == found:
