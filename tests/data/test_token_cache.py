@@ -287,7 +287,7 @@ def test_a_full_disk_is_one_clear_line_and_leaves_nothing(folder, tokenizer_fold
     assert result.returncode == 1
     last = result.stderr.splitlines()[-1]
     assert "cannot write the cache" in last
-    assert "File too large; set KENOTRON_CACHE to a folder with space" in last
+    assert "File too large; set KENOTRON_CACHE to a writable folder with space" in last
     assert "Exception ignored" not in result.stderr
     assert [path.suffix for path in (tmp_path / "cache" / "tokens").iterdir()] == [".lock"]
 

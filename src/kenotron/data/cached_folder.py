@@ -61,7 +61,7 @@ def cached_folder(
 
 def writable(folder: Path) -> AbstractContextManager[None]:
     """One line for a cache that cannot be written."""
-    return os_errors(f"cannot write the cache {folder}", "; set KENOTRON_CACHE to a folder with space")
+    return os_errors(f"cannot write the cache {folder}", "; set KENOTRON_CACHE to a writable folder with space")
 
 
 def map_cached_array(file: Path, dtype: np.dtype, length: int) -> NDArray:

@@ -164,7 +164,7 @@ class BlockStore:
 
     def _explained(self) -> contextlib.AbstractContextManager[None]:
         what = f"cannot write the cache of remote files {self.folder}"
-        return os_errors(what, "; set remote_data.cache_folder to a folder with space")
+        return os_errors(what, "; set remote_data.cache_folder to a writable folder with space")
 
 
 def _mapped(place: Path, size: int) -> NDArray[np.uint8] | None:
