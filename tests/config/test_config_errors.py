@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -125,6 +126,16 @@ def test_the_place_of_a_key_is_the_nearest_of_exactly_its_name(
 ) -> None:
     hint = f"; did you mean '{ours}'?" if ours else ""
     assert message(minimal, (f"{name}=1",)) == f"override {name}=1: unknown key '{name}'{hint}"
+
+
+def test_a_number_that_pyyaml_takes_for_text_is_a_number_in_a_file_and_explained_in_a_dict(
+    minimal: dict[str, Any], tmp_path: Path
+) -> None:
+    text = yaml.safe_dump(minimal).replace("learning_rate: 0.0003", "learning_rate: 3e-4")
+    (tmp_path / "my.yaml").write_text(text)
+    assert load(tmp_path / "my.yaml").optimizer.learning_rate_scheduler.learning_rate == 3e-4
+    said = message(yaml.safe_load(text))
+    assert "expected a number, found '3e-4' (text, as PyYAML reads numbers without a dot: " in said
 
 
 def test_text_that_looks_like_a_number_is_to_be_quoted(minimal: dict[str, Any]) -> None:

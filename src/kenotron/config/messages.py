@@ -122,6 +122,8 @@ def _expected(error: dict[str, Any], context: dict[str, Any]) -> str:
         hint = next(filter(None, (nearest(str(name), context["keys"]) for name in _names(found))), "")
     elif kind == "string_type" and isinstance(found, int | float):
         hint = " (write it in quotes)"
+    elif kind == "float_type" and isinstance(found, str) and re.fullmatch(r"[-+]?\d+e[-+]?\d+", found, re.IGNORECASE):
+        hint = " (text, as PyYAML reads numbers without a dot: give the file's name, or float(…))"
     wanted = re.sub(r"\b(True|False)\b", lambda word: word[0].lower(), _known()["expected"][kind].format(**context))
     return f"expected {wanted}, found {shown(found)}{hint}"
 
