@@ -1,13 +1,13 @@
-"""Token sources → order → micro-batches. numpy; no torch.
+"""Token sources → order → micro-batches, with numpy and without torch.
 
 stage_plan      stages and their sources, from the config alone
-source          the interface of a source: SourceSpec (from the config), TokenSource (open), Samples (read)
-sources/        one file a kind: text, streams, tokenized files, random tokens, a user's own
-order           which sample of which source comes next: arithmetic
+source          the interface of a source: SourceSpec (from the config), TokenSource (opened), Samples (read)
+sources/        one file per kind: text, streams, tokenized files, random tokens, a user's own
+order           computes which sample of which source comes next
 open_stage      a stage ready to be read: open sources and their order
 run             the batches of a run, and its held-out ones (held_out_batches)
 provenance      which documents a step reads
-formats/        tokenized files on disk; cache, manifest: what is kept of text
+formats/        tokenized files on disk; cache, manifest: tokenized text that is kept
 """
 
 from kenotron.data.batch import NO_LOSS, TokenBatch

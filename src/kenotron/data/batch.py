@@ -1,4 +1,4 @@
-"""Batches: what a model is fed, made of samples.
+"""Build a model's input batches from samples.
 
 A *sample* is `sequence_length + 1` token ids. Its first `sequence_length` are the inputs, its last
 `sequence_length` the labels. With `sequence_length = 4`, the stream 7 8 9 2 5 6 3 1 4 holds two samples:
@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 Int64 = NDArray[np.int64]
 
 NO_LOSS = -100
-"""Label of a token that carries no loss (the value that torch's cross-entropy ignores)."""
+"""Label of a token without a loss (the value that torch's cross-entropy ignores)."""
 
 PAD = -1
-"""Where held-out samples are filled up; it becomes a label of `NO_LOSS`."""
+"""The token that pads held-out samples; its label is `NO_LOSS`."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class TokenBatch:
     """One micro-batch; see docs/architecture.md.
 
     `tokens`, `labels`, `positions`, `documents` are ``[sequences, sequence_length]`` int64, `sample_ids`
-    ``[sequences]``. `positions` and `documents` are None where every sequence is one document. `sources`
-    ``[sequences]`` has the number of each one's source in its stage, `weights` ``[sequences]`` fp32 of its loss.
+    ``[sequences]``. `positions` and `documents` are None if every sequence is one document. `sources`
+    ``[sequences]`` has the index of each sequence's source in its stage, `weights` ``[sequences]`` fp32 of its loss.
     """
 
     tokens: Int64
@@ -42,13 +42,13 @@ class TokenBatch:
     weights: NDArray[np.float32] | None = None
 
     def __getitem__(self, rows: slice | Int64) -> Self:
-        """Some of the sequences, or all in another order."""
+        """Return the sequences `rows`, in this order."""
         arrays: dict[str, Any] = vars(self)
         return replace(self, **{name: array[rows] for name, array in arrays.items() if array is not None})
 
 
 def batch_places(total: int, micro_batch_size: int, dp_rank: int, dp_size: int) -> Int64:
-    """Places ``[total / dp_size]`` in the global batch of `total` samples that one data-parallel rank reads.
+    """Return the indices ``[total / dp_size]`` in the global batch of `total` samples that a data-parallel rank reads.
 
     Sample j goes to micro-batch m, data-parallel rank r and row k, with
     ``j = (m * dp_size + r) * micro_batch_size + k``.
@@ -65,7 +65,7 @@ def make_batch(
     """Cut samples ``[n, sequence_length + 1]`` into inputs and labels.
 
     With `documents` (same shape), positions restart at every document, and a label that belongs to the
-    next document is masked. With `loss_mask` (same shape), labels where it is False are masked.
+    next document is masked. Labels where `loss_mask` (same shape) is False are masked.
     """
     tokens = windows[:, :-1].astype(np.int64)
     labels = windows[:, 1:].astype(np.int64)
@@ -76,7 +76,7 @@ def make_batch(
     rows, length = tokens.shape
     row, last = np.nonzero(documents[:, 1:] != documents[:, :-1])  # the last token of each document: few
     labels[row, last] = NO_LOSS
-    # Where a sequence or a document begins in the flattened batch; a position counts from there.
+    # Flat index of the start of each token's sequence or document, from which positions count.
     inside = last + 1 < length
     starts = np.sort(np.concatenate([np.arange(rows) * length, (row * length + last + 1)[inside]]))
     positions = np.arange(rows * length) - np.repeat(starts, np.diff(starts, append=rows * length))

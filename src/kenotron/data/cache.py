@@ -1,13 +1,13 @@
-"""The token cache: text tokenized once and kept on disk, memory-mapped when read.
+"""The token cache: text is tokenized once, kept on disk, and memory-mapped when read.
 
 $KENOTRON_CACHE, else ~/.cache/kenotron
 ├── tokens/<key>/             key = hash of (content, tokenizer, rules)
 │   ├── meta.json             counts and checksums, written last
 │   ├── train.tokens          little-endian uint16 (vocabulary up to 65,536) or uint32, documents end to end
 │   ├── train.ends            uint64, where each document ends, in tokens
-│   ├── train.loss            bool, whether each token carries a loss; only of prompts and answers
+│   ├── train.loss            bool, whether each token has a loss; only for prompts and answers
 │   ├── validation.tokens, …
-│   └── validation.npy, ends.npy    of a stream: the documents at its start that validation reads
+│   └── validation.npy, ends.npy    of a stream: its first held-out documents, for validation
 ├── tokenizers/<key>/         trained tokenizers
 ├── known/<signature>         content hash of files by path, size and time, so that files are hashed once
 └── remote/                   blocks of files on other machines (storage/blocks.py)
@@ -41,7 +41,7 @@ SPLITS = ("train", "validation")
 
 
 class Stopped(Exception):
-    """The run was closed while this was running in the background."""
+    """The run was closed while tokenization was running in the background."""
 
 
 # ---- an entry ----------------------------------------------------------------------------------------------
@@ -49,7 +49,7 @@ class Stopped(Exception):
 
 @dataclass(frozen=True)
 class SplitTokens(TokenFile):
-    """One side of a cache entry, memory-mapped; `path` is the entry's folder.
+    """The training or validation split of a cache entry, memory-mapped; `path` is the entry's folder.
 
     `bytes` are the UTF-8 bytes of the text, `max_id` is the largest id (-1 when empty).
     """
@@ -60,10 +60,10 @@ class SplitTokens(TokenFile):
 
 
 class TokenCache:
-    """The entry of a tokenized set of texts. `content` names the texts, whatever the tokenizer.
+    """The entry of a tokenized set of texts. `content` identifies the texts, independently of the tokenizer.
 
-    `skipped` files were left out because they are no UTF-8, or rows without an answer; `smallest_hash`: no document
-    fell below the fraction, so that the one with the smallest hash is held out.
+    `skipped` counts files that are not UTF-8, or rows without an answer. `smallest_hash`: no document's hash fell below
+    the fraction, so the document with the smallest hash is held out.
     """
 
     def __init__(self, path: Path, content: str) -> None:
@@ -85,13 +85,13 @@ def open_tokens(
     stop: threading.Event | None = None,
     chosen: Collection[int] = (),
 ) -> TokenCache:
-    """The tokens of `texts`, from the cache, or made now by `processes` processes and kept.
+    """Return the tokens of `texts` from the cache, after tokenizing them with `processes` processes if needed.
 
-    `chosen` are hashes of texts that are held out whatever `val_fraction` says (text/hash_split.py).
+    `chosen` are hashes of texts that are held out regardless of `val_fraction` (text/hash_split.py).
 
     If another thread sets `stop` meanwhile, this raises Stopped and leaves nothing behind.
 
-    Raises InputError: whatever `texts` finds wrong with its files; no document at all; the cache cannot be written.
+    Raises InputError if `texts` finds problems with its files, there is no document, or the cache cannot be written.
     """
     content = texts.content_hash() if overwrite else content_hash(texts)
     recipe = f"tokens {FORMAT} {content} {tokenizer.hash} {rules.eos} {rules.max_tokens} {val_fraction!r}"
@@ -111,7 +111,7 @@ def open_tokens(
 
 
 def _meta(path: Path) -> dict[str, Any] | None:
-    """The metadata of an entry; None if it is missing or incomplete."""
+    """Return the metadata of an entry; None if it is missing or incomplete."""
     try:
         return json.loads((path / "meta.json").read_text())
     except (OSError, ValueError):
@@ -127,7 +127,7 @@ def _split(path: Path, meta: dict[str, Any], split: str) -> SplitTokens:
 
 
 def changed_files(path: Path) -> list[Path] | None:
-    """The files of the entry `path` that are not as they were written; None if it is not an entry with checksums."""
+    """Return the files of the entry `path` that have changed since written; None if it has no checksums."""
     recorded = (_meta(path) or {}).get("xxh3")
     if not isinstance(recorded, dict):
         return None
@@ -135,14 +135,14 @@ def changed_files(path: Path) -> list[Path] | None:
     return [path / name for name, digest in recorded.items() if found.get(name) != digest]
 
 
-# ---- making one --------------------------------------------------------------------------------------------
+# ---- building an entry -------------------------------------------------------------------------------------
 
 
 class _SplitWriter:
-    """Appends pieces of documents to one split's two files; `counts` are what the metadata say of it."""
+    """Appends chunks of documents to the files of one split; `counts` are the split's numbers in the metadata."""
 
     def __init__(self, stack: contextlib.ExitStack, folder: Path, split: str, dtype: np.dtype, loss: bool) -> None:
-        """The files are closed with `stack`."""
+        """Create the files, which are closed with `stack`."""
         self.token_file = stack.enter_context(open(folder / f"{split}.tokens", "wb"))  # noqa: SIM115 (see above)
         self.end_file = stack.enter_context(open(folder / f"{split}.ends", "wb"))  # noqa: SIM115
         self.loss_file = stack.enter_context(open(folder / f"{split}.loss", "wb")) if loss else None  # noqa: SIM115
@@ -150,7 +150,7 @@ class _SplitWriter:
         self.counts = {"tokens": 0, "documents": 0, "bytes": 0, "max_id": -1}
 
     def write(self, batch: Sequence[AssignedChunk], answer: Answer, held_out: bool) -> None:
-        """Append those chunks of a batch that are of this side."""
+        """Append the chunks of a batch that belong to this split."""
         mine = np.array([chunk.held_out == held_out for chunk in batch])
         if not mine.any():
             return
@@ -179,8 +179,8 @@ def _tokenize(
     report: Report,
     stop: threading.Event | None,
 ) -> None:
-    """Fill `folder` with an entry."""
-    # The end-of-document token may be the model config's, beyond the tokenizer's own.
+    """Tokenize `texts` and write the entry into `folder`."""
+    # The end-of-document token may be the model config's, with an id beyond the tokenizer's vocabulary.
     dtype = np.dtype("<u2" if max(tokenizer.vocab_size, (rules.eos or 0) + 1) <= 1 << 16 else "<u4")
 
     def watched() -> Iterator[DocumentChunk]:
@@ -223,7 +223,7 @@ def _tokenize(
 
 
 def content_hash(texts: DocumentSource) -> str:
-    """`texts.content_hash()`, remembered by signature."""
+    """Return `texts.content_hash()`, cached by signature."""
     signature = texts.signature()
     if signature is None:
         return texts.content_hash()
@@ -238,19 +238,20 @@ def content_hash(texts: DocumentSource) -> str:
 
 
 def chosen_hash(texts: DocumentSource, val_fraction: float) -> int | None:
-    """The hash of the one document that is held out because none falls below `val_fraction`; None where one does, or
-    where there is but one.
+    """Return the hash of the document that is held out because none falls below `val_fraction`.
+
+    Return None if one does, or if there is only one document.
     """
     limit = _threshold(texts, val_fraction, texts.documents())
     return limit - 1 if limit > threshold_of_fraction(val_fraction) else None
 
 
 def _threshold(texts: DocumentSource, val_fraction: float, documents: Iterator[DocumentChunk]) -> int:
-    """`hash_threshold` of the `documents` of `texts`, remembered by content: it may take all of them."""
+    """Return `hash_threshold` of the `documents` of `texts`, cached by content, since it may read all of them."""
     note = cache_entry("known", f"limit of texts {content_hash(texts)} {val_fraction!r}")
     try:
         return int(note.read_text())
-    except (OSError, ValueError):  # not known, or a crash of the machine has left it empty
+    except (OSError, ValueError):  # not cached, or a crash of the machine has left it empty
         limit = hash_threshold(documents, val_fraction)
         _remember(note, str(limit))
         return limit

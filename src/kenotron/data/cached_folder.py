@@ -1,7 +1,7 @@
-"""Folders that are made once and kept: built aside, synced, and renamed, so that each is complete or missing.
+"""Build a folder once and keep it: it is built under a temporary name, synced and renamed, so it is never partial.
 
-A lock file keeps several processes from doing the same work; it is the kernel's lock, so a killed process leaves none.
-Where a file system has no locks, all of them build, and the first rename wins.
+A lock file keeps several processes from doing the same work; it is a kernel lock, which ends with its process. On a
+file system without locks, all of them build, and the first rename wins.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ PROCESS_START = time.time()
 
 
 def cache_entry(kind: str, recipe: str) -> Path:
-    """Where the folder `kind` of the cache keeps what `recipe` names: everything that its content depends on."""
+    """Return the path of an entry in the cache's folder `kind`; `recipe` names everything its content depends on."""
     return cache_root() / kind / hashlib.blake2b(recipe.encode(), digest_size=16).hexdigest()
 
 
@@ -36,9 +36,9 @@ def cached_folder(
     overwrite: bool = False,
     is_whole: Callable[[Path], bool] = Path.is_dir,
 ) -> None:
-    """Make sure that the folder `path` exists and is complete: ``build(temporary folder)`` and a rename if not.
+    """Ensure that the folder `path` exists and is complete; if not, call ``build(temporary folder)`` and rename it.
 
-    `overwrite` builds it again, unless another process has done so since this one started.
+    `overwrite` rebuilds it, unless another process has done so since this one started.
     """
     if is_whole(path) and not overwrite:
         return
@@ -60,12 +60,12 @@ def cached_folder(
 
 
 def writable(folder: Path) -> AbstractContextManager[None]:
-    """One line for a cache that cannot be written."""
+    """Raise an InputError of one line if the block cannot write the cache."""
     return os_errors(f"cannot write the cache {folder}", "; set KENOTRON_CACHE to a writable folder with space")
 
 
 def map_cached_array(file: Path, dtype: np.dtype, length: int) -> NDArray:
-    """An array of a cache entry. Raises InputError: the file has another length."""
+    """Memory-map an array of a cache entry. Raises InputError if the file has another length."""
     size = file.stat().st_size if file.exists() else -1
     if size != length * dtype.itemsize:
         raise InputError(

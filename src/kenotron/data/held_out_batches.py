@@ -1,14 +1,15 @@
-"""Held-out documents: which, in which batches, and how many bytes of text they are.
+"""Batches of held-out documents, with the number of bytes of their text.
 
-A document is held out when the hash of its text falls below `tokens.val_fraction` (text/hash_split.py): a property of
-the documents, so the same in every run, on every layout, whether the run validates or not. Its tokens are read in
-windows as in training, in order, and the last window of a source is filled up with labels of -100. So every held-out
-token but the first of each source is a label once, and
+A document is held out if the hash of its text is below `tokens.val_fraction` (text/hash_split.py). This is a property
+of the document, so it is the same in every run and on every layout, whether the run validates or not. Its tokens are
+read in windows as in training, in order, and the last window of a source is padded with labels of -100. So every
+held-out token but the first of each source is a label once, and
 
     bits per byte = sum of losses / ln 2 / bytes
 
-is exact for byte-level tokenizers, whose tokens are of known bytes (the one that ends a document none, within it
-that of its name). For others the bytes are the source's bytes per token times the labels, exact over the whole set.
+is exact for byte-level tokenizers, whose tokens have known bytes (end-of-document tokens have none; the same token
+inside of a document has the bytes of its name). For other tokenizers, bytes are the source's bytes per token times the
+number of labels, which is exact over the whole set.
 """
 
 from collections.abc import Iterator
@@ -25,8 +26,8 @@ from kenotron.data.source import TokenSource
 class HeldOut:
     """Held-out samples of several sources, with their `labels`.
 
-    `token_bytes` ``[vocab]`` are the bytes of every token where they are known, `bytes_per_token` the mean of each
-    source; None and 0 throughout where one of them has no text. `eos` has no bytes where it ends a document.
+    `token_bytes` ``[vocab]`` has the bytes of every token if they are known, `bytes_per_token` the mean of each source;
+    they are None and 0 if one of the sources has no text. `eos` has no bytes where it ends a document.
     """
 
     sources: list[TokenSource]
@@ -43,10 +44,10 @@ class HeldOut:
     def batches(
         self, limit: int | None, micro_batch_size: int, dp_rank: int, dp_size: int
     ) -> Iterator[tuple[TokenBatch, float, int]]:
-        """This rank's micro-batches of `limit` samples (None: all) spread evenly over the set, source after source:
-        each with the number of UTF-8 bytes of its labels (0.0: unknown), and its source.
+        """Yield this rank's micro-batches of `limit` samples (None: all), evenly spread over the set, by source.
 
-        Every rank gets the same number of batches of the same shape; what is missing is filled with -100.
+        Each comes with the number of UTF-8 bytes of its labels (0.0: unknown), and its source's index. Every rank gets
+        the same number of batches of the same shape; missing samples are padded with labels of -100.
         """
         total = len(self)
         count = total if limit is None else min(limit, total)

@@ -1,9 +1,9 @@
-"""Batches made ready ahead of the step that needs them.
+"""Prepare batches ahead of the step that needs them.
 
     threads    make 5   make 6   make 7   ...
     step                train 5  train 6  ...      next() returns at once
 
-Whatever a thread raises comes out of the `next` that would have returned its batch. The threads are daemons: a read
+An exception in a thread is raised by the `next` that would have returned its batch. The threads are daemons: a read
 that hangs must not keep a process that was asked to stop from saving or ending.
 """
 
@@ -16,11 +16,11 @@ from typing import Generic, Self, TypeVar
 
 T = TypeVar("T")
 THREADS = "kenotron-loader"
-LEAVE_WITHIN_S = 5.0  # what a read that is under way gets at the end
+LEAVE_WITHIN_S = 5.0  # how long `close` waits for reads in progress
 
 
 class Prefetcher(Generic[T]):
-    """Iterator over ``make(step)`` for step in [start, stop), made ahead by `workers` threads (0: in the caller's).
+    """Iterates over ``make(step)`` for step in [start, stop), made ahead by `workers` threads (0: by the caller).
 
     Use it in a `with`, or call `close`.
     """
@@ -51,7 +51,7 @@ class Prefetcher(Generic[T]):
         return batch
 
     def close(self) -> None:
-        """Stop the threads; what was made ahead is dropped."""
+        """Stop the threads and drop the prepared batches."""
         for future in self._ready:
             future.cancel()
         self._ready.clear()

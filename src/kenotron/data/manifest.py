@@ -1,11 +1,11 @@
-"""`manifest.json`: what a folder of tokens holds and how it was made; written last, so that it also says "done".
+"""`manifest.json` says what a folder of tokens holds and how it was made; written last, it also means "done".
 
     {"made_by": {"inputs": […], "content": {…}, "tokenizer": {…}, "options": {…}},
      "tokenizer": "gpt2", "vocab_size": 50257, "dtype": "uint16", "eos": 50256, "bos": null,
      "documents": 8013769, "tokens": 9035582198, "bytes": 39769491688, "skipped": 0,
      "files": [{"documents": …, "tokens": …, "bytes": …, "xxh3": {"00000.ds": "…", "00000.ds.index": "…"}}]}
 
-It holds no time and no host: the same work gives the same manifest.
+It contains no time or host, so the same work gives the same manifest.
 """
 
 import json
@@ -26,9 +26,9 @@ Json: TypeAlias = dict[str, Any]
 
 
 def read_json(file: AnyPath, **expected: type) -> Json | None:
-    """The object in `file`; None where there is no such file. `expected`: keys that it must have, and their types.
+    """Return the object in `file`, or None if there is no such file; `expected` are required keys and their types.
 
-    Raises InputError: damaged.
+    Raises InputError if the file is damaged.
     """
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
@@ -46,10 +46,9 @@ def read_json(file: AnyPath, **expected: type) -> Json | None:
 
 
 def manifests_beside(files: Iterable[TokenFile], above: Iterable[AnyPath] = ()) -> Iterator[tuple[AnyPath, Json]]:
-    """Each manifest beside `files` and in the folders `above`, with its path; what is not a JSON object is another
-    program's, and left out.
+    """Yield (path, content) of each manifest beside `files` and in the folders `above`.
 
-    Raises InputError: cannot be read.
+    Files that are no JSON object belong to other programs and are left out. Raises InputError for unreadable files.
     """
     names = ((file.path, name) for file in files for name in (MANIFEST, f"{file.path.name}.{MANIFEST}"))
     beside = (path.with_name(name) for path, name in names)
@@ -66,7 +65,7 @@ def manifests_beside(files: Iterable[TokenFile], above: Iterable[AnyPath] = ()) 
 
 
 def recorded_checksums(files: Sequence[TokenFile]) -> dict[AnyPath, str]:
-    """What the manifests beside `files` say of them, and of the index, loss and metadata made with them."""
+    """Return the checksums, in manifests beside `files`, of these files and of their index, loss and metadata."""
     paths = {file.path for file in files}
     recorded: dict[AnyPath, str] = {}
     for place, made in manifests_beside(files):
@@ -77,7 +76,7 @@ def recorded_checksums(files: Sequence[TokenFile]) -> dict[AnyPath, str]:
 
 
 def sums_of_files(made: Json) -> Iterator[dict[str, Any]]:
-    """The checksums by name of each of the files that a manifest lists, with those beside it."""
+    """Yield the checksums, by name, of each token file in a manifest and its index, loss and metadata."""
     entries = made.get("files")
     for entry in entries if isinstance(entries, list) else ():
         sums = entry.get("xxh3") if isinstance(entry, dict) else None
@@ -91,7 +90,7 @@ def write_json(file: Path, content: Json) -> None:
 
 
 def checksums(files: Iterable[AnyPath]) -> dict[str, str]:
-    """XXH3 (128 bits) of every file by its name."""
+    """Return file name → XXH3 (128 bits) of every file."""
     found = {}
     for file in sorted(files):
         digest = xxhash.xxh3_128()
@@ -102,12 +101,12 @@ def checksums(files: Iterable[AnyPath]) -> dict[str, str]:
     return found
 
 
-def refuse_other_work(folder: Path, known: Json, wanted: Json, where: str = "") -> None:
-    """Raises InputError: `known` and `wanted` say how `folder` was and would be made, and differ: the first key."""
-    for key in [*wanted, *(key for key in known if key not in wanted)]:
-        old, new = known.get(key), wanted.get(key)
+def refuse_other_work(folder: Path, recorded: Json, current: Json, where: str = "") -> None:
+    """Raise InputError, with the first key that differs, unless `folder` was begun (`recorded`) like `current` work."""
+    for key in [*current, *(key for key in recorded if key not in current)]:
+        old, new = recorded.get(key), current.get(key)
         if isinstance(old, dict) and isinstance(new, dict) and old.get("hash", old) == new.get("hash", new):
-            continue  # the same thing by another name
+            continue  # the same content with another name
         if isinstance(old, dict) and isinstance(new, dict) and "hash" not in new:
             refuse_other_work(folder, old, new, f"{where}{key}.")
         elif old != new:

@@ -1,10 +1,10 @@
-"""An open stage: its sources, tokenized and mapped, and the order that reads them.
+"""An open stage: its sources, tokenized and mapped, and the order in which they are read.
 
 StagePlan ──open_stage──▶ OpenStage ──read(positions)──▶ TokenBatch
 
-How a stage mixes its sources depends on what the stages before it have drawn from them, and on the lengths of those
-with a limit, or with a weight by their size. `Sources` opens no more than that requires: most runs open one stage and
-the next.
+How a stage mixes its sources depends on the samples that earlier stages have drawn from them, and on the lengths of
+sources with a limit or a weight by size. `Sources` opens only what that requires: most runs open one stage and the
+next.
 """
 
 import threading
@@ -25,7 +25,7 @@ from kenotron.data.stage_plan import SourcePlan, StagePlan, complete_keys
 
 @dataclass(frozen=True)
 class OpenStage:
-    """A stage ready to be read."""
+    """A stage that is ready to be read."""
 
     stage: StagePlan
     sources: list[TokenSource]
@@ -33,17 +33,17 @@ class OpenStage:
 
     @property
     def stop(self) -> int:
-        """The first step that is not of the stage, or that its sources cannot fill."""
+        """The first step after the stage, or the first that its sources cannot fill."""
         end = self.order.mixing.end
         return self.stage.stop if end is None else min(self.stage.stop, self.stage.step_of(end))
 
     @property
     def masks_documents(self) -> bool:
-        """Whether a source's documents are masked from each other in any case: then all are."""
+        """Whether a source always masks its documents from each other; then all sources' documents are masked."""
         return any(source.masks_documents for source in self.sources)
 
     def fetch_ahead(self, positions: Int64) -> list[Future[bytes]]:
-        """Start downloading what `read` will need of files on other machines."""
+        """Start downloading the blocks of remote files that `read` will need."""
         remote = [number for number, source in enumerate(self.sources) if source.is_remote]
         if not remote:
             return []
@@ -51,13 +51,13 @@ class OpenStage:
         return [future for s in remote for future in self.sources[s].fetch_ahead(index[source_of == s])]
 
     def read(self, positions: Int64, sample_ids: Int64, document_masking: bool) -> TokenBatch:
-        """The samples at `positions` ``[n]`` of the stage, as one batch of n sequences."""
+        """Return the samples at `positions` ``[n]`` of the stage as one batch of n sequences."""
         source_of, index = self.order.locate(positions)
         where = {s: np.flatnonzero(source_of == s) for s in sorted(set(source_of.tolist()))}
         parts = [(rows, self.sources[s].read(index[rows], document_masking)) for s, rows in where.items()]
         types = {read.tokens.dtype for _, read in parts}
         shape = (len(positions), self.stage.sequence_length + 1)
-        tokens = np.empty(shape, types.pop() if len(types) == 1 else np.int64)  # the narrower, the less memory moves
+        tokens = np.empty(shape, types.pop() if len(types) == 1 else np.int64)  # a narrow type moves less memory
         document_ids = loss_mask = None
         for rows, read in parts:
             tokens[rows] = read.tokens
@@ -71,9 +71,9 @@ class OpenStage:
 
 
 class Sources:
-    """The sources of a run's stages, each opened when it is asked for, and how every stage mixes them.
+    """The sources of a run's stages, each opened on first use, and every stage's mixing of them.
 
-    Any thread may ask.
+    All methods are thread-safe.
     """
 
     def __init__(self, run: RunSettings, stages: Sequence[StagePlan]) -> None:
@@ -84,12 +84,12 @@ class Sources:
         self._mixings: dict[int, Mixing] = {}
 
     def source(self, stage: StagePlan, number: int) -> TokenSource:
-        """Source `number` of a stage; a stream that another stage reads is the same one.
+        """Return source `number` of a stage; a stream that several stages read is one object.
 
-        Raises InputError: invalid data; not one sample.
+        Raises InputError for invalid data, or a source without a sample.
         """
         place = stage.number, number
-        if place in self._open:  # without waiting for what another thread opens
+        if place in self._open:  # without waiting for a source that another thread opens
             return self._open[place]
         with self._lock:
             if place not in self._open:
@@ -107,7 +107,7 @@ class Sources:
 
     @cached_property
     def chosen(self) -> frozenset[int]:
-        """Hashes of documents held out because their set is small, in the first stage, or where the run begins."""
+        """Return hashes of documents that the first stage, or the checkpoint, holds out because their set is small."""
         hashes: set[int | None] = {*self.run.held_out}
         for source in self.stages[0].sources:
             if isinstance(source.spec, TextSpec):
@@ -117,20 +117,20 @@ class Sources:
 
     @cached_property
     def reserved(self) -> frozenset[int]:
-        """`chosen`, which no text trains on, validation or none; an only one leaves its own out anyway."""
+        """Return `chosen`, which no source trains on; a single source leaves its own out anyway."""
         sources = (source for stage in self.stages for source in stage.sources)
         texts = {(each.name, each.spec.is_stream) for each in sources if isinstance(each.spec, TextSpec)}
         return self.chosen if len(texts) > 1 else self.run.held_out
 
     def check_held_out(self, stage: StagePlan) -> None:
-        """Error (InputError): a stage would train on tokens of files that the first one, and so validation, holds out.
+        """Raise InputError if a stage would train on tokens that the first stage holds out, which validation reads.
 
-        The same path holds the same tokens out wherever it is named; a folder and a file in it, or the same files in
+        The same path holds the same tokens out in every stage; a folder and a file in it, or the same files in
         another order, do not. Text is held out by its hash, wherever it is.
         """
         if not self.run.validates:
             return
-        borders: dict[str, tuple[int, str]] = {}  # of a file: the first token that is held out, by which source
+        borders: dict[str, tuple[int, str]] = {}  # file → first held-out token, and the source that holds it out
         for source in self._splitting_files(self.stages[0]):
             for file, _, end in source.training_ends():
                 borders[file] = min(borders.get(file, (end, source.name)), (end, source.name))
@@ -149,7 +149,7 @@ class Sources:
         return [self.source(stage, number) for number, each in enumerate(stage.sources) if each.spec.splits_files]
 
     def mixing(self, stage: StagePlan) -> Mixing:
-        """Which source gives which sample of a stage."""
+        """Return the mixing of a stage, which assigns samples to sources."""
         if stage.number in self._mixings:
             return self._mixings[stage.number]
         with self._lock:
@@ -167,7 +167,7 @@ class Sources:
             return self.source(stage, number).measure(unit)
 
     def _offset(self, stage: StagePlan, number: int) -> int:
-        """How many samples the stages before have drawn of a source."""
+        """Return the number of samples that earlier stages have drawn from a source."""
         name = stage.sources[number].name
         for earlier in reversed(self.stages[: 0 if stage.data.restart else stage.number]):
             names = [source.name for source in earlier.sources]
@@ -187,7 +187,7 @@ def open_planned(
     reserved: frozenset[int] = frozenset(),
     opened: TokenSource | None = None,
 ) -> TokenSource:
-    """Open a source as `stage` reads it; `Opening` says what `reserved` and `opened` are."""
+    """Open a source as `stage` reads it; for `reserved` and `opened` see `Opening`."""
     opening = Opening(
         run=run,
         at=planned.at,
@@ -203,7 +203,7 @@ def open_planned(
 
 
 def open_stage(sources: Sources, stage: StagePlan) -> OpenStage:
-    """A stage with all of its sources open."""
+    """Return a stage with all of its sources open."""
     opened = [sources.source(stage, number) for number in range(len(stage.sources))]
     sources.check_held_out(stage)
     keys = [planned.key for planned in stage.sources]

@@ -1,4 +1,4 @@
-"""The order of the data is arithmetic: sample i of a stage is computed, never stored.
+"""Compute the order of the data: sample i of a stage is a function of i, and nothing is stored.
 
 Two pure functions compose. *Interleave* says which source sample i comes from and how many samples that source
 had before; *permute* says which of its samples the n-th draw is:
@@ -12,21 +12,21 @@ Both take arrays and cost the same at sample 0 and at sample 10^12.
     n                0 1 2 3 4 5 6 7 8
     round(n * 3/4)   0 1 2 2 3 4 5 5 6      sample n is left's where the count grows: L L R L L L R L
 
-More sources are a tree of such splits. Every split errs by at most 1/2, and an error made at a node of weight W
+More sources form a tree of such splits. Every split errs by at most 1/2, and an error made at a node of weight W
 reaches a leaf of weight w scaled by w / W, so a leaf is off by at most 1/2 * sum(w / W) over its path
 without the root. In a *Huffman* tree (always join the two lightest) a node's sibling is never lighter than
 either of the node's children, hence grandparent >= parent + child: up any path weights grow at least like the Fibonacci
-numbers, and the sum stays below that of their reciprocals, 1 + 1 + 1/2 + 1/3 + 1/5 + ... = 3.36. So after *every*
+numbers, and the sum stays below the sum of their reciprocals, 1 + 1 + 1/2 + 1/3 + 1/5 + ... = 3.36. So after *every*
 prefix of i samples, for any number of sources and any weights,
 
     | samples from source s  -  w_s * i |  <=  1.68
 
 **Permute.** A keyed bijection of [0, length): a Feistel network (Luby and Rackoff 1988) on the fewest bits that hold
-`length`, applied again while the image falls outside ("cycle walking", Black and Rogaway 2002). Another epoch is
-another key. No sample of a source comes twice before all came once.
+`length`, applied again while the image falls outside ("cycle walking", Black and Rogaway 2002). Every epoch has
+its own key. No sample of a source is repeated before all have been read once.
 
-**Limits.** A source that is limited to so many samples reaches its limit at a position that is computed too.
-There a *phase* ends; the next one shares among the sources that are left, each from its own count on:
+**Limits.** The position at which a source with a limited number of samples reaches its limit is computed as well.
+There a *phase* ends; the next one splits samples among the remaining sources, which continue from their own counts:
 
     A 3, B 1 (at most 2 samples)     A A B A A A B A A A . A A A ...
                                      phase 0 ───────────┘ └─ phase 1: A alone
@@ -50,7 +50,7 @@ from kenotron.kernels.hashing import GOLDEN, mix64
 UInt64 = NDArray[np.uint64]
 
 BLOCK = 4096
-"""Samples that are located at once, for speed."""
+"""The number of samples that are located at a time, for speed."""
 
 ROUNDS = 6
 _LOW32 = np.uint64(0xFFFFFFFF)
@@ -62,7 +62,7 @@ _ROUND_KEYS = [np.uint64(int(_GOLDEN) * (number + 1) % 2**64) for number in rang
 
 
 def permute(index: Int64, length: int, keys: UInt64) -> Int64:
-    """The image of every `index` ``[n]`` under the bijection of [0, length) that its key ``[n]`` names."""
+    """Return the image of every `index` ``[n]`` under the bijection of [0, length) with its key ``[n]``."""
     x = index.astype(np.uint64)
     bits = max(2, (length - 1).bit_length())
     size = np.uint64(length)
@@ -75,7 +75,7 @@ def permute(index: Int64, length: int, keys: UInt64) -> Int64:
 
 
 def _feistel(x: UInt64, keys: UInt64, bits: int) -> UInt64:
-    """A bijection of [0, 2^bits): each half in turn is xor-ed with a hash of the other."""
+    """Apply a bijection of [0, 2^bits), in which each half in turn is xor-ed with a hash of the other."""
     low_bits = np.uint64(bits // 2)
     low_mask = np.uint64((1 << (bits // 2)) - 1)
     high_mask = np.uint64((1 << (bits - bits // 2)) - 1)
@@ -94,7 +94,7 @@ def _feistel(x: UInt64, keys: UInt64, bits: int) -> UInt64:
 
 @dataclass(frozen=True)
 class SplitNode:
-    """A node: of the first n samples that reach it, ``round(n * ratio / 2^64)`` go left, the others right."""
+    """A node that sends ``round(n * ratio / 2^64)`` of the first n samples that reach it left, the others right."""
 
     ratio: int
     left: SplitNode | int
@@ -102,7 +102,7 @@ class SplitNode:
 
 
 def huffman(weights: Sequence[float], sources: Sequence[int] | None = None) -> SplitNode | int:
-    """The tree of splits for positive `weights`, one leaf (the source's number) for each of `sources` (None: all)."""
+    """Return the tree of splits for positive `weights`, with a leaf for each of `sources` (None: all), its index."""
     chosen = range(len(weights)) if sources is None else sources
     heap: list[tuple[Fraction, int, SplitNode | int]] = [(Fraction(weights[s]), s, s) for s in chosen]
     heapq.heapify(heap)
@@ -114,7 +114,7 @@ def huffman(weights: Sequence[float], sources: Sequence[int] | None = None) -> S
 
 
 def left_count(n: UInt64, ratio: int) -> UInt64:
-    """``round(n * ratio / 2^64)``, exact for n < 2^63 (64 x 64 → 128 bit product by halves)."""
+    """Return ``round(n * ratio / 2^64)``, exact for n < 2^63 (64 x 64 → 128 bit product by halves)."""
     r_low, r_high = np.uint64(ratio & 0xFFFFFFFF), np.uint64(ratio >> 32)
     n_low, n_high = n & _LOW32, n >> np.uint64(32)
     low = n_low * r_low
@@ -125,7 +125,7 @@ def left_count(n: UInt64, ratio: int) -> UInt64:
 
 
 def interleave(tree: SplitNode | int, positions: Int64) -> tuple[Int64, Int64]:
-    """For every position ``[n]``: the source it belongs to, and how many of that source came before it."""
+    """Return, for every position ``[n]``, its source, and the number of earlier samples of that source."""
     source = np.empty(len(positions), dtype=np.int64)
     draw = np.empty(len(positions), dtype=np.int64)
     stack = [(tree, np.arange(len(positions)), positions.astype(np.uint64))]
@@ -142,7 +142,7 @@ def interleave(tree: SplitNode | int, positions: Int64) -> tuple[Int64, Int64]:
 
 
 def counts(tree: SplitNode | int, n: int) -> dict[int, int]:
-    """How many of the first n samples come from each source."""
+    """Return how many of the first n samples come from each source."""
     if isinstance(tree, int):
         return {tree: n}
     left = (n * tree.ratio + 2**63) >> 64
@@ -150,7 +150,7 @@ def counts(tree: SplitNode | int, n: int) -> dict[int, int]:
 
 
 def position_of(tree: SplitNode | int, source: int, draw: int) -> int | None:
-    """The sample that is the `draw`-th (from 0) of `source`: what `interleave` sends there; None if there is no source.
+    """Return the position of the `draw`-th sample (from 0) of `source`, the inverse of `interleave`; None if no source.
 
     Left's n-th (from 0) is the sample before the smallest m with ``round(m * ratio / 2^64) = n + 1``.
     """
@@ -171,7 +171,7 @@ NEVER = 2**62
 
 @dataclass(frozen=True)
 class Phase:
-    """From the position `start` of a stage on, the leaves of `tree` share; `drawn` is what each source had before."""
+    """From position `start` of a stage on, `tree` splits samples; `drawn` counts each source's earlier samples."""
 
     start: int
     tree: SplitNode | int
@@ -179,15 +179,15 @@ class Phase:
 
 
 class Mixing:
-    """Which source each sample of a stage is drawn from, and the number of that draw.
+    """Maps each sample of a stage to a source and the number of the draw from it.
 
-    `weights`, `offsets` and `limits` have one entry a source. An offset is the number of samples that earlier stages
+    `weights`, `offsets` and `limits` have one entry per source. An offset is the number of samples that earlier stages
     drew, so that a source continues where it stopped; a limit (None: none) bounds the draws of all stages together.
-    `when_exhausted` says what happens at a limit: the samples end (stop), the others continue (renormalise), or nothing
-    (repeat).
+    `when_exhausted` says what happens at a limit: the samples end (stop), the other sources continue (renormalise), or
+    the source starts over (repeat).
 
-    `end` is the number of samples there are (None: endless), `reached` has (source, position) of each limit that is
-    met, in order.
+    `end` is the number of samples (None: endless); `reached` has (source, position) of each limit that is reached, in
+    order.
     """
 
     def __init__(
@@ -215,7 +215,7 @@ class Mixing:
         self.reached = [(s, position) for position, s in sorted(met) if position < NEVER]
 
     def _divide(self, stop: bool) -> None:
-        """Phase after phase, until no source can reach its limit."""
+        """Add phases until no source can reach its limit."""
         start, drawn_of = 0, list(self.offsets)
         left = list(range(len(drawn_of)))
         for s in [s for s in left if self._left(s, drawn_of) == 0]:
@@ -239,16 +239,16 @@ class Mixing:
         return None if limit is None else max(0, limit - drawn_of[source])
 
     def _meets(self, source: int, tree: SplitNode | int, drawn_of: Sequence[int]) -> int:
-        """The position, counted from the phase's start, of the first sample that the source may not give."""
+        """Return the position, from the phase's start, of the source's first sample beyond its limit."""
         left = self._left(source, drawn_of)
         position = NEVER if left is None else position_of(tree, source, left)
         assert position is not None
         return min(position, NEVER)
 
     def draws(self, positions: Int64) -> tuple[Int64, Int64]:
-        """Source number and draw of that source ``[n]`` (earlier stages' counted) of the samples at `positions`.
+        """Return source and draw ``[n]`` (which includes earlier stages) of the samples at `positions`.
 
-        Error (IndexError): there is no such sample.
+        Raises IndexError if there is no such sample.
         """
         if self.end is not None and positions.size and positions.max() >= self.end:
             raise IndexError(f"sample {positions.max()} of {self.end}")
@@ -261,7 +261,7 @@ class Mixing:
         return source, draw
 
     def drawn(self, samples: int) -> list[int]:
-        """How many samples of each source are drawn, earlier stages' counted, after so many samples of the stage."""
+        """Return how many samples are drawn from each source, earlier stages included, after `samples` of this one."""
         samples = samples if self.end is None else min(samples, self.end)
         phase = next((phase for phase in reversed(self.phases) if phase.start <= samples), None)
         if phase is None:
@@ -276,7 +276,7 @@ class Mixing:
 class Order:
     """The source of sample i of one stage: ``locate(positions) -> (source, index within the source)``.
 
-    `lengths` and `keys` have one entry a source, as the weights of `mixing` have. A length of None is a stream's: its
+    `lengths` and `keys` have one entry per source, like the weights of `mixing`. A stream has the length None; its
     index is the number of the draw.
     """
 
@@ -285,12 +285,12 @@ class Order:
         self._block = lru_cache(maxsize=8)(self._compute_block)
 
     def locate(self, positions: Int64) -> tuple[Int64, Int64]:
-        """Source numbers ``[n]`` and indices ``[n]`` of the samples at `positions` ``[n]``.
+        """Return source numbers ``[n]`` and indices ``[n]`` of the samples at `positions` ``[n]``.
 
-        Error (IndexError): there is no such sample, as sources are exhausted.
+        Raises IndexError if there is no such sample because sources are exhausted.
         """
         block_of = positions // BLOCK
-        if len(positions) and (block_of == block_of[0]).all():  # so it is nearly always
+        if len(positions) and (block_of == block_of[0]).all():  # nearly always true
             sources, indices = self._block(int(block_of[0]))
             inside = positions % BLOCK
             return sources[inside], indices[inside]

@@ -1,10 +1,10 @@
-"""What a step reads: for each of its samples the file, the window in it, and the documents in the window.
+"""Tell what a step reads: for each sample the file, the window in it, and the documents in the window.
 
     step 3 ──order──▶ (source, index) of every sample ──▶ file code/0.ds, window 7, tokens 231-263
                                                           document 4: 231-250, document 5: 251-263
 
-Nothing of this is recorded while training: the order is arithmetic, so the past and the future of a run can be looked
-up alike, on any machine that has the data. No token is read, only the ends of documents.
+Training records nothing of this: the order is arithmetic, so past and future steps of a run can be looked up on any
+machine that has the data. No tokens are read, only the ends of documents.
 """
 
 from collections.abc import Collection
@@ -22,7 +22,7 @@ from kenotron.data.source import Origin, TokenSource
 
 @dataclass(frozen=True)
 class DocumentRange:
-    """Tokens [first_token, end_token) of a file, all of one document; `document` counts the file's from 0."""
+    """Tokens [first_token, end_token) of a file, all of one document; `document` is its index in the file."""
 
     document: int
     first_token: int
@@ -31,7 +31,7 @@ class DocumentRange:
 
 @dataclass(frozen=True)
 class Fragment:
-    """Tokens [first_token, end_token) of a file, all of one document, that a packed row holds."""
+    """Tokens [first_token, end_token) of a file, all of one document, in a packed row."""
 
     file: str
     document: int
@@ -43,10 +43,9 @@ class Fragment:
 class SampleOrigin:
     """Where one sample of a step comes from.
 
-    `sample` is its position in the run, `index` its number in its source. `file`, `window` (its number in the file) and
-    the tokens [first_token, end_token) are None where the samples are made up or come from a user's own source;
-    `documents` is None where it is not known where documents end. Of a packed row there are `pieces` instead. What a
-    sample of a `stream` holds is not known.
+    `sample` is its position in the run, `index` its index in its source. `file`, `window` (the index in the file) and
+    the tokens [first_token, end_token) are None for random samples and a user's own source; `documents` is None if the
+    ends of documents are unknown. A packed row has `pieces` instead. For a sample of a `stream`, nothing is known.
     """
 
     sample: int
@@ -62,12 +61,12 @@ class SampleOrigin:
 
 
 def step_origins(data: RunData, step: int) -> list[SampleOrigin]:
-    """The samples of the global batch of `step` (from 1), in their order.
+    """Return the origins of the samples in the global batch of `step` (from 1), in order.
 
-    Raises InputError: no such step in the run; all of it is of streams.
+    Raises InputError if the run has no such step, or all of its samples are from streams.
     """
     opened = data.stage_of(step)
-    if all(source.is_stream for source in opened.sources):  # what these hold is not known before it is read
+    if all(source.is_stream for source in opened.sources):  # the content of streams is unknown before it is read
         raise InputError(
             f"{', '.join(source.name for source in opened.sources)}: a stream is shuffled while it is read, so what a "
             "step reads of it is not known in advance; without dataset.streaming (tokenized once and cached) it is "
@@ -84,7 +83,7 @@ def step_origins(data: RunData, step: int) -> list[SampleOrigin]:
 
 
 def described_samples(data: RunData, step: int, only: Collection[int] = ()) -> list[dict[str, Any]] | str:
-    """`step_origins` for a file of JSON, of the samples `only` if there are any; of a stream, why it has none."""
+    """Return `step_origins` as JSON values (if `only` is set, of these samples); for a stream, why it has none."""
     try:
         return [asdict(origin) for origin in step_origins(data, step) if not only or origin.sample in only]
     except InputError as error:
@@ -107,14 +106,14 @@ def _fragments(origin: Origin) -> list[Fragment]:
     found = []
     for number, start, length in zip(origin.file.tolist(), origin.start.tolist(), np.asarray(origin.length).tolist()):
         file = origin.files[number]
-        assert file.ends is not None  # nothing is packed without them
+        assert file.ends is not None  # packing needs them
         document = int(np.searchsorted(file.ends, np.uint64(start), side="right"))
         found.append(Fragment(file.name, document, start, start + length))
     return found
 
 
 def document_ranges(ends: NDArray[np.uint64], start: int, stop: int) -> list[DocumentRange]:
-    """The documents of the tokens [start, stop), each with its part of them; `ends` are their exclusive ends."""
+    """Return the documents in tokens [start, stop), clipped to them; `ends` are the documents' exclusive ends."""
     first = int(np.searchsorted(ends, np.uint64(start), side="right"))
     last = int(np.searchsorted(ends, np.uint64(stop), side="left"))
     borders = [start, *(int(end) for end in ends[first:last]), stop]

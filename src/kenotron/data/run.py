@@ -1,11 +1,11 @@
-"""The data of one run: stages, batches, validation.
+"""The data of one run: its stages, batches and validation.
 
     with open_run(config) as data:
         for step, batches in enumerate(data.loader(start_step=1), start=1):     # resume: start_step=1001
             for batch in batches: ...                                           # this rank's micro-batches
 
-A step takes the next samples of its stage, as many as its global batch has; which ones is arithmetic (`StagePlan`).
-`batch.batch_places` says which of them a rank reads: the set of samples of a step never depends on the layout.
+A step has the next samples of its stage, as many as its global batch, computed by arithmetic (`StagePlan`).
+`batch.batch_places` selects those that a rank reads: the set of samples of a step never depends on the layout.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from kenotron.data.stage_plan import (
 from kenotron.data.stream_states import RunStreams
 from kenotron.text.tokenizer import TextTokenizer, end_of_text, load_tokenizer
 
-SOME_EPOCHS = 1e-4  # random tokens, which have no end, come to fewer
+SOME_EPOCHS = 1e-4  # fewer epochs are not shown, such as those of endless random tokens
 AHEAD = 16
-"""Steps whose blocks of remote files are fetched while the steps before them run."""
+"""The number of steps ahead for which blocks of remote files are fetched."""
 
 
 class RunData:
-    """See the module. Made by `open_run`; `close` it, or use it in a `with`.
+    """See the module. Created by `open_run`; `close` it, or use it in a `with`.
 
-    Batches may be asked for from several threads. A stage is opened in the background while the one before it runs.
+    Several threads may request batches. A stage is opened in the background while the previous one runs.
     """
 
     def __init__(self, settings: RunSettings, stages: list[StagePlan]) -> None:
@@ -62,12 +62,12 @@ class RunData:
         self.evaluated: dict[Split, list[tuple[SourcePlan, TokenSource]]] = {}
         self.sources = Sources(self.settings, stages)
         self.streams = RunStreams(stages, self.sources)
-        self._asked = 0  # the step up to which blocks of remote files were asked for
+        self._asked = 0  # the step up to which blocks of remote files were requested
         self._flying: WeakSet[Future[bytes]] = WeakSet()  # weak: a block is in memory until it is on the disk
 
     @property
     def vocab_size(self) -> int:
-        """Entries of the tokenizer's vocabulary, or the model's where there is no tokenizer."""
+        """The size of the tokenizer's vocabulary, or of the model's if there is no tokenizer."""
         return self.tokenizer.vocab_size if self.tokenizer else self.settings.vocab_size
 
     # ---- training ----
@@ -75,10 +75,10 @@ class RunData:
     def loader(
         self, start_step: int = 1, stop_step: int | None = None, dp_rank: int = 0, dp_size: int = 1
     ) -> Prefetcher[list[TokenBatch]]:
-        """Micro-batches of the steps [start_step, stop_step), made ahead by threads.
+        """Return the micro-batches of the steps [start_step, stop_step), made ahead by threads.
 
-        `stop_step` is ``train_steps + 1`` by default. There are as many threads for the run as the stage with
-        the most `num_loading_workers` asks for; one at most where a stage is a stream.
+        `stop_step` is ``train_steps + 1`` by default. The number of threads is the largest `num_loading_workers` of the
+        stages, or at most one if a stage has a stream.
         """
         stop = self.config.tokens.train_steps + 1 if stop_step is None else stop_step
         workers = max(stage.data.num_loading_workers for stage in self.stages) if start_step < stop else 0
@@ -95,7 +95,7 @@ class RunData:
         return Prefetcher(make, start_step, stop, workers)
 
     def _fetch_ahead(self, step: int, stop: int, dp_rank: int, dp_size: int) -> None:
-        """Start downloading what the `AHEAD` steps from `step` on read of other machines, each step once."""
+        """Start downloading the remote blocks of the `AHEAD` steps from `step` on, once for each step."""
         opened = self.stage_of(step)
         with self._lock:
             first = self._asked if step <= self._asked < step + 2 * AHEAD else step  # threads take turns
@@ -109,7 +109,7 @@ class RunData:
                 self._flying.update(futures)
 
     def batch(self, step: int, dp_rank: int = 0, dp_size: int = 1) -> list[TokenBatch]:
-        """The micro-batches of one rank at `step` (from 1)."""
+        """Return the micro-batches of one rank at `step` (from 1)."""
         opened = self.stage_of(step)
         micro, total = self.config.tokens.micro_batch_size, opened.stage.batch_size(step)
         if total % (micro * dp_size):
@@ -130,9 +130,7 @@ class RunData:
         return [batch[first : first + micro] for first in range(0, len(positions), micro)]
 
     def stage_of(self, step: int) -> OpenStage:
-        """The stage that `step` belongs to, open. The next one is opened from now on, and what is wrong with it is
-        raised at once.
-        """
+        """Return the open stage of `step`, and begin to open the next one, whose errors are raised at once."""
         number = self.stage_at(step).number
         opened = self._open(number)
         if number + 1 < len(self.stages) and self.stages[number + 1].steps:
@@ -142,7 +140,7 @@ class RunData:
         return opened.result()
 
     def stage_at(self, step: int) -> StagePlan:
-        """The stage that `step` belongs to."""
+        """Return the stage of `step`."""
         for stage in self.stages:
             if stage.start <= step < stage.stop:
                 return stage
@@ -150,15 +148,15 @@ class RunData:
         raise InputError(f"step {step} is not in the run: its steps are {first} to {last}")
 
     def samples_before(self, step: int) -> int:
-        """Samples of the run's steps before `step`."""
+        """Return the number of samples in the run's steps before `step`."""
         return sum(stage.samples_before(step) for stage in self.stages)
 
     def tokens_before(self, step: int) -> int:
-        """Tokens of the run's steps before `step`."""
+        """Return the number of tokens in the run's steps before `step`."""
         return sum(stage.tokens_before(step) for stage in self.stages)
 
     def last_step(self, step: int) -> int:
-        """The last step there are samples for, by the stages up to that of `step`; a later one may end earlier."""
+        """Return the last step with samples, as far as the stages up to the one of `step` determine it."""
         for stage in self.stages[: self.stage_at(step).number + 1]:
             end = self.sources.mixing(stage).end
             if end is not None and end < stage.samples:
@@ -166,7 +164,7 @@ class RunData:
         return self.config.tokens.train_steps
 
     def exhausted(self, step: int) -> str | None:
-        """Why there are no samples for `step`: sources that are exhausted. None where there are samples."""
+        """Return the reason why there are no samples for `step`, exhausted sources, or None if there are samples."""
         for stage in self.stages[: self.stage_at(step).number + 1]:
             mixing = self.sources.mixing(stage)
             if mixing.end is not None and mixing.end < stage.samples_before(step + 1):
@@ -175,9 +173,9 @@ class RunData:
         return None
 
     def consumption(self, step: int) -> dict[str, tuple[int, float | None]]:
-        """The tokens read of each source when `step` is done, and its epochs, where it is of that step's stage.
+        """Return label → (tokens read, epochs) of each source after `step`; epochs None if not in that step's stage.
 
-        The names are the labels of the sources. All of it is arithmetic.
+        All of it is arithmetic.
         """
         found: dict[str, tuple[int, float | None]] = {}
         for stage in self.stages[: self.stage_at(step).number + 1]:
@@ -192,13 +190,13 @@ class RunData:
         return found
 
     def passes(self, step: int, interval: int) -> list[int]:
-        """How many times `interval` epochs of its stage's first source were read before and after this step."""
+        """Return how many times `interval` epochs of its stage's first source were read before and after this step."""
         stage = self.stage_at(step)
         mixing, size = self.sources.mixing(stage), len(self.sources.source(stage, 0))
         return [mixing.drawn(stage.samples_before(each))[0] // (interval * size) for each in (step, step + 1)]
 
     def describe_epochs(self, step: int) -> str:
-        """``; after step 1000: 0.52 epochs of code``, for the sources of that step's stage that have an end."""
+        """Return ``; after step 1000: 0.52 epochs of code`` for the finite sources of that step's stage."""
         read = {name: epochs or 0.0 for name, (_, epochs) in self.consumption(step).items()}
         epochs = ", ".join(f"{each:.3g} epochs of {name}" for name, each in read.items() if each > SOME_EPOCHS)
         return f"; after step {step}: {epochs}" if epochs else ""
@@ -208,8 +206,8 @@ class RunData:
     def validation(
         self, dp_rank: int = 0, dp_size: int = 1, split: Split = "val"
     ) -> Iterator[tuple[TokenBatch, float, int]]:
-        """This rank's held-out batches, each with the UTF-8 bytes of its labels (0.0: unknown), and the
-        number of its source among those of `held_out`.
+        """Yield this rank's held-out batches, each with the UTF-8 bytes of its labels (0.0: unknown) and the index of
+        its source in `held_out`.
 
         They are the same at every step of the run, so that its results are comparable.
         """
@@ -219,9 +217,9 @@ class RunData:
         return self.held_out(split).batches(limit, tokens.micro_batch_size, dp_rank, dp_size)
 
     def held_out(self, split: Split = "val") -> HeldOut:
-        """The samples of `tokens.test_datasets`, or `val_datasets`, or without them those held out of the first stage.
+        """Return the samples of `tokens.test_datasets` or `val_datasets`, or else those that the first stage holds out.
 
-        Raises InputError if there is none.
+        Raises InputError if there are none.
         """
         plans, opened = zip(*self._sources_of(split))
         sources = [source for source in opened if len(source.held_out)]
@@ -231,7 +229,7 @@ class RunData:
                 f"tokens.val_fraction (now {self.config.tokens.val_fraction}), or set tokens.val_check_interval=-1"
             )
         means = [source.held_out.bytes_per_token for source in sources]
-        all_text = None not in means  # bytes of a part of the tokens would say nothing of all
+        all_text = None not in means  # bytes of only some tokens would be misleading
         return HeldOut(
             sources=[source.held_out for source in sources],
             labels=[plan.label for plan, source in zip(plans, opened) if len(source.held_out)],
@@ -243,8 +241,8 @@ class RunData:
         )
 
     def _sources_of(self, split: Split) -> list[tuple[SourcePlan, TokenSource]]:
-        """The sources whose `held_out` is validated or tested on: of the datasets of `tokens`, opened with all of them
-        held out, or without any those of the first stage. Once open, they are in `evaluated`.
+        """Return the sources whose `held_out` is used for `split`: the datasets of `tokens`, opened with everything
+        held out, or if there are none, the first stage's. Once open, they are in `evaluated`.
         """
         if split not in self.evaluated:
             own = self._open_whole(plan_evaluated(self.config, split))
@@ -267,13 +265,13 @@ class RunData:
     # ---- stages ----
 
     def describe(self) -> list[str]:
-        """What is read, for the console."""
+        """Return lines for the console about the data that are read."""
         lines = [f"tokenizer: {describe_tokenizer(self.tokenizer, self.settings.eos)}"]
         rows, used = self.settings.vocab_size, self.vocab_size
         if used > rows or 2 * used < rows:
             advice = "set that or more" if used > rows else "the other rows are never trained and have no text"
             lines.append(f"warning: model.model_config.vocab_size is {rows:,}, the tokenizer has {used:,}: {advice}")
-        for stage in (stage for stage in self.stages if stage.stop > 1):  # others are over: a run took up their data
+        for stage in (stage for stage in self.stages if stage.stop > 1):  # others ended before the run began
             if stage.stop <= stage.start:
                 steps = self.config.tokens.train_steps
                 lines.append(
@@ -295,7 +293,7 @@ class RunData:
         return [*lines, *self._begun_anew()]
 
     def _limits(self, opened: OpenStage) -> Iterator[str]:
-        """What happens in a stage when its sources reach their epochs."""
+        """Yield what happens in a stage when its sources reach their limits of epochs."""
         stage, mixing = opened.stage, opened.order.mixing
         for source, position in mixing.reached:
             step = stage.step_of(position)
@@ -308,7 +306,7 @@ class RunData:
                 yield f"{planned.label} reaches its {_epochs(planned)} at step {step}: {then}"
 
     def _begun_anew(self) -> Iterator[str]:
-        """Sources that are read again and cannot continue, as they are read with other options."""
+        """Yield the sources that are read from the beginning again because they are read with other options."""
         for stage in self.stages[1:]:
             before = [source for earlier in self.stages[: stage.number] for source in earlier.sources]
             for source in stage.sources if not stage.data.restart else ():
@@ -321,8 +319,8 @@ class RunData:
                     )
 
     def fingerprints(self) -> dict[str, str]:
-        """What the run reads, by content: the name of every source of text or tokenized files that is open by now → a
-        key that changes with the content, and the tokenizer's under "tokenizer".
+        """Return name → a key that changes with the content, for every source of text or tokenized files that is open
+        by now, and for the tokenizer, under "tokenizer".
         """
         found: dict[str, str] = {}
         if self.tokenizer is not None:
@@ -332,17 +330,17 @@ class RunData:
                 if (fingerprint := source.fingerprint) is None:
                     continue
                 name, number = source.name, 2
-                while found.get(name, fingerprint) != fingerprint:  # other text of the same name
+                while found.get(name, fingerprint) != fingerprint:  # other text with the same name
                     name, number = f"{source.name} ({number})", number + 1
                 found[name] = fingerprint
         return found
 
     def held_out_hashes(self) -> list[str]:
-        """`Sources.chosen` in hexadecimal."""
+        """Return `Sources.chosen` in hexadecimal."""
         return [f"{each:016x}" for each in sorted(self.sources.chosen)]
 
     def close(self) -> None:
-        """Stop the work in the background."""
+        """Stop all background work."""
         self._stop.set()
         with self._lock:
             for future in self._flying:
@@ -356,7 +354,7 @@ class RunData:
         self.close()
 
     def _open_by_now(self) -> dict[int, OpenStage]:
-        """By their numbers, in order."""
+        """Return the stages that are open by now, by number, in order."""
         with self._lock:
             futures = sorted(self._opened.items())
         return {number: each.result() for number, each in futures if each.done() and not each.exception()}
@@ -369,7 +367,7 @@ class RunData:
 
 
 def _epochs(source: SourcePlan) -> str:
-    """``1 epoch``, ``2.5 epochs``: the limit of a source."""
+    """Return the limit of a source, such as ``1 epoch`` or ``2.5 epochs``."""
     return f"{source.max_epochs:g} epoch{'s' * (source.max_epochs != 1)}"
 
 
@@ -382,11 +380,12 @@ def open_run(
 ) -> RunData:
     """Open the data of a run at `start_step`: tokenizer, then the stage of that step; the next one in the background.
 
-    `report` gets one line of text at a time. A run that continues passes the `tokenizer_folder` of its checkpoint: the
-    tokenizer is that one, not trained or loaded by name again (a missing folder changes nothing). It passes the
-    `held_out_hashes` of its checkpoint, too: files that were added since do not bring these documents into training.
+    `report` is called with one line at a time. A run that continues passes the `tokenizer_folder` of its checkpoint,
+    whose tokenizer is then used instead of being trained or loaded by name again (a missing folder changes nothing). It
+    also passes its checkpoint's `held_out_hashes`, so that files added since do not bring these documents into
+    training.
 
-    Raises InputError: invalid data, in one line; nothing held out for a run that validates.
+    Raises InputError, in one line, for invalid data, or if a run that validates has nothing held out.
     """
     stages, settings = plan_stages(config), run_settings(config, report)
     tokenizer = tokenizer_of(settings, stages, tokenizer_folder)
@@ -397,14 +396,14 @@ def open_run(
     stage = data.stage_at(step)
     try:
         first: Future[OpenStage] = Future()
-        first.set_result(open_stage(data.sources, stage))  # in this thread: it may show a bar, and be interrupted
+        first.set_result(open_stage(data.sources, stage))  # this thread may show a bar and be interrupted
         data._opened[stage.number] = first
-        # All that earlier stages have to be asked for, before the next one may take its time in the background.
+        # All uses of earlier stages come before the next one is opened, slowly, in the background.
         why = data.exhausted(step)
         if start_step == 1 and why is not None:
             raise InputError(f"no sample for a single step: {why}")
         if config.tokens.validates:
-            data.held_out()  # now, not at the first validation
+            data.held_out()  # fails now, not at the first validation
             for stream in (each.sources[0] for each in stages if each.sources[0].spec.is_stream):
                 if config.tokens.val_check_unit == "epochs":
                     raise InputError(f"tokens.val_check_unit: expected steps or tokens: {stream.label} has no epochs")
@@ -418,7 +417,7 @@ def open_run(
 
 
 def run_settings(config: Config, report: Callable[[str], None]) -> RunSettings:
-    """What opening a source takes from `config`; the tokenizer is not loaded yet."""
+    """Return what opening a source needs from `config`; the tokenizer is not loaded yet."""
     tokens, architecture = config.tokens, config.model.architecture
     assert hasattr(architecture, "vocab_size"), "refused before: an architecture of another library"
     limits = [tokens.limit_val_batches * config.global_batch_size, tokens.val_samples]
@@ -436,13 +435,13 @@ def run_settings(config: Config, report: Callable[[str], None]) -> RunSettings:
 
 
 def tokenizer_of(run: RunSettings, stages: Sequence[StagePlan], folder: Path | None) -> TextTokenizer | None:
-    """The run's tokenizer; None where none is named and all data are tokens already.
+    """Return the run's tokenizer; None if the config names none and all data are tokens already.
 
-    A run that continues passes the `folder` its tokenizer was saved in: it is loaded from there, even if the data or
-    its first source have changed since. A missing folder means that the run had none, and changes nothing.
+    A run that continues passes the `folder` that its tokenizer was saved in: it is loaded from there, even if the data
+    or its first source have changed since. A missing folder means that the run had none, and changes nothing.
 
-    Raises InputError: not found; hub unreachable. Where all data are tokens, a name of the hub that cannot be loaded
-    is only warned of: nanotron's files name one in any case.
+    Raises InputError if it is not found or the hub is unreachable. If all data are tokens, a hub name that cannot be
+    loaded is only a warning, because nanotron's configs always name one.
     """
     section = run.config.tokenizer
     has_text = any(isinstance(source.spec, TextSpec) for source in all_sources(run.config, stages))
@@ -461,14 +460,14 @@ def tokenizer_of(run: RunSettings, stages: Sequence[StagePlan], folder: Path | N
     except InputError as error:
         if has_text or is_a_path(name):
             raise
-        if nearest_sibling(Path(name)):  # a folder, mistyped
+        if nearest_sibling(Path(name)):  # probably a mistyped folder
             raise no_such_path("tokenizer.tokenizer_name_or_path", name) from None
         run.report(f"warning: no tokenizer in this run, which its data do not need: {error}")
         return None
 
 
 def describe_tokenizer(tokenizer: TextTokenizer | None, eos: int) -> str:
-    """One line for the console: which, how large, and what ends a document."""
+    """Return one line for the console: the tokenizer, its size, and the token that ends a document."""
     if tokenizer is None:
         return "none (the data are tokens already)"
     origin = "model_config.eos_token_id, as the tokenizer has none" if tokenizer.eos_token_id is None else "its own"

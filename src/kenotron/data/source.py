@@ -1,7 +1,7 @@
-"""What a source of tokens is, before it is opened and after: all that stages, mixtures and batches know of one.
+"""The interface of a source of tokens, before and after it is opened, for stages, mixtures and batches.
 
     config section ──sources.specs_of──▶ SourceSpec ──open(opening)──▶ TokenSource ──read(indices)──▶ Samples
-                     what the config says   the files or texts, tokenized and mapped      tokens, documents, loss mask
+                     from the config        the files or texts, tokenized and mapped      tokens, documents, loss mask
 
 A kind of source is one file in `data/sources/`, registered there by its config section. Reading samples takes two
 methods (`__len__`, `read`); everything else in `TokenSource` has a default.
@@ -26,7 +26,7 @@ from kenotron.text.tokenizer import TextTokenizer
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file that samples are cut from; `ends` ``[documents]``: exclusive ends of its documents, None: unknown."""
+    """A file that samples are read from; `ends` ``[documents]``: exclusive ends of its documents, None: unknown."""
 
     name: str
     ends: NDArray[np.uint64] | None
@@ -34,11 +34,11 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class Origin:
-    """Which tokens of which files samples hold: fragment f is the tokens ``[start[f], start[f] + length[f])`` of
+    """The tokens of files that samples consist of: fragment f is tokens ``[start[f], start[f] + length[f])`` of
     ``files[file[f]]``.
 
-    Windows are one fragment a sample, and `window` their numbers in the file. Samples put together from several
-    fragments have `row` instead, the sample of each fragment.
+    A sample that is a window has one fragment, and `window` is its index in the file. For samples of several fragments,
+    `row` is the sample of each fragment instead.
     """
 
     files: Sequence[SourceFile]
@@ -51,11 +51,11 @@ class Origin:
 
 @dataclass(frozen=True)
 class Samples:
-    """What a source returns for n indices: `tokens` ``[n, sequence_length + 1]``, any integer type.
+    """The samples that a source returns for n indices: `tokens` ``[n, sequence_length + 1]`` of any integer type.
 
-    `document_ids` (same shape, non-decreasing in a row) number the document of every token, None: unknown or not asked
-    for. `loss_mask` (same shape) is False where a token carries no loss, None: all of them do. `origin`: where the
-    tokens are from, None: not from files, or not known.
+    `document_ids` (same shape, non-decreasing in a row) number the document of every token; None: unknown or not
+    requested. `loss_mask` (same shape) is False for tokens without a loss; None: all have one. `origin` locates the
+    tokens in files; None: unknown, or not from files.
     """
 
     tokens: NDArray[np.integer]
@@ -65,64 +65,64 @@ class Samples:
 
 
 class TokenSource(ABC):
-    """An open source: random access to its training samples. `held_out` are the samples that validation reads.
+    """An open source with random access to its training samples; `held_out` returns the samples of validation.
 
     Reads come from several threads at once and must not change the source.
     """
 
     name: str
     is_stream: bool = False
-    """Whether samples are only read in ascending order, without an end: `StreamSource`."""
+    """Whether samples are read only in ascending order, without an end: `StreamSource`."""
     is_remote: bool = False
     """Whether `fetch_ahead` does anything."""
     masks_documents: bool = False
-    """Whether its documents are masked from each other, whatever `model.document_masking` says."""
+    """Whether its documents are always masked from each other, regardless of `model.document_masking`."""
     bytes_per_token: float | None = None
-    """Mean UTF-8 bytes of a token; None where the tokens are not known to be text."""
+    """Mean UTF-8 bytes of a token; None if the tokens are not known to be text."""
     size_in_bytes: int | None = None
-    """Of what is trained on, for a mixture by "size"."""
+    """The size of the training data, for a mixture by "size"."""
 
     @abstractmethod
     def __len__(self) -> int:
-        """Number of samples."""
+        """Return the number of samples."""
 
     @abstractmethod
     def read(self, indices: Int64, document_ids: bool = True) -> Samples:
-        """The samples `indices` ``[n]``; without `document_ids` these are not needed.
+        """Return the samples `indices` ``[n]``; if `document_ids` is False, these may be left out.
 
-        Raises InputError for data that are wrong, with the file and the offset in it.
+        Raises InputError for wrong data, with the file and the offset in it.
         """
 
     def at_borders(self, indices: Int64) -> NDArray[np.bool_] | None:
-        """For held-out text: whether each token of these samples is its document's first or last; None: not known."""
+        """Return, for held-out text, whether each token is the first or last of its document; None if unknown."""
         return None
 
     @property
     def held_out(self) -> TokenSource:
-        """The samples that validation reads; none by default."""
+        """Return the samples of validation; none by default."""
         return SampleRange(self, 0, 0)
 
     @property
     def fingerprint(self) -> str | None:
-        """A key that changes with the data; None where nothing identifies the data (random, a user's own)."""
+        """Return a key that changes with the data; None if nothing identifies the data (random, a user's own)."""
         return None
 
     def locate(self, indices: Int64) -> Origin | None:
-        """Where the samples `indices` come from, without reading a token; None: unknown."""
+        """Return the origin of the samples `indices` without reading a token; None if unknown."""
         return None
 
     def training_ends(self) -> Sequence[tuple[str, str, int]]:
-        """For every file whose last tokens are held out: its real path, its name, and the tokens before them."""
+        """Return (real path, name, number of training tokens) of every file whose last tokens are held out."""
         return ()
 
     def fetch_ahead(self, indices: Int64) -> list[Future[bytes]]:
-        """Start downloading what `read` will need of other machines."""
+        """Start downloading the remote blocks that `read` will need."""
         return []
 
     def measure(self, unit: str) -> int:
-        """How much is trained on: samples ("tokens": all have the same number), or bytes ("size").
+        """Return the amount of training data: samples ("tokens": all have the same number), or bytes ("size").
 
-        Error (InputError): not known.
+        Raises InputError if it is unknown.
         """
         if unit == "tokens":
             return len(self)
@@ -131,16 +131,16 @@ class TokenSource(ABC):
         return self.size_in_bytes
 
     def describe(self) -> str:
-        """One line for the console."""
+        """Return one line for the console."""
         return f"{self.name}: {counted(len(self), 'sample')}, {len(self.held_out):,} held out"
 
     def found(self) -> str:
-        """What there is, for the error about a source without a training sample."""
+        """Return the content of the source, for the error about a source without a training sample."""
         return "no sample"
 
 
 class SampleRange(TokenSource):
-    """Samples [start, stop) of another source, beside others that are held out."""
+    """Samples [start, stop) of another source, with other samples held out."""
 
     def __init__(self, whole: TokenSource, start: int, stop: int, held_out: TokenSource | None = None) -> None:
         self.name, self.whole, self.start, self.stop, self._held_out = whole.name, whole, start, stop, held_out
@@ -152,54 +152,54 @@ class SampleRange(TokenSource):
 
     @property
     def fingerprint(self) -> str | None:
-        """The fingerprint of the complete source."""
+        """Return the fingerprint of the complete source."""
         return self.whole.fingerprint
 
     def read(self, indices: Int64, document_ids: bool = True) -> Samples:
-        """The samples `indices` of the range."""
+        """Return the samples `indices` of the range."""
         return self.whole.read(indices + self.start, document_ids)
 
     @property
     def held_out(self) -> TokenSource:
-        """The samples to validate on."""
+        """Return the held-out samples."""
         return super().held_out if self._held_out is None else self._held_out
 
     def locate(self, indices: Int64) -> Origin | None:
-        """Where the samples come from."""
+        """Return the origin of the samples."""
         return self.whole.locate(indices + self.start)
 
     def fetch_ahead(self, indices: Int64) -> list[Future[bytes]]:
-        """Start downloading what `read` will need."""
+        """Start downloading the blocks that `read` will need."""
         return self.whole.fetch_ahead(indices + self.start)
 
 
 class StreamSource(TokenSource):
-    """A source that is read forward only. What comes next is a state that checkpoints hold."""
+    """A source that is only read forward. Its position is a state, which checkpoints hold."""
 
     is_stream = True
 
     @abstractmethod
     def advance(self, step: int, samples: int) -> None:
-        """`step` ends after so many `samples` of the stream: go there."""
+        """Go to the end of `step`, after `samples` samples of the stream."""
 
     @abstractmethod
     def state(self, step: int, samples: int) -> Callable[[], bytes] | None:
-        """The state after `step`, which ends after so many `samples`; None if this process has not been there."""
+        """Return the state after `step`, which ends after `samples` samples; None if this process has not seen it."""
 
     @abstractmethod
     def restore(self, step: int, samples: int, state: bytes, where: str) -> None:
-        """Continue from a `state`. Raises InputError, with the file `where`: another stream's."""
+        """Continue from a `state`. Raises InputError, with the file `where`, for the state of another stream."""
 
 
-# ---- before it is opened -----------------------------------------------------------------------------------
+# ---- before a source is opened -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class RunSettings:
-    """What opening a source takes from its run.
+    """The settings of a run that opening a source needs.
 
-    `eos` is the id that ends documents, `first_sequence_length` the first stage's: validation reads at most
-    `validation_samples` (None: all) of it, if it `validates` on what stages hold out.
+    `eos` is the id that ends documents; `first_sequence_length` is the first stage's. If the run `validates` on data
+    that stages hold out, it reads at most `validation_samples` (None: all) of this length.
     """
 
     config: Config
@@ -212,22 +212,22 @@ class RunSettings:
     tokenizer: TextTokenizer | None
     report: Callable[[str], None]
     held_out: frozenset[int] = frozenset()
-    """Hashes of documents that the checkpoint which the run begins with held out because their set was small."""
+    """Hashes of documents that the run's first checkpoint held out because their set was small."""
     stop: threading.Event | None = None
-    """Set when the run is closed: tokenizing in the background ends."""
+    """Set when the run is closed, to end tokenization in the background."""
 
     @property
     def padding(self) -> int:
-        """The id that fills up packed rows."""
+        """The id that pads packed rows."""
         return self.eos if 0 <= self.eos < self.vocab_size else 0
 
 
 @dataclass(frozen=True)
 class Opening:
-    """What one source of one stage is opened with.
+    """The arguments with which a source of a stage is opened.
 
-    `at` is its key in the config, `seed` its stage's, `order_key` seeds its shuffling. `reserved` are hashes of
-    documents that validation reads though they are not below `val_fraction`, so no source trains on them. `opened` is
+    `at` is its key in the config, `seed` its stage's seed, `order_key` the seed of its shuffling. `reserved` are hashes
+    of documents that validation reads although they are not below `val_fraction`; no source trains on them. `opened` is
     the stream that another stage of the run has opened by the same key.
     """
 
@@ -242,44 +242,44 @@ class Opening:
 
 
 class SourceSpec(ABC):
-    """A source as the config describes it; nothing is opened or read."""
+    """A source as described by the config; nothing is opened or read."""
 
     is_stream: bool = False
     splits_files: bool = False
-    """Whether it holds out the last tokens of files (`TokenSource.training_ends`)."""
+    """Whether the source holds out the last tokens of files (`TokenSource.training_ends`)."""
 
     @property
     @abstractmethod
     def title(self) -> str:
-        """Its path or name."""
+        """The source's path or name."""
 
     @abstractmethod
     def identity(self) -> dict[str, object]:
-        """Which data it is and how they are read: equal for equal samples. What JSON can hold, or `str` makes so."""
+        """Return which data are read and how, equal for equal samples; the values are JSON's, or become so by `str`."""
 
     @abstractmethod
     def open(self, opening: Opening) -> TokenSource:
-        """Open it. Raises InputError if that fails."""
+        """Open the source. Raises InputError if that fails."""
 
     def paths(self) -> tuple[str, Sequence[str]]:
-        """The files and folders that have to exist before the run starts, under the key that names them."""
+        """Return (key in the config, paths) of files and folders that have to exist before the run starts."""
         return "dataset", ()
 
     def check_files(self) -> None:  # noqa: B027 (most sources have no files to check)
-        """List or open the files that it names, and read none. Error (InputError): one is damaged or missing."""
+        """List or open the source's files without reading them. Raises InputError if one is damaged or missing."""
 
 
 class TextSpec(SourceSpec):
-    """A source whose documents are text, which this run tokenizes."""
+    """A source of text, which the run tokenizes."""
 
     @abstractmethod
     def training_texts(self, run: RunSettings) -> Iterator[str]:
-        """The documents that are not held out, as text."""
+        """Yield the documents that are not held out, as text."""
 
     @abstractmethod
     def content_key(self, run: RunSettings) -> tuple[str, str]:
-        """Its name, and a key that changes with the documents."""
+        """Return the source's name, and a key that changes with the documents."""
 
     @abstractmethod
     def reserved_hash(self, run: RunSettings) -> int | None:
-        """Hash of the document that is held out because none falls below `val_fraction`; None where one does."""
+        """Return the hash of the document that is held out because none is below `val_fraction`; None if one is."""

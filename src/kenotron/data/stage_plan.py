@@ -1,12 +1,12 @@
-"""The stages of a run and their sources, as the config alone describes them: nothing is opened here.
+"""The stages of a run and their sources, derived from the config only: nothing is opened here.
 
     data_stages:                                     stage 0: steps 1-9      {a: 3, b: 1}
       - {start_training_step: 1,  mixture a 3, b 1}  stage 1: steps 10-15    {a: 1}
-      - {start_training_step: 10, only a}            16 samples a step: stage 1 takes up `a` at its sample 108
+      - {start_training_step: 10, only a}            16 samples per step: stage 1 continues `a` at its sample 108
 
 A source that a later stage reads again (same data, seed and sequence length) continues where it stopped, so that
-nothing is read twice before everything was read once; `restart` of a stage starts over. How far a source got is
-arithmetic (`order.Mixing`); where that requires the length of a source, because of a weight or a limit, it is opened.
+nothing is read twice before everything was read once; `restart` of a stage starts over. A source's position is computed
+(`order.Mixing`); if that requires a source's length, because of a weight or a limit, the source is opened.
 """
 
 import json
@@ -26,7 +26,7 @@ from kenotron.data.sources import specs_of
 from kenotron.kernels.hashing import derive_key
 
 Measure = Callable[[int, str], float]
-"""How much source i of a stage holds, in "tokens" or as its "size" in bytes."""
+"""(i, unit) → the amount of source i of a stage, in "tokens" or as its "size" in bytes."""
 Split = Literal["val", "test"]
 SPLITS: dict[Split, str] = {"val": "validation", "test": "test"}
 
@@ -35,9 +35,9 @@ SPLITS: dict[Split, str] = {"val": "validation", "test": "test"}
 class SourcePlan:
     """One source of a stage.
 
-    `name` is equal wherever later stages continue it; `label` is short and unique in the run, for people.
-    `at` is the complete key of its dataset, number `group` of a mixture's; `share` is its part of that dataset, a
-    number or a measure. `key` seeds its shuffling.
+    `name` is equal in the stages that continue it; `label` is short and unique in the run, for users. `at` is the
+    complete key of its dataset, which is number `group` of the mixture; `share` is its share of that dataset, a number
+    or a measure. `key` seeds its shuffling.
     """
 
     at: str
@@ -68,16 +68,16 @@ class StagePlan:
 
     @property
     def steps(self) -> int:
-        """Steps of the stage."""
+        """The number of steps of the stage."""
         return self.stop - self.start
 
     @property
     def samples(self) -> int:
-        """Samples of the stage."""
+        """The number of samples of the stage."""
         return self.samples_before(self.stop)
 
     def describe_shape(self) -> str:
-        """``sequence length 64``, and its ramp."""
+        """Return ``sequence length 64``, and the ramp if there is one."""
         text = f"sequence length {self.sequence_length}"
         if len(self.levels) > 1:
             first, last = self.levels[0], self.levels[-1]
@@ -85,26 +85,26 @@ class StagePlan:
         return text
 
     def batch_size(self, step: int) -> int:
-        """Samples of `step`, which is one of the stage's."""
+        """Return the number of samples of `step`, which must be in the stage."""
         return level_of_step(self.levels, step - self.start).size
 
     def samples_before(self, step: int) -> int:
-        """Samples of this stage that the run takes before `step`: 0 up to its start, all of them from its stop on."""
+        """Return the number of this stage's samples before `step`: 0 up to its start, all of them from its stop on."""
         done = min(max(step, self.start), self.stop) - self.start
         level = level_of_step(self.levels, done)
         return level.before + (done - level.first) * level.size
 
     def tokens_before(self, step: int) -> int:
-        """Tokens of this stage that the run takes before `step`."""
+        """Return the number of this stage's tokens before `step`."""
         return self.samples_before(step) * self.sequence_length
 
     def step_of(self, sample: int) -> int:
-        """The step that takes this sample of the stage, from 0."""
+        """Return the step that reads this sample (from 0) of the stage."""
         level = level_of_sample(self.levels, sample)
         return self.start + level.first + (sample - level.before) // level.size
 
     def shares(self, measure: Measure) -> list[float]:
-        """The weight of each source, positive and not normalised; `measure` is called only where none is set.
+        """Return each source's weight, positive and not normalised; `measure` is called only if no weight is set.
 
         Nested weights multiply.
         """
@@ -125,9 +125,9 @@ class StagePlan:
 
 
 def plan_stages(config: Config) -> list[StagePlan]:
-    """The stages of `config`, which has them in order of their start.
+    """Return the stages of `config`, which has them in order of their start.
 
-    Raises InputError: a restart of what no earlier stage reads; a mix file that cannot be read.
+    Raises InputError for a restart of a source that no earlier stage reads, or an unreadable mix file.
     """
     tokens, stages = config.tokens, config.data_stages
     ends = [stage.start_training_step for stage in stages[1:]] + [tokens.train_steps + 1]
@@ -163,9 +163,9 @@ def plan_stages(config: Config) -> list[StagePlan]:
 
 
 def plan_evaluated(config: Config, split: Split) -> list[SourcePlan]:
-    """The sources of `tokens.val_datasets`, or of `tokens.test_datasets`.
+    """Return the sources of `tokens.val_datasets` or `tokens.test_datasets`.
 
-    Raises InputError: a mix file that cannot be read.
+    Raises InputError for an unreadable mix file.
     """
     sources = _sources_of([each for each in config.tokens.evaluated if each[0].startswith(f"tokens.{split}_")])
     labels = short_labels([[source.spec for source in sources]])
@@ -173,15 +173,15 @@ def plan_evaluated(config: Config, split: Split) -> list[SourcePlan]:
 
 
 def all_sources(config: Config, stages: Iterable[StagePlan]) -> list[SourcePlan]:
-    """The sources of `stages`, and those to validate and to test on."""
+    """Return the sources of `stages`, and those of validation and test."""
     of_stages = [source for stage in stages for source in stage.sources]
     return of_stages + plan_evaluated(config, "val") + plan_evaluated(config, "test")
 
 
 def check_paths(config: Config, first: int = 1, last: int | None = None) -> None:
-    """Check that the paths on this machine that steps `first` to `last` read exist: at once, as nothing is opened.
+    """Check that the local paths that steps `first` to `last` (None: the end) read exist, without opening them.
 
-    None: to the end. Raises InputError: one does not; those of `plan_stages`.
+    Raises InputError if one does not exist, and as `plan_stages` does.
     """
     stages = [stage for stage in plan_stages(config) if first < stage.stop and (last is None or stage.start <= last)]
     for source in all_sources(config, stages):
@@ -193,9 +193,9 @@ def check_paths(config: Config, first: int = 1, last: int | None = None) -> None
 
 
 def check_files(config: Config, first: int = 1) -> None:
-    """List and open the files on this machine that steps from `first` on read, and read none of their text or tokens.
+    """List and open the local files that steps from `first` on read, without reading their text or tokens.
 
-    Raises InputError: a folder without any, a damaged file; those of `plan_stages`.
+    Raises InputError for an empty folder or a damaged file, and as `plan_stages` does.
     """
     for source in all_sources(config, [stage for stage in plan_stages(config) if first < stage.stop]):
         if not any(is_remote(path) for path in source.spec.paths()[1]):
@@ -204,7 +204,7 @@ def check_files(config: Config, first: int = 1) -> None:
 
 
 def identities(specs: Sequence[SourceSpec], seed: int, sequence_length: int) -> list[str]:
-    """A name for each source: equal across stages for equal data, seed and sequence length, unique within one."""
+    """Return a name for each source, equal across stages for equal data, seed and length, and unique in a stage."""
     order = {"seed": seed, "sequence_length": sequence_length}
     texts = [json.dumps(spec.identity() | order, sort_keys=True, default=str) for spec in specs]
     return [f"{text} {texts[:number].count(text)}" for number, text in enumerate(texts)]
@@ -220,11 +220,11 @@ READ_OPTIONS = (
     "seed",
     "sequence_length",
 )
-"""What `identities` hold of how data are read; all else says which data they are."""
+"""The keys of identities that say how data are read; the others say which data they are."""
 
 
 def differences(new: SourcePlan, old: SourcePlan) -> list[str]:
-    """Why `new` does not continue where `old` stopped, ``seed 7, not 42``; none where it does, or is other data."""
+    """Return why `new` does not continue `old`, such as ``seed 7, not 42``; empty if it does, or has other data."""
     now, then = (json.loads(source.name[: source.name.rindex(" ")]) for source in (new, old))
     changed = [key for key in now | then if now.get(key) != then.get(key)]
     if not new.spec.identity() or set(changed) - set(READ_OPTIONS):
@@ -233,7 +233,7 @@ def differences(new: SourcePlan, old: SourcePlan) -> list[str]:
 
 
 def datasets_of(data: Data, stage: int) -> list[tuple[str, PlainDataset | None]]:
-    """The datasets of a stage, those of its mixture or the one it has, each with its complete key in the config."""
+    """Return the datasets of a stage, of its mixture or its single one, each with its complete key in the config."""
     at = f"data_stages.{stage}.data.dataset"
     if isinstance(data.dataset, MixtureDataset):
         return [(f"{at}.mixture.{number}", each) for number, each in enumerate(data.dataset.mixture)]
@@ -241,14 +241,14 @@ def datasets_of(data: Data, stage: int) -> list[tuple[str, PlainDataset | None]]
 
 
 def all_datasets_of(config: Config) -> list[tuple[str, PlainDataset | None]]:
-    """The datasets of all stages and those to validate and to test on, each with its complete key."""
+    """Return the datasets of all stages, and of validation and test, each with its complete key."""
     stages = [each for number, stage in enumerate(config.data_stages) for each in datasets_of(stage.data, number)]
     return stages + config.tokens.evaluated
 
 
 @contextmanager
 def complete_keys(at: str) -> Iterator[None]:
-    """In errors that begin with ``dataset.some_key``, ``dataset`` is replaced by the dataset's complete key `at`."""
+    """Replace ``dataset`` in errors that begin with ``dataset.some_key`` by the dataset's complete key `at`."""
     try:
         yield
     except InputError as error:
@@ -258,7 +258,7 @@ def complete_keys(at: str) -> Iterator[None]:
 
 
 def _sources_of(datasets: Iterable[tuple[str, PlainDataset | None]]) -> list[SourcePlan]:
-    """The sources of datasets, each of which comes with its complete key, without names, labels and keys."""
+    """Return the sources of (complete key, dataset) pairs, still without names, labels and keys."""
     sources = []
     for group, (at, section) in enumerate(datasets):
         limit = section.max_epochs if section else None
@@ -268,9 +268,9 @@ def _sources_of(datasets: Iterable[tuple[str, PlainDataset | None]]) -> list[Sou
 
 
 def short_labels(stages: Sequence[Sequence[SourceSpec]]) -> list[str]:
-    """A label for each source of each stage: the end of its path, as much of it as makes it unique.
+    """Return a label for each source of each stage: the shortest end of its path that is unique.
 
-    The same data have one label in all stages, whatever their seed and sequence length.
+    The same data have one label in all stages, for any seed and sequence length.
     """
     names = [name for specs in stages for name in identities(specs, 0, 0)]
     full = dict(zip(names, (spec.title.rstrip("/").split("/") for specs in stages for spec in specs)))

@@ -1,9 +1,9 @@
-"""The streams of one run: their states after a step.
+"""Save and restore the states of a run's streams.
 
     states(step)   ─▶ stream-0-shard-0.json.gz, stream-1-shard-0.json.gz, …   beside a checkpoint's weights
     restore(step)  ◀─ the same, on any layout
 
-Which samples of an indexed source come next is arithmetic; a stream's state has to be saved and restored.
+The next samples of an indexed source can be computed; a stream's state has to be saved and restored.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,11 +14,11 @@ from kenotron.data.source import StreamSource
 from kenotron.data.stage_plan import StagePlan
 
 NAME = "stream-{}-shard-0.json.gz"
-"""Of a stream's state, by the stream's number."""
+"""The file name of a stream's state, with the stream's number."""
 
 
 class RunStreams:
-    """The streams of the `stages` of a run; falsy where no stage has one."""
+    """The streams of the `stages` of a run; falsy if no stage has one."""
 
     def __init__(self, stages: Sequence[StagePlan], sources: Sources) -> None:
         self.stages, self._sources = stages, sources
@@ -27,9 +27,7 @@ class RunStreams:
         return any(planned.spec.is_stream for stage in self.stages for planned in stage.sources)
 
     def states(self, step: int) -> dict[str, Callable[[], bytes]]:
-        """Name → state after `step` of all streams that gave a sample so far and may be read from now on; each is made
-        when it is called.
-        """
+        """Return name → function for the state after `step`, for streams that were read and may be read again."""
         found: dict[str, Callable[[], bytes]] = {}
         for number, stream, drawn in self._read_from(step):
             if (state := stream.state(step, drawn)) is not None:
@@ -37,9 +35,9 @@ class RunStreams:
         return found
 
     def restore(self, step: int, read: Callable[[str], bytes | None]) -> None:
-        """Continue the streams where `step` left them; `read` returns a state by its name.
+        """Continue the streams from the end of `step`; `read` returns a state by its name.
 
-        Raises InputError: a state is missing, or another stream's.
+        Raises InputError if a state is missing or belongs to another stream.
         """
         for number, stream, drawn in self._read_from(step):
             name = NAME.format(number)
@@ -52,7 +50,7 @@ class RunStreams:
             stream.restore(step, drawn, state, f"data/{name} of the checkpoint of step {step}")
 
     def _read_from(self, step: int) -> Iterator[tuple[int, StreamSource, int]]:
-        """Number, stream, and samples so far of every stream of the stage of `step` and later that was read."""
+        """Yield (number, stream, samples so far) of every stream that was read, from the stage of `step` on."""
         drawn = self._drawn(step)
         for number, key in enumerate(drawn):
             for stage in self.stages:
@@ -64,7 +62,7 @@ class RunStreams:
                     break
 
     def _drawn(self, step: int) -> dict[int, int]:
-        """Key of every stream of the run, in the order of the stages → its samples in the steps up to `step`."""
+        """Return key → samples in the steps up to `step` for every stream of the run, in the order of the stages."""
         found: dict[int, int] = {}
         for stage in self.stages:
             for number, planned in enumerate(stage.sources):

@@ -1,4 +1,4 @@
-"""A run's own tokenizer, trained on the text of its first stage and kept."""
+"""Train a run's own tokenizer on the text of its first stage, and keep it."""
 
 from collections.abc import Sequence
 from itertools import chain
@@ -11,13 +11,13 @@ from kenotron.text.byte_level_bpe import SPLIT_PATTERN, first_characters, train_
 from kenotron.text.tokenizer import TextTokenizer, load_tokenizer
 
 TRAINING_CHARACTERS = 200_000_000
-"""Most text that a tokenizer is trained on; more changes little and costs memory."""
+"""Limit of the characters that a tokenizer is trained on; more change little and cost memory."""
 
 
 def trained_tokenizer(sources: Sequence[SourcePlan], vocab_size: int, run: RunSettings) -> TextTokenizer:
-    """A byte-level BPE trained on the documents of `sources` that are not held out; kept by their content.
+    """Return a byte-level BPE trained on the documents of `sources` that are not held out, cached by their content.
 
-    Raises InputError: a source that cannot be read.
+    Raises InputError if a source cannot be read.
     """
     specs, keys = [], []
     for source in sources:

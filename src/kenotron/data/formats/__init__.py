@@ -1,9 +1,9 @@
-"""Tokens on disk, in the formats people have. A format's module is imported when a file of it is opened.
+"""Open files of tokens in common formats. A format's module is imported when a file of it is opened.
 
     for file in open_token_files("data/fineweb", "data.dataset_folder"):
         file.tokens[:10], file.ends
 
-A folder may be nested; its files come in order of path. A file's suffix says what it is, and its content must match.
+Folders may be nested; files are ordered by path. A file's suffix tells its format, and its content must match.
 """
 
 from importlib import import_module
@@ -14,39 +14,39 @@ from kenotron.data.formats.token_file import TokenFile, integer_dtype
 from kenotron.storage.paths import AnyPath, as_path, walk
 
 SUFFIX = ".ds"
-"""Of the files that are written: datatrove's, which hold the ends of documents and a loss mask."""
+"""Suffix of the files that Kénotron writes, in datatrove's format, with ends of documents and a loss mask."""
 
 UNFINISHED, PLAN, MANIFEST = ".unfinished", "plan.json", "manifest.json"
-"""A folder in that of a tokenization, with a file that says what is being done; and what says that it is done."""
+"""Names in a tokenization's folder: the folder of unfinished work, its plan, and the manifest of finished work."""
 
 EXPECTED = ".ds, .bin with .idx, litdata's index.json, .npy, raw .bin"
 
 
 def open_token_files(path: str | AnyPath, where: str, dtype: str | None = None) -> list[TokenFile]:
-    """The token files at `path`, a file or a folder, here or on another machine, in order of path.
+    """Return the token files at `path`, a file or a folder, local or remote, in order of path.
 
-    `dtype` is the type of the ids in files that do not say, ``uint16`` for example. `where` names the config's key or
-    the command's argument in errors.
+    `dtype` is the type of the ids in files that do not record it, ``uint16`` for example. `where` names the config's
+    key or the command's argument in errors.
 
-    Raises InputError: no such file, none in the folder, files of several formats, an invalid file.
+    Raises InputError for a missing or invalid file, a folder without token files, and files of several formats.
     """
-    given = integer_dtype(dtype, where) if dtype else None
+    id_type = integer_dtype(dtype, where) if dtype else None
     files: list[TokenFile] = []
     for found, name in find_token_files(path, where):
-        files += import_module(f".{name}", __name__).open_file(found, where, given)
+        files += import_module(f".{name}", __name__).open_file(found, where, id_type)
     return files
 
 
 def find_token_files(path: str | AnyPath, where: str) -> list[tuple[AnyPath, str]]:
-    """The token files at `path` and their formats, in order of path; nothing is opened.
+    """Return the token files at `path` and their formats, in order of path, without opening them.
 
-    Raises InputError: no such file or folder, none in it, files of several formats.
+    Raises InputError for a missing file or folder, a folder without token files, and files of several formats.
     """
     path = as_path(path)
     if not path.exists():
         raise no_such_path(where, path)
     files = set(filter(None, map(_recognised, walk(path) if path.is_dir() else [path])))
-    found = sorted(files, key=lambda each: str(each[0]).split("/"))  # by folders: the same order in a URL
+    found = sorted(files, key=lambda each: str(each[0]).split("/"))  # by path components: the same order as in a URL
     if not found:
         none = f"no token file in {path}" if path.is_dir() else f"{path} is not a token file"
         raise InputError(f"{where}: {none}; expected {EXPECTED}")
@@ -62,21 +62,21 @@ def find_token_files(path: str | AnyPath, where: str) -> list[tuple[AnyPath, str
 
 
 def is_one_file(output: Path) -> bool:
-    """Whether `output` names one file of tokens, not a folder. Raises InputError: a file that is only read."""
+    """Whether `output` names a file of tokens, not a folder. Raises InputError for formats that are only read."""
     if output.suffix in (".bin", ".npy"):
         raise InputError(f"--output: expected a folder, or a file that ends in {SUFFIX}, found {output}")
     return output.suffix == SUFFIX
 
 
 def _recognised(file: AnyPath) -> tuple[AnyPath, str] | None:
-    """The file to open and its format, or None for a file that does not hold tokens."""
+    """Return the file to open and its format, or None for a file that holds no tokens."""
     if (lower := file.suffix.lower()) != file.suffix and lower in (".ds", ".idx", ".npy", ".bin"):
         raise InputError(f"{file}: expected the suffix {lower} in lower case, found {file.suffix}: rename the file")
     if file.suffix == ".ds":
         return file, "datatrove"
     if file.name == "index.json":
         return file, "litdata"
-    if file.suffix == ".idx":  # its .bin may be missing, which is reported when it is opened
+    if file.suffix == ".idx":  # a missing .bin is reported when it is opened
         return file.with_suffix(".bin"), "megatron"
     if file.suffix == ".npy":
         return file, "numpy"

@@ -1,12 +1,12 @@
-"""datatrove's `.ds`, which Nanosets are made of.
+"""datatrove's format `.ds`, which Nanosets consist of.
 
     corpus.ds            little-endian uint16 or uint32 ids, no header
     corpus.ds.index      uint64: exclusive end of each document, in tokens
-    corpus.ds.loss       one byte a token, 1 where it carries a loss; optional
-    corpus.ds.metadata   three lines of text: tokenizer|2, the number of tokens, the same for people (27.0 T)
+    corpus.ds.loss       one byte per token, 1 if it has a loss; optional
+    corpus.ds.metadata   three lines: tokenizer|2, the number of tokens, the same for humans (27.0 T)
 
-A `.ds` does not record how wide an id is. The width is the metadata's, else the one that makes the index's last end
-the end of the file, else two bytes. Sizes that contradict each other are an error, never a guess.
+A `.ds` does not record the width of ids. It is taken from the metadata, else derived from the index's last end and the
+file size, else two bytes. Sizes that contradict each other are an error, never a guess.
 """
 
 import os
@@ -25,9 +25,9 @@ WIDTHS: dict[int, np.dtype] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
 
 
 def open_file(path: AnyPath, where: str, dtype: np.dtype | None = None) -> list[TokenFile]:
-    """The tokens of one `.ds` and of the files beside it.
+    """Open one `.ds` with its index, loss mask and metadata.
 
-    Raises InputError: a size, width or count that contradicts another, an index that is not sorted.
+    Raises InputError if sizes, widths or counts contradict each other, or the index is not sorted.
     """
     metadata = _metadata(_beside(path, "metadata"))
     index = _beside(path, "index")
@@ -55,7 +55,7 @@ def _beside(path: Any, kind: str) -> Any:
 
 
 class _Metadata(NamedTuple):
-    """What is known of a file; `width`: bytes of a token."""
+    """The content of a `.metadata`; `width`: bytes per token."""
 
     tokenizer: str | None = None
     width: int | None = None
@@ -63,7 +63,7 @@ class _Metadata(NamedTuple):
 
 
 def _metadata(path: AnyPath) -> _Metadata:
-    """What a `.metadata` says; nothing where there is none. One written by hand may lack the width or the count."""
+    """Read a `.metadata`; without one, all fields are unknown. A handwritten one may lack the width or the count."""
     if not path.exists():
         return _Metadata()
     with readable(path):
@@ -86,17 +86,17 @@ def _metadata(path: AnyPath) -> _Metadata:
 
 
 def _width(
-    path: AnyPath, ends: NDArray[np.uint64] | None, said: int | None, where: str, given: np.dtype | None
+    path: AnyPath, ends: NDArray[np.uint64] | None, recorded: int | None, where: str, asked: np.dtype | None
 ) -> np.dtype:
-    """The type of the ids: `given`, or as `said` by the metadata, or by the index and the file's size, or two bytes."""
-    if given is not None:
-        if given not in WIDTHS.values():
-            raise InputError(f"{where}: {path} cannot hold {given.name}; datatrove writes uint16 or uint32")
-        if said not in (None, given.itemsize):
-            raise InputError(f"{where}: {given.name} asked for, but {path}.metadata says {said} bytes a token")
-        return given
-    if said is not None:
-        return WIDTHS[said]
+    """Return the type of ids: `asked`, or the metadata's (`recorded`), or derived from the index, or two bytes."""
+    if asked is not None:
+        if asked not in WIDTHS.values():
+            raise InputError(f"{where}: {path} cannot hold {asked.name}; datatrove writes uint16 or uint32")
+        if recorded not in (None, asked.itemsize):
+            raise InputError(f"{where}: {asked.name} asked for, but {path}.metadata says {recorded} bytes a token")
+        return asked
+    if recorded is not None:
+        return WIDTHS[recorded]
     if ends is None or not len(ends) or not ends[-1]:
         return WIDTHS[2]
     with readable(path):
@@ -114,17 +114,17 @@ def _width(
 
 
 TOKENS_AT_ONCE = 1 << 20
-"""Tokens that are read, moved and written at a time, where there are many."""
+"""Tokens that are read, moved and written at a time."""
 
 
 class TokenWriter:
-    """Writes a `.ds` with its index, its metadata, and its loss mask, if there is one: by chunks, in bounded memory.
+    """Writes a `.ds` with its index, metadata and, if there is one, loss mask, in chunks and bounded memory.
 
         with TokenWriter(path, np.dtype("uint16")) as writer:
             writer.write(ids, lengths)
 
-    If an error ends the block, nothing is left behind. Raises InputError: a type that a `.ds` cannot hold; the system
-    refuses to create or write a file.
+    If an error ends the block, nothing is left behind. Raises InputError for a type that a `.ds` cannot hold, or if a
+    file cannot be created or written.
     """
 
     def __init__(self, path: Path, dtype: np.dtype, tokenizer: str | None = None) -> None:
@@ -143,9 +143,9 @@ class TokenWriter:
     def write(
         self, ids: NDArray[np.integer], lengths: NDArray[np.int64], loss: NDArray[np.bool_] | None = None
     ) -> None:
-        """Append whole documents: `ids` ``[tokens]`` end to end, `lengths` ``[documents]``, `loss` ``[tokens]``.
+        """Append whole documents: concatenated `ids` ``[tokens]``, `lengths` ``[documents]``, `loss` ``[tokens]``.
 
-        Raises InputError: an id that the dtype cannot hold; the disk is full.
+        Raises InputError if the dtype cannot hold an id, or the disk is full.
         """
         ends, done = np.cumsum(lengths), 0
         for start in range(0, max(len(ids), 1), TOKENS_AT_ONCE):  # `ids` may be mapped, and larger than memory
@@ -163,7 +163,7 @@ class TokenWriter:
         with os_errors(f"cannot write {self.path}"):
             if loss is not None and self._loss is None:
                 self._loss = self._open(_beside(self.path, "loss"))
-                for start in range(0, self.tokens, TOKENS_AT_ONCE):  # all before it carried a loss
+                for start in range(0, self.tokens, TOKENS_AT_ONCE):  # all tokens so far had a loss
                     self._loss.write(b"\1" * min(TOKENS_AT_ONCE, self.tokens - start))
             if self._loss is not None:
                 self._loss.write((np.ones(len(ids), np.bool_) if loss is None else loss.astype(np.bool_)).tobytes())
@@ -178,7 +178,7 @@ class TokenWriter:
         metadata = f"{name}|{self.dtype.itemsize}\n{self.tokens}\n{_human(self.tokens)}"
         with os_errors(f"cannot write {self.path}"):
             self._open(_beside(self.path, "metadata")).write(metadata.encode())
-            if self.tokens and not self.documents:  # whose ends are not known
+            if self.tokens and not self.documents:  # their ends are not known
                 _beside(self.path, "index").unlink()
             for file in self._files:
                 file.flush()
@@ -186,7 +186,7 @@ class TokenWriter:
                 file.close()
 
     def _open(self, path: Path) -> BinaryIO:
-        """A new file, one of this writer's."""
+        """Create one of this writer's files."""
         with os_errors(f"cannot write {self.path}"):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._files.append(open(path, "wb"))  # noqa: SIM115 (see close, __exit__)
@@ -205,7 +205,7 @@ class TokenWriter:
 
 
 def _check_range(path: Path, ids: NDArray[np.integer], dtype: np.dtype, start: int) -> None:
-    """Raises InputError: an id of `ids` ``[tokens]``, from token `start` on, does not fit `dtype`."""
+    """Raise InputError if an id of `ids` ``[tokens]``, the tokens from `start` on, does not fit `dtype`."""
     if ids.min(initial=0) < 0:
         at = int(ids.argmin())
         raise InputError(f"{path}: token {start + at} is negative ({ids[at]})")
@@ -217,12 +217,12 @@ def _check_range(path: Path, ids: NDArray[np.integer], dtype: np.dtype, start: i
 
 
 def narrowest_dtype(vocab_size: int) -> np.dtype:
-    """The type of so many ids."""
+    """Return the narrowest type that holds `vocab_size` ids."""
     return WIDTHS[2 if vocab_size <= 1 << 16 else 4]
 
 
 def _human(tokens: int) -> str:
-    """Three digits and a prefix, as datatrove has `humanize` write them: 27 → ``27.0 T``, 1500 → ``1.50 kT``."""
+    """Format with three digits and a prefix, like datatrove with `humanize`: 27 → ``27.0 T``, 1500 → ``1.50 kT``."""
     exponent = int(f"{tokens:.2e}".partition("e")[2])  # of the rounded number: 999999 is 1.00 M
     prefix = " kMGTPEZY"[exponent // 3].strip()
     return f"{tokens / 10 ** (exponent // 3 * 3):.{2 - exponent % 3}f} {prefix}T"

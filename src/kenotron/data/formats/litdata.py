@@ -1,10 +1,10 @@
-"""litdata's chunks of tokens, Gapetron's for example: a folder with an index.json and chunk files.
+"""litdata's format of token chunks, used by Gapetron for example: a folder with an index.json and chunk files.
 
     index.json       {"config": {"data_format": ["no_header_tensor:17"], "compression": null, …},
                       "chunks": [{"filename": "chunk-0-0.bin", "chunk_size": 3, "dim": 45, …}, …]}
-    chunk-0-0.bin    items N (u32) · N + 1 byte offsets in this file (u32) · the items' ids, raw
+    chunk-0-0.bin    number of items N (u32) · N + 1 byte offsets in this file (u32) · raw ids
 
-An item is a document; `dim` counts the tokens of a chunk. Each chunk is a file of its own, in the index's order.
+An item is a document; `dim` counts the tokens of a chunk. Each chunk is one file, in the index's order.
 litdata writes it with `item_loader=TokensLoader()`.
 """
 
@@ -18,17 +18,17 @@ from kenotron.config.errors import InputError
 from kenotron.data.formats.token_file import TokenFile, map_array, readable
 from kenotron.storage.paths import AnyPath
 
-# The numbers of litdata's own tables: torch's dtypes for tensors, numpy's scalar types for arrays.
+# litdata's codes: torch's dtypes for tensors, numpy's scalar types for arrays.
 TENSORS = {11: "u1", 12: "i1", 13: "<i2", 14: "<i2", 15: "<i4", 16: "<i4", 17: "<i8", 18: "<i8", 20: "<u2"}
 ARRAYS = dict(enumerate(["i1", "<i2", "<i4", "<i8", "u1", "<u2", "<u4", "<u8"]))
 DTYPES = {"no_header_tensor": TENSORS, "no_header_numpy": ARRAYS}
 
 
 def open_file(path: AnyPath, where: str, dtype: np.dtype | None = None) -> list[TokenFile]:
-    """The chunks of one folder; `path` is its index.json.
+    """Open the chunks of one folder; `path` is its index.json.
 
-    Raises InputError: compressed or encrypted chunks, chunks of other things than tokens, a chunk whose header
-    contradicts the index or its size.
+    Raises InputError for compressed or encrypted chunks, chunks of other data than tokens, and chunks whose header
+    contradicts the index or the file size.
     """
     config, chunks = _index(path)
     for key in ("compression", "encryption"):

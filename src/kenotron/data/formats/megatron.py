@@ -1,10 +1,10 @@
-"""Megatron's indexed dataset: ids in `.bin`, everything about them in `.idx`.
+"""Megatron's indexed dataset, with ids in `.bin` and their description in `.idx`.
 
-    corpus.bin   ids, sequences end to end, no header
+    corpus.bin   ids of concatenated sequences, no header
     corpus.idx   MMIDIDX\\0\\0, version 1 (u64), dtype code (u8), sequences S (u64), D (u64)      34 bytes
                  S lengths (i32) · S byte offsets in .bin (i64) · D document starts, in sequences (i64)
 
-A document is one sequence or several; the last of the D = documents + 1 starts is S. All integers are little-endian.
+A document has one or more sequences; the last of the D = documents + 1 starts is S. All integers are little-endian.
 """
 
 import struct
@@ -22,10 +22,10 @@ FLOATS = {6: "float64", 7: "float32"}
 
 
 def open_file(path: AnyPath, where: str, dtype: np.dtype | None = None) -> list[TokenFile]:
-    """The tokens of one pair of `.bin` and `.idx`. Takes 8 bytes of memory a document.
+    """Open one pair of `.bin` and `.idx`. Takes 8 bytes of memory per document.
 
-    Raises InputError: a missing or different magic, version or dtype code; sizes that contradict each other;
-    sequences that do not lie end to end; documents that are not sorted.
+    Raises InputError for a missing or different magic, version or dtype code, sizes that contradict each other,
+    sequences that are not contiguous, and documents that are not sorted.
     """
     index = path.with_suffix(".idx")
     of_ids, sequences, starts = _header(index)
@@ -59,7 +59,7 @@ def open_file(path: AnyPath, where: str, dtype: np.dtype | None = None) -> list[
 
 
 def _header(index: AnyPath) -> tuple[np.dtype, int, int]:
-    """The type of the ids, the number of sequences, the number of document starts."""
+    """Return the type of ids, the number of sequences, and the number of document starts."""
     with readable(index):
         size = index.stat().st_size
         with index.open("rb") as file:

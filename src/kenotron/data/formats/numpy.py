@@ -1,9 +1,9 @@
-"""Plain arrays: numpy's `.npy`, and raw ids without a header.
+"""Plain arrays of ids: numpy's `.npy`, and raw ids with or without llm.c's header.
 
     tokens.npy     one-dimensional, integers
-    fineweb.bin    llm.c's and modded-nanogpt's: a header of 256 int32 is read past
+    fineweb.bin    llm.c's and modded-nanogpt's, with a header of 256 int32
     train.bin      raw (nanoGPT's): its dtype comes from the config, usually uint16
-    part-0.npy     raw under that name, too (OLMo's): without numpy's magic it is read as the config's dtype
+    part-0.npy     may be raw as well (OLMo's): without numpy's magic it is read with the config's dtype
 
 These files do not record where documents end.
 """
@@ -19,24 +19,25 @@ from kenotron.storage.paths import AnyPath
 SUFFIX = ".npy"
 
 LLM_C = {20240520: (1, "<u2"), 20240801: (7, "<u4")}
-"""The first number of llm.c's header (and modded-nanogpt's): the version of the header and the dtype of the ids behind
-it. Its data for GPT-2's tokenizer begin with 20240520, those for Llama 3's with 20240801."""
+"""Magic number of the header of llm.c and modded-nanogpt → version of the header, dtype of the ids. Data for GPT-2's
+tokenizer begin with 20240520, data for Llama 3's with 20240801."""
 
 LLM_C_EVALUATION = 20240522
-"""The first number of its multiple-choice examples, which are not a text of tokens."""
+"""The magic number of llm.c's multiple-choice examples, which are no sequence of tokens."""
 
 LLM_C_BYTES = 1024
 
 
 def open_file(path: AnyPath, where: str, dtype: np.dtype | None = None) -> list[TokenFile]:
-    """The tokens of one `.npy` or raw file.
+    """Open one `.npy` or raw file.
 
-    Raises InputError: no header and no dtype; a header that numpy cannot read; not a one-dimensional integer array.
+    Raises InputError for a file without header if there is no dtype, an unreadable header, and arrays that are not
+    one-dimensional integers.
     """
     with readable(path), path.open("rb") as file:
         head = file.read(LLM_C_BYTES).ljust(LLM_C_BYTES, b"\0")
     has_header = head.startswith(npy.MAGIC_PREFIX)
-    if has_header:  # whatever its name says
+    if has_header:  # independent of its name
         tokens = _npy(path, where, dtype)
     elif _is_llm_c(path, head):
         tokens = _llm_c(path, head, where, dtype)
@@ -51,8 +52,8 @@ def open_file(path: AnyPath, where: str, dtype: np.dtype | None = None) -> list[
 
 
 def _is_llm_c(path: AnyPath, head: bytes) -> bool:
-    """Whether the first bytes are those of llm.c. Raises InputError: a version or content of it that is not read, or
-    a chunk of litdata's, which looks like a raw file without its index."""
+    """Whether the first bytes are llm.c's header. Raises InputError for unsupported versions or contents of it, and for
+    a chunk of litdata, which looks like a raw file without its index."""
     first, second = (int(number) for number in np.frombuffer(head, "<u4", 2))
     if second == 4 * (first + 2) and first:
         raise InputError(f"{path} is a chunk of litdata ({first:,} items); its index.json is missing beside it")
@@ -64,7 +65,7 @@ def _is_llm_c(path: AnyPath, head: bytes) -> bool:
 
 
 def _llm_c(path: AnyPath, head: bytes, where: str, dtype: np.dtype | None) -> NDArray[np.integer]:
-    """The ids behind llm.c's header: magic number, version, how many there are; 256 int32."""
+    """Return the ids after llm.c's header of 256 int32: magic number, version, number of ids."""
     header = np.frombuffer(head, "<i4")
     found = np.dtype(LLM_C[int(header[0])][1])
     if dtype is not None and dtype != found:
@@ -91,7 +92,7 @@ def _npy(path: AnyPath, where: str, dtype: np.dtype | None) -> NDArray[np.intege
 
 
 def _to_the_end(path: AnyPath, dtype: np.dtype, start: int, count: int, says: str = "") -> NDArray[np.integer]:
-    """The `count` ids that a header announces from byte `start` on. Raises InputError: the file does not end there."""
+    """Return the `count` ids that a header announces at byte `start`. Raises InputError for another file size."""
     with readable(path):
         size = path.stat().st_size
     end = start + count * dtype.itemsize

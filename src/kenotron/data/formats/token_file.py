@@ -1,11 +1,11 @@
-"""What token formats share: a mapped file of ids with the places where documents end.
+"""The common representation of token formats: memory-mapped ids, and the offsets where documents end.
 
-    tokens   17 4 9 2 │ 5 5 2 │ 8 2          [tokens], memory-mapped, documents end to end
+    tokens   17 4 9 2 │ 5 5 2 │ 8 2          [tokens], memory-mapped, concatenated documents
     ends             4       7     9         [documents], exclusive
 
-Whatever the format, that is all there is to it; each format's file in this folder knows how the two are laid out on
-disk. Opening does not read the tokens, so that a folder of terabytes opens at once: sizes are compared with each other,
-and an index is read, and checked, where documents are asked for (`documents_between`, `document_blocks`).
+Each format's file in this folder implements how the two are laid out on disk. Opening does not read the tokens, so a
+folder of terabytes opens at once: only sizes are compared. The index is read and checked where documents are needed
+(`documents_between`, `document_blocks`).
 """
 
 import errno
@@ -23,18 +23,17 @@ from kenotron.storage.arrays import map_local_array
 from kenotron.storage.paths import AnyPath, RemotePath
 
 CHECKED_AT_OPEN = 1 << 16
-"""So many ends of an index are checked when the file is opened, the others where they are read."""
+"""The number of an index's ends that are checked when the file is opened; the others are checked when read."""
 
 
 @dataclass(frozen=True)
 class TokenFile:
     """One file of tokens.
 
-    `tokens` ``[tokens]`` integers, memory-mapped, documents end to end; `ends` ``[documents]`` uint64, the exclusive
-    end of each document in tokens, None where the format or the file does not tell; `loss` ``[tokens]`` bool, True
-    where a token carries a loss, None when all do (its bytes are looked at where they are read: `checked_loss`);
-    `tokenizer` what the file's own metadata calls it; `index_path` and `loss_path` the files of their own that `ends`
-    and `loss` are mapped from, if they are.
+    `tokens` ``[tokens]`` integers, memory-mapped, are the concatenated documents. `ends` ``[documents]`` uint64 is the
+    exclusive end of each document in tokens, None if unknown. `loss` ``[tokens]`` bool is True for tokens with a loss,
+    None if all have one; its bytes are checked when read (`checked_loss`). `tokenizer` is the name in the file's
+    metadata. `index_path` and `loss_path` are the separate files, if any, that `ends` and `loss` are mapped from.
     """
 
     path: AnyPath
@@ -48,9 +47,9 @@ class TokenFile:
 
 
 def documents_between(file: TokenFile, start: int, stop: int) -> NDArray[np.int64]:
-    """The ends of documents that lie in tokens ``(start, stop]``, ascending; none where documents are not known.
+    """Return the ends of documents in tokens ``(start, stop]``, ascending; none if documents are unknown.
 
-    Raises InputError: the index is not sorted there.
+    Raises InputError if the index is not sorted there.
     """
     if file.ends is None:
         return np.empty(0, dtype=np.int64)
@@ -62,10 +61,9 @@ def documents_between(file: TokenFile, start: int, stop: int) -> NDArray[np.int6
 
 
 def document_blocks(file: TokenFile, count: int) -> Iterator[tuple[int, NDArray[np.int64]]]:
-    """The lengths of all documents of a file whose `ends` are known, `count` of them at a time, with the token that
-    the first of them begins at.
+    """Yield (start token of the first, lengths) of all documents of a file with known `ends`, `count` at a time.
 
-    Raises InputError: the index is not sorted.
+    Raises InputError if the index is not sorted.
     """
     assert file.ends is not None
     start = 0
@@ -80,9 +78,9 @@ def document_blocks(file: TokenFile, count: int) -> Iterator[tuple[int, NDArray[
 
 
 def checked_loss(file: TokenFile, start: int, stop: int) -> NDArray[np.bool_] | None:
-    """Whether tokens [start, stop) carry a loss; None: all do.
+    """Return the loss mask of tokens [start, stop); None if all have a loss.
 
-    Raises InputError: a byte that is neither 0 nor 1.
+    Raises InputError if a byte is neither 0 nor 1.
     """
     if file.loss is None:
         return None
@@ -92,7 +90,7 @@ def checked_loss(file: TokenFile, start: int, stop: int) -> NDArray[np.bool_] | 
 
 
 def check_loss(file: TokenFile, start: int, loss: NDArray[np.bool_]) -> None:
-    """Raises InputError: one of the bytes of `loss`, those of the tokens from `start` on, is neither 0 nor 1."""
+    """Raise InputError if a byte of `loss`, for the tokens from `start` on, is neither 0 nor 1."""
     found = loss.view(np.uint8)
     if len(found) and found.max() > 1:
         at = int(np.flatnonzero(found > 1)[0])
@@ -105,7 +103,7 @@ def check_loss(file: TokenFile, start: int, loss: NDArray[np.bool_]) -> None:
 
 @contextmanager
 def readable(path: AnyPath) -> Iterator[None]:
-    """One line for a file that cannot be read, or that vanished since it was listed."""
+    """Raise an InputError of one line if the block cannot read the file, or it was deleted after it was listed."""
     try:
         yield
     except FileNotFoundError:
@@ -115,11 +113,11 @@ def readable(path: AnyPath) -> Iterator[None]:
 
 
 def map_array(path: AnyPath, dtype: np.dtype, offset: int = 0, count: int | None = None, whole: bool = False) -> Any:
-    """`count` items of `dtype` from byte `offset` on, memory-mapped; None: to the end of the file.
+    """Memory-map `count` items of `dtype` at byte `offset`; None: to the end of the file.
 
-    Of a remote file a `RemoteArray`, which is read by blocks; with `whole` the file is downloaded now, and mapped.
+    For a remote file, return a `RemoteArray`, which is read by blocks; with `whole`, download the file now and map it.
 
-    Raises InputError: the file is missing, too short, or ends within an item.
+    Raises InputError if the file is missing, too short, or ends within an item.
     """
     with readable(path):
         size = path.stat().st_size
@@ -151,9 +149,9 @@ def map_array(path: AnyPath, dtype: np.dtype, offset: int = 0, count: int | None
 
 
 def check_ends(path: AnyPath, ends: NDArray[np.uint64], tokens: int, token_path: AnyPath) -> None:
-    """The index's last end must be the number of tokens, and its first ends must ascend.
+    """Check that the index's last end is the number of tokens, and that its first ends ascend.
 
-    Raises InputError: name the file and the byte of the entry that is wrong.
+    Raises InputError with the file and the byte offset of the wrong entry.
     """
     last = int(ends[-1]) if len(ends) else 0
     if last != tokens:
@@ -172,12 +170,12 @@ def check_ends(path: AnyPath, ends: NDArray[np.uint64], tokens: int, token_path:
 
 
 HEAD = 1 << 15
-"""Tokens of a file that are looked at for their width."""
+"""The number of a file's tokens that are examined for their width."""
 
 
 def check_width(path: AnyPath, tokens: NDArray[np.integer], where: str) -> None:
-    """Error (InputError): `tokens`, whose width the file does not record, are halves of wider ones: every second
-    is 0, as it is where small ids have twice as many bytes."""
+    """Raise InputError if `tokens`, whose width the file does not record, seem to be halves of wider ids: every second
+    one is 0, as for small ids with twice as many bytes."""
     head = np.asarray(tokens[:HEAD])
     if len(head) >= 16 and not head[1::2].any() and head[::2].any():
         size = tokens.itemsize
@@ -193,7 +191,7 @@ INTEGERS = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "int64", "uin
 
 
 def integer_dtype(name: str, where: str) -> np.dtype:
-    """A little-endian integer type by name, ``uint16`` for example. `where` names the key or argument in errors."""
+    """Return a little-endian integer type by name, such as ``uint16``; `where` is the key or argument for errors."""
     if name not in INTEGERS:
         raise InputError(
             f"{where}: unknown dtype '{name}'; expected one of {', '.join(INTEGERS)}{nearest(name, INTEGERS)}"

@@ -1,8 +1,8 @@
 """The kinds of token sources, one file each, registered by their section of the config.
 
-A kind is a function ``specs(section) → [(share, SourceSpec), …]``, named here by its dotted path and imported when a
-config asks for it, by the same function that imports what a user's own `dataset.source` names: training depends on the
-interface (`data/source.py`) alone, and reads no code of kinds that it does not use.
+A kind is a function ``specs(section) → [(share, SourceSpec), …]``, registered here by its dotted path, and imported
+when a config uses it, in the same way as a user's own `dataset.source`. So training depends only on the interface
+(`data/source.py`), and imports no kinds that it does not use.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ DATASETS = "kenotron.datasets"
 """The group of entry points under which packages register datasets."""
 
 Specs = list[tuple[float | str, SourceSpec]]
-"""The sources of one dataset, each with its share of it: a number, or the measure that it shares by."""
+"""The sources of one dataset, each with its share: a number, or the measure that shares are computed by."""
 
 KINDS: dict[type, str] = {
     type(None): "kenotron.data.sources.random_tokens.specs",
@@ -41,6 +41,6 @@ KINDS: dict[type, str] = {
 
 
 def specs_of(section: PlainDataset | None) -> Specs:
-    """The sources of a dataset of the config. Raises InputError: a mix file that cannot be read."""
+    """Return the sources of a dataset of the config. Raises InputError if a mix file cannot be read."""
     specs: Callable[[PlainDataset | None], Specs] = import_registered(KINDS[type(section)], "dataset", DATASETS)
     return specs(section)

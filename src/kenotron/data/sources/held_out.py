@@ -1,14 +1,14 @@
-"""Samples that validation reads: the last ones of a source."""
+"""Hold out the last samples of a source for validation."""
 
 from kenotron.data.source import SampleRange, TokenSource
 
 
 def hold_out_last(whole: TokenSource, count: int, kind: type[SampleRange] = SampleRange) -> SampleRange:
-    """`whole` without its last `count` samples, which are held out."""
+    """Return `whole` without its last `count` samples, which are held out."""
     border = len(whole) - count
     return kind(whole, 0, border, kind(whole, border, len(whole)))
 
 
 def held_out_samples(samples: int, fraction: float) -> int:
-    """How many of so many samples are held out: the last ones, of two or more at least one."""
+    """Return how many of `samples` samples are held out: at least one if there are two or more."""
     return max(int(samples * fraction), 1 if samples > 1 else 0)

@@ -1,6 +1,6 @@
-"""Best-fit packing: complete documents put together into rows, so that none is cut that fits into one.
+"""Best-fit packing puts whole documents together into rows, so that no document that fits into a row is cut.
 
-Rows have ``sequence_length + 1`` slots. Documents of 5, 7, 2, 3, 4 tokens in rows of 8:
+Rows have ``sequence_length + 1`` slots. For documents of 5, 7, 2, 3, 4 tokens in rows of 8:
 
     windows      aaaaabbb bbbbccdd dee|ee           three of five documents are cut
     best fit     bbbbbbb. aaaaaddd eeeecc..         none is; 22 of 24 slots are filled
@@ -9,12 +9,12 @@ Documents go in by decreasing length, each into the fullest row that still has s
 et al. 2024, "Fewer Truncations Improve Language Modeling", arXiv 2404.10830). A document longer than a row is cut into
 whole rows that share one token, as windows do, and its rest is packed.
 
-The plan, which row holds which tokens, is a function of where documents end and of the sequence length. It is made
-once and kept in the cache, memory-mapped when read:
+The plan of which row holds which tokens is a function of the documents' ends and of the sequence length. It is computed
+once, kept in the cache, and memory-mapped when read:
 
     $KENOTRON_CACHE/packing/<key>/
     ├── meta.json          counts, written last
-    ├── starts, lengths    int64 [fragments], in order of rows; `starts` count through all files, end to end
+    ├── starts, lengths    int64 [fragments], in order of rows; `starts` are offsets in the concatenated files
     └── first              int64 [rows + 1], the first fragment of each row
 """
 
@@ -41,18 +41,18 @@ from kenotron.text.progress import Report, progress
 
 FORMAT = 1
 AT_ONCE = 1 << 20
-"""Documents that are packed among themselves, so that memory is bounded; their last rows stay as they are."""
+"""The number of documents that are packed at a time, so that memory is bounded; their last rows stay partly empty."""
 
 
 # ---- the bins ----------------------------------------------------------------------------------------------
 
 
 def best_fit_decreasing(lengths: Int64, capacity: int) -> Int64:
-    """The bin of every item ``[items]``; bins count from 0 in the order in which they are opened.
+    """Return the bin of every item ``[items]``; bins count from 0 in the order in which they are opened.
 
-    Items, each of 1 to `capacity`, go in by decreasing length, equal ones in their order. Each goes to the bin with the
-    least free space that is enough; of several the one that last came to have that much. O(items + lengths · spaces /
-    64): all items of one length, which fill bin after bin, are placed at once.
+    Items, of lengths 1 to `capacity`, are placed by decreasing length, and equal ones in their order. Each goes to the
+    bin with the least sufficient free space, and among equal bins to the one that reached this space last. The cost is
+    O(items + lengths · spaces / 64), because all items of one length, which fill bin after bin, are placed at once.
     """
     order = np.argsort(-lengths, kind="stable")
     bins: list[int] = []
@@ -64,16 +64,16 @@ def best_fit_decreasing(lengths: Int64, capacity: int) -> Int64:
             fitting = spaces >> size
             space = size + (fitting & -fitting).bit_length() - 1 if fitting else capacity
             each = space // size
-            wanted = -(-left // each)
+            needed = -(-left // each)
             if fitting:
                 stack = stacks[space]
-                taken = stack[: -wanted - 1 : -1]
-                del stack[-wanted:]
+                taken = stack[: -needed - 1 : -1]
+                del stack[-needed:]
                 if not stack:
                     spaces &= ~(1 << space)
             else:
-                taken = list(range(opened, opened + wanted))
-                opened += wanted
+                taken = list(range(opened, opened + needed))
+                opened += needed
             placed = min(left, each * len(taken))
             bins += taken if each == 1 else [number for number in taken for _ in range(each)][:placed]
             left -= placed
@@ -92,10 +92,10 @@ def best_fit_decreasing(lengths: Int64, capacity: int) -> Int64:
 
 
 def cut_long(starts: Int64, lengths: Int64, sequence_length: int, keep_rest: bool = True) -> tuple[Int64, Int64]:
-    """Starts and lengths of the fragments of documents: complete rows that share one token with the next, and the rest.
+    """Return starts and lengths of documents' fragments: full rows, which share one token with the next, and the rest.
 
-    A rest that is nothing but the shared token is left out, and so are documents without a token. Without `keep_rest`
-    nothing is left of a document but its first row.
+    A rest that is only the shared token is left out, as are documents without tokens. Without `keep_rest`, only the
+    first row of a document is kept.
     """
     starts, lengths = starts[lengths > 0], lengths[lengths > 0]
     if not keep_rest:
@@ -111,10 +111,10 @@ def cut_long(starts: Int64, lengths: Int64, sequence_length: int, keep_rest: boo
 
 
 def pack(starts: Int64, lengths: Int64, sequence_length: int, keep_rest: bool = True) -> tuple[Int64, Int64, Int64]:
-    """Rows of documents that begin at `starts` and have `lengths` ``[documents]``: starts and lengths of their
-    fragments in order of rows, and the number of fragments in each row.
+    """Pack documents with `starts` and `lengths` ``[documents]`` into rows.
 
-    Rows are in an order drawn from their numbers, so that the first ones, which a cap leaves, are of the same kind of
+    Return the fragments' starts and lengths in order of rows, and the number of fragments in each row. Rows are
+    shuffled by a hash of their numbers, so that the first rows, which a cap keeps, have the same distribution of
     lengths as the rest; the fragments of a row are in the order of the data.
     """
     starts, lengths = cut_long(starts, lengths, sequence_length, keep_rest)
@@ -132,10 +132,10 @@ def pack(starts: Int64, lengths: Int64, sequence_length: int, keep_rest: bool = 
 
 @dataclass(frozen=True)
 class PackingPlan:
-    """Which tokens lie in which row: fragment p is the tokens ``[starts[p], starts[p] + lengths[p])`` of all files end
-    to end, and row r holds the fragments ``[first[r], first[r + 1])``.
+    """The tokens of each row: fragment p is tokens ``[starts[p], starts[p] + lengths[p])`` of the concatenated files,
+    and row r holds the fragments ``[first[r], first[r + 1])``.
 
-    `cut`: of so many `documents` those that are longer than a row; `tokens`: the slots that are filled.
+    `cut` counts the `documents` that are longer than a row, `tokens` the slots that are filled.
     """
 
     starts: Int64
@@ -146,7 +146,7 @@ class PackingPlan:
     tokens: int
 
     def describe(self, sequence_length: int) -> str:
-        """How full the rows are, for the console."""
+        """Return how full the rows are, for the console."""
         filled = self.tokens / max((len(self.first) - 1) * (sequence_length + 1), 1)
         return f"packed best-fit: {filled:.1%} filled, {self.cut:,} of {counted(self.documents, 'document')} cut"
 
@@ -154,9 +154,9 @@ class PackingPlan:
 def open_plan(
     name: str, parts: Sequence[TokenFile], sequence_length: int, report: Report, keep_rest: bool = True
 ) -> PackingPlan:
-    """The plan for these files, from the cache, or made now and kept; for `keep_rest` see `cut_long`.
+    """Return the plan for these files from the cache, after computing it if needed; for `keep_rest` see `cut_long`.
 
-    Raises InputError: the ends of a file's documents are unknown, or not in order; the cache cannot be written.
+    Raises InputError if the ends of a file's documents are unknown or not sorted, or the cache cannot be written.
     """
     digest = xxhash.xxh3_128(f"packing {FORMAT} {sequence_length} {keep_rest}".encode())
     for part in parts:
@@ -204,7 +204,7 @@ def _write_plan(
 
 
 def _documents(parts: Sequence[TokenFile]) -> Iterator[tuple[Int64, Int64]]:
-    """Starts and lengths of all documents, `AT_ONCE` of them at a time; starts count through all files."""
+    """Yield starts and lengths of all documents, `AT_ONCE` at a time; starts are offsets in the concatenated files."""
     waiting: list[tuple[Int64, Int64]] = []
     held = base = 0
     for part in parts:
@@ -234,11 +234,11 @@ def _ends(part: TokenFile) -> NDArray[np.uint64]:
 
 
 class PackedRows(TokenSource):
-    """Rows of a plan as samples: fragments side by side, then `padding`, which carries no loss.
+    """Rows of a plan as samples: fragments side by side, then `padding`, which has no loss.
 
-    The first token of a fragment carries none either: what precedes it is another document's. With `check`,
-    called as ``check(file number, first token in the file, ids)``, tokens are checked when they are read.
-    For `keep_rest` see `cut_long`, for errors `open_plan`.
+    The first token of a fragment has no loss either, because another document precedes it. If there is a `check`,
+    tokens are checked when read, by ``check(file number, first token in the file, ids)``. For `keep_rest` see
+    `cut_long`, for errors `open_plan`.
     """
 
     def __init__(
@@ -262,7 +262,7 @@ class PackedRows(TokenSource):
         return len(self.plan.first) - 1
 
     def locate(self, indices: Int64) -> Origin:
-        """The fragments of the rows `indices`, row by row."""
+        """Return the fragments of the rows `indices`, row by row."""
         first = np.asarray(self.plan.first[indices])
         count = self.plan.first[indices + 1] - first
         row = np.repeat(np.arange(len(indices)), count)
@@ -276,10 +276,10 @@ class PackedRows(TokenSource):
         return fetch_origin(self.parts, self.locate(indices))
 
     def read(self, indices: Int64, document_ids: bool = True) -> Samples:
-        """The samples. Every fragment is a document of its own, and so is the padding."""
+        """Return the rows `indices`. Every fragment is its own document, and so is the padding."""
         origin = self.locate(indices)
         if self.is_remote:
-            fetch_origin(self.parts, origin)  # side by side; each fragment then waits for its own
+            fetch_origin(self.parts, origin)  # concurrently; each fragment then waits for its own blocks
         shape = len(indices), self.sequence_length + 1
         tokens = np.full(shape, self.padding, dtype=np.int64)
         documents = np.zeros(shape, dtype=np.int64)
@@ -296,12 +296,12 @@ class PackedRows(TokenSource):
         return Samples(tokens, np.cumsum(documents, axis=1, out=documents) if document_ids else None, mask, origin)
 
     def describe(self) -> str:
-        """How full the rows are."""
+        """Return how full the rows are."""
         return self.plan.describe(self.sequence_length)
 
 
 def _placed(origin: Origin) -> Iterator[tuple[int, int, int, int, int]]:
-    """Of each fragment the row, the slot in it, file number, first token in the file, length."""
+    """Yield (row, slot in the row, file number, first token in the file, length) of each fragment."""
     assert origin.row is not None
     length = np.asarray(origin.length)
     before = np.cumsum(length) - length

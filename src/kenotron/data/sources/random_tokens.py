@@ -1,4 +1,4 @@
-"""`dataset: null`: endless uniformly random tokens, a hash of (seed, sample, place), the same everywhere."""
+"""`dataset: null` is an endless source of uniformly random tokens, hashes of (seed, sample, position)."""
 
 import numpy as np
 
@@ -8,7 +8,7 @@ from kenotron.data.sources.held_out import hold_out_last
 from kenotron.kernels.hashing import derive_key, mix64
 
 HELD_OUT = 1024
-"""Samples of validation."""
+"""The number of validation samples."""
 
 
 class RandomTokens(TokenSource):
@@ -25,26 +25,26 @@ class RandomTokens(TokenSource):
         return self.length
 
     def read(self, indices: Int64, document_ids: bool = True) -> Samples:
-        """The samples `indices` ``[n]``."""
+        """Return the samples `indices` ``[n]``."""
         rows = mix64(indices.astype(np.uint64) ^ self._key)
         bits = mix64(rows[:, None] + self._columns) >> np.uint64(32)
         return Samples(((bits * np.uint64(self.vocab_size)) >> np.uint64(32)).astype(np.int64))
 
 
 class RandomSpec(SourceSpec):
-    """Random tokens have no settings."""
+    """The source of random tokens, which has no settings."""
 
     title = "random"
 
     def identity(self) -> dict[str, object]:
-        """Equal for all random tokens."""
+        """Return the identity, the same for all random tokens."""
         return {}
 
     def open(self, opening: Opening) -> TokenSource:
-        """Random tokens below the model's vocabulary."""
+        """Return random tokens below the model's vocabulary size."""
         return hold_out_last(RandomTokens(opening.run.vocab_size, opening.sequence_length, opening.seed), HELD_OUT)
 
 
 def specs(section: None) -> list[tuple[float | str, SourceSpec]]:
-    """The one source of `dataset: null`."""
+    """Return the single source of `dataset: null`."""
     return [(1.0, RandomSpec())]

@@ -1,18 +1,18 @@
-"""The reader of a stream: documents → shuffle buffer → tokens → windows, with a state that can be saved anywhere.
+"""The reader of a stream: documents → shuffle buffer → tokens → windows, with a state that can always be saved.
 
-    shard 0   a.jsonl  c.jsonl  …      files of the epoch, dealt to the reader shards; each gives a document in turn,
-    shard 1   b.jsonl  d.jsonl  …      one that has none left is passed over: `places` say how far each is
+    shard 0   a.jsonl  c.jsonl  …      files of the epoch, dealt to reader shards, which yield documents in turn; one
+    shard 1   b.jsonl  d.jsonl  …      without documents left is skipped. `places` has the cursor of each
     documents                              a1 b1 a2 b2 a3 c1 …
     shuffle buffer, drawn at random       [doc 7] [doc 2] [doc 9]         `drawn` documents so far
     tokens, ends of documents             5 6 3 1 4 | 7 8 9 2 5 | …
     windows                               [5 6 3 1 4] [4 7 8 9 2] …       `emitted` so far
 
 Documents are drawn a *block* at a time, about a hundred thousand characters, and tokenized. The state before a block is
-kept until the next one, so the position of a reader is two things: a state, and how many windows of the block after
-it were emitted. Both are cheap, since texts are shared, not copied; one that is restored tokenizes one block again.
+kept until the next one, so a reader's position is a state and the number of windows of the following block that were
+emitted. Both are cheap, since texts are shared, not copied; a restored reader tokenizes one block again.
 
-An epoch ends for all shards together: when the shuffle buffer is empty and no shard has a document left. So every
-document is read once before any is read again, whatever the sizes of the files.
+An epoch ends for all shards together, when the shuffle buffer is empty and no shard has a document left. So every
+document is read once before any is read again, for any sizes of files.
 """
 
 import gzip
@@ -34,24 +34,24 @@ from kenotron.text.documents import StreamableDocuments
 from kenotron.text.hash_split import assign_sides, threshold_of_fraction
 
 BLOCK_CHARACTERS = 1 << 17
-"""Text that is tokenized at once; a matter of speed and memory only."""
+"""Characters that are tokenized at a time, which affects only speed and memory."""
 
 LONGEST_DOCUMENT = 1 << 22
-"""Characters from which a text that comes in pieces is cut: what follows is another document."""
+"""Characters after which a text that comes in pieces is cut; the rest is another document."""
 
 BUFFER_CHARACTERS = 1 << 26
-"""Text at which a shuffle buffer counts as full, however few its documents."""
+"""Characters at which a shuffle buffer counts as full, however few documents it has."""
 
 Document = tuple[str, ...]
-"""The pieces of a document, end to end."""
+"""The consecutive pieces of a document."""
 
 
 @dataclass(frozen=True)
 class ShardRules:
-    """What a stream is read by.
+    """The rules by which a stream is read.
 
-    `encode` makes ids of documents; texts with a hash below `val_fraction` of all, or among `chosen`, are left out;
-    `single_pieces`: every piece counts as a document.
+    `encode` converts documents to ids. Texts whose hash is below `val_fraction` of all hashes, or among `chosen`, are
+    left out. `single_pieces`: every piece counts as a document.
     """
 
     texts: StreamableDocuments
@@ -67,8 +67,10 @@ class ShardRules:
 
 @dataclass(frozen=True)
 class ShardState:
-    """The state of a reader before a block; `emitted` counts the windows before it. `places`: index of a file and place
-    in it of every shard, where there are any yet; the shard `turn` is next. See the module.
+    """The state of a reader before a block, after `emitted` windows.
+
+    `places` has the cursor of every shard that has begun, a file's index and a position in it; the shard `turn` is
+    next.
     """
 
     epoch: int
@@ -85,14 +87,14 @@ BEGINNING = ShardState(0, (), 0, 0, 0, (), np.empty(0, np.uint32), np.empty(0, n
 
 
 class ShardPosition(NamedTuple):
-    """How far a reader is: `after` windows past a state."""
+    """The position of a reader: `after` windows past a state."""
 
     state: ShardState
     after: int
 
     @property
     def emitted(self) -> int:
-        """Windows emitted so far."""
+        """The number of windows emitted so far."""
         return self.state.emitted + self.after
 
 
@@ -100,7 +102,7 @@ START = ShardPosition(BEGINNING, 0)
 
 
 class StreamReader:
-    """A stream from `position` on. Nothing is read before a window is asked for."""
+    """A stream from `position` on. Nothing is read before the first window is requested."""
 
     def __init__(self, rules: ShardRules, position: ShardPosition = START) -> None:
         self.rules = rules
@@ -114,15 +116,15 @@ class StreamReader:
         self._again = position.after > 0
 
     def next(self) -> tuple[NDArray[np.uint32], Int64]:
-        """The next window ``[sequence_length + 1]``, and the number of the document of each of its tokens."""
+        """Return the next window ``[sequence_length + 1]``, and the document number of each of its tokens."""
         start = self.advance()
         size = self.rules.sequence_length + 1
         numbers = document_numbers(self._ends.astype(np.uint64), np.array([start]), size, self.rules.texts.name)[0]
         return self._ids[start : start + size], numbers
 
     def advance(self) -> int:
-        """Where the next window begins in the tokens at hand; it counts as emitted."""
-        if self._again:  # the block behind the state that this reader began with
+        """Return the offset of the next window in the current tokens, and count it as emitted."""
+        if self._again:  # the block after the state that this reader began with
             self._extend()
             self._again = False
         length = self.rules.sequence_length
@@ -133,7 +135,7 @@ class StreamReader:
         return after * length
 
     def _refill(self) -> None:
-        """Drop the tokens that were emitted, note the state, draw a block."""
+        """Drop the emitted tokens, keep the state, and draw a block."""
         gone = self.position.after * self.rules.sequence_length
         self._ids, self._ends = self._ids[gone:].copy(), self._ends[self._ends > gone] - gone
         where = (self._epoch, tuple(self._places), self._turn, self._drawn, self.position.emitted)
@@ -151,7 +153,7 @@ class StreamReader:
         self._ids = np.concatenate([self._ids, ids])
 
     def _draw(self) -> Document:
-        """A document of the buffer at random. An epoch ends when the buffer is empty and all files are read."""
+        """Return a random document of the buffer. An epoch ends when the buffer is empty and all files are read."""
         self._fill()
         if not self._buffer:
             read, self._epoch, self._turn, self._drawn = self._drawn, self._epoch + 1, 0, 0
@@ -178,7 +180,7 @@ class StreamReader:
             self._characters += _characters(document)
 
     def _documents(self) -> Iterator[Document]:
-        """The documents that are left of this epoch, one of every shard in turn."""
+        """Yield the remaining documents of this epoch, one of every shard in turn."""
         shards = [self._documents_of(shard) for shard in range(self.rules.shards)]
         left = set(range(self.rules.shards))
         while left:
@@ -190,7 +192,7 @@ class StreamReader:
                     yield document
 
     def _documents_of(self, shard: int) -> Iterator[Document]:
-        """The documents that are left of a shard's files; the next one begins at its place."""
+        """Yield the remaining documents of a shard's files, from its cursor on."""
         parts = epoch_order(self.rules, self._epoch)[shard :: self.rules.shards]
         index, offset = self._places[shard]
         while index < len(parts):
@@ -210,7 +212,7 @@ class StreamReader:
 
 
 def epoch_order(rules: ShardRules, epoch: int) -> list[int]:
-    """The parts of a stream in the order of this epoch; nothing is shuffled where the buffer holds one document."""
+    """Return the files of a stream in this epoch's order, unshuffled if the buffer holds only one document."""
     parts = range(rules.texts.parts)
     if rules.shuffle_buffer == 1:
         return list(parts)
@@ -228,7 +230,7 @@ FORMAT = 2
 
 
 def to_bytes(position: ShardPosition, facts: dict[str, object]) -> bytes:
-    """Gzipped JSON of a reader's position, with `facts` that `from_bytes` compares."""
+    """Return gzipped JSON of a reader's position, with `facts` that `from_bytes` compares."""
     state = vars(position.state) | {"ids": position.state.ids.tolist(), "ends": position.state.ends.tolist()}
     saved = {"format": FORMAT, **facts, "after": position.after, "state": state}
     packed = io.BytesIO()
@@ -236,13 +238,13 @@ def to_bytes(position: ShardPosition, facts: dict[str, object]) -> bytes:
         gzip.GzipFile(fileobj=packed, mode="wb", compresslevel=1, mtime=0) as bytes_of,
         io.TextIOWrapper(bytes_of, encoding="utf-8") as text,
     ):
-        # Written as it is made: as one text, a buffer with a wide character is large.
+        # Written piece by piece: as one string, a buffer with a wide character is large.
         json.dump(saved, text, ensure_ascii=False)
     return packed.getvalue()
 
 
 def from_bytes(data: bytes, facts: dict[str, object], where: str) -> ShardPosition:
-    """What `to_bytes` wrote. Raises InputError, with `where`: no such state, or one of another stream."""
+    """Return the position that `to_bytes` wrote. Raises InputError, with `where`, if it is another stream's."""
     try:
         saved = json.loads(gzip.decompress(data))
         position = _position(saved["state"], saved["after"]) if saved["format"] == FORMAT else START
@@ -258,7 +260,7 @@ def from_bytes(data: bytes, facts: dict[str, object], where: str) -> ShardPositi
 
 
 def _position(state: dict[str, Any], after: int) -> ShardPosition:
-    """A position as JSON holds it."""
+    """Return a position from its JSON form."""
     state = {field.name: state[field.name] for field in fields(ShardState)}
     state |= {"ids": np.array(state["ids"], np.uint32), "ends": np.array(state["ends"], np.int64)}
     state |= {name: tuple(map(tuple, state[name])) for name in ("buffer", "places")}

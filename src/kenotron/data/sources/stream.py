@@ -1,8 +1,8 @@
-"""A stream: text that is tokenized while the run reads it.
+"""A stream is text that is tokenized while the run reads it.
 
-A stream is one sequence of windows (reader_shards.py), and draw n is window n. It is only read forward: a rank reads
-its samples step by step, and at the end of each step advances the stream to where the *global* batch leaves it,
-whichever rank reads the windows in between. The position after a step is then the same on every rank and layout.
+It is one sequence of windows (reader_shards.py), and draw n is window n. It is only read forward: a rank reads its
+samples step by step, and at the end of each step advances the stream past the *global* batch, including the windows of
+other ranks. So the position after a step is the same on every rank and layout.
 """
 
 from __future__ import annotations
@@ -34,20 +34,19 @@ from kenotron.text.tokenizer import TextTokenizer, library_ids
 
 ENDLESS = 1 << 48
 KEPT_STEPS = 4
-"""Steps whose shards' positions are remembered: more than batches are made ahead."""
+"""The number of steps whose positions are kept, larger than the number of steps prepared ahead."""
 
 LONGEST_TEXT = 1 << 23
-"""Characters of a text that a tokenizer can encode at once in bounded memory."""
+"""Characters that a tokenizer can encode at a time in bounded memory."""
 
 REPORTED_WINDOWS = 1000
-"""Windows from which reading again is reported."""
+"""Re-reading at least this many windows is reported."""
 
 
 class Stream(StreamSource):
     """The training samples of a stream, read forward.
 
-    Going back reads again, from the position some steps ago if that is enough, else from the beginning: slow, and the
-    same samples.
+    Going back re-reads the same samples, from the position some steps ago if possible, else slowly from the beginning.
     """
 
     def __init__(self, rules: ShardRules, encode: DocumentEncoder, report: Report) -> None:
@@ -74,7 +73,7 @@ class Stream(StreamSource):
         return ENDLESS
 
     def read(self, indices: Int64, document_ids: bool = True) -> Samples:
-        """The samples `indices` ``[n]``."""
+        """Return the samples `indices` ``[n]``."""
         windows = np.empty((len(indices), self.rules.sequence_length + 1), dtype=np.uint32)
         documents = np.empty(windows.shape, dtype=np.int64)
         with self._lock:
@@ -84,20 +83,20 @@ class Stream(StreamSource):
 
     @property
     def held_out(self) -> TokenSource:
-        """The first held-out documents of the stream."""
+        """Return the first held-out documents of the stream."""
         return self.to_validate_on
 
     @property
     def fingerprint(self) -> str:
-        """By names, sizes and times of its files."""
+        """Return a key of the names, sizes and times of the stream's files."""
         return self.texts.fingerprint(times=True)
 
     def measure(self, unit: str) -> int:
-        """Error (InputError): the length of a stream is not known."""
+        """Raise InputError: the length of a stream is unknown."""
         raise InputError(f"dataset.weight: {unit}: how much there is of the stream {self.name} is not known")
 
     def _reader_at(self, emitted: int) -> StreamReader:
-        """The reader after so many windows."""
+        """Return the reader after `emitted` windows."""
         if self._reader.position.emitted > emitted:
             earlier = [position for position in self._positions.values() if position.emitted <= emitted]
             position = max(earlier, key=lambda each: each.emitted, default=START)
@@ -108,18 +107,18 @@ class Stream(StreamSource):
             self._reader.advance()
         return self._reader
 
-    # ---- how far it is ----
+    # ---- position ----
 
     def advance(self, step: int, samples: int) -> None:
-        """Advance to the end of `step`, and note the position."""
+        """Advance to the end of `step`, and keep the position."""
         with self._lock:
             self._positions[step] = self._reader_at(samples).position
             kept = sorted(known for known in self._positions if known <= step)[-KEPT_STEPS:]
             self._positions = {known: self._positions[known] for known in kept}
 
     def state(self, step: int, samples: int) -> Callable[[], bytes] | None:
-        """The state at the end of `step`."""
-        with self._lock:  # where the last step that read the stream left it, if the stage of `step` does not
+        """Return the state at the end of `step`."""
+        with self._lock:  # if the stage of `step` does not read the stream, the state after the last step that did
             last = max((known for known in self._positions if known <= step), default=step)
             position = self._positions.get(last)
         if position is None or position.emitted != samples:
@@ -136,7 +135,7 @@ class Stream(StreamSource):
             self._positions[step] = position
 
     def describe(self) -> str:
-        """Files, order and reader shards."""
+        """Return files, order and reader shards, for the console."""
         buffer, parts = self.rules.shuffle_buffer, counted(self.texts.parts, "file")
         order = f"shuffled over {buffer:,} documents" if buffer > 1 else "in their order"
         held = counted(len(self.to_validate_on), "sample")
@@ -145,16 +144,16 @@ class Stream(StreamSource):
 
 
 class DocumentEncoder:
-    """Ids of documents, by the rules of the cached mode, in bounded memory. Words met before keep their ids."""
+    """Encodes documents with the rules of the cached mode, in bounded memory; ids of known words are cached."""
 
     def __init__(self, name: str, tokenizer: TextTokenizer, rules: EncodeRules, vocab_size: int) -> None:
         self.name, self.tokenizer, self.rules, self.vocab_size = name, tokenizer, rules, vocab_size
         adds_nothing = tokenizer.backend.num_special_tokens_to_add(False) == 0
         self.words = CachedBPE.of(tokenizer.backend) if adds_nothing else None
-        self._lock = threading.Lock()  # the kept words are one dict
+        self._lock = threading.Lock()  # threads share the dict of cached words
 
     def __call__(self, documents: Sequence[Sequence[str]]) -> tuple[NDArray[np.uint32], Int64]:
-        """Ids end to end ``[tokens]``, and how many each document has ``[documents]``."""
+        """Return concatenated ids ``[tokens]``, and the number of ids of each document ``[documents]``."""
         pieces = list(chain.from_iterable(documents))
         sizes = np.array([len(document) for document in documents])
         last = np.cumsum(sizes) - 1
@@ -176,7 +175,7 @@ class DocumentEncoder:
 
 
 def check_ids(name: str, largest: int, tokenizer: TextTokenizer, vocab_size: int) -> None:
-    """Every id must be a row of the embedding. Raises InputError: the `largest` is not."""
+    """Raise InputError if the `largest` id is not a row of the embedding."""
     if largest >= vocab_size:
         raise InputError(
             f"{name}: token {largest} is not below model.model_config.vocab_size = {vocab_size}; "
@@ -185,15 +184,16 @@ def check_ids(name: str, largest: int, tokenizer: TextTokenizer, vocab_size: int
 
 
 def all_documents(texts: StreamableDocuments) -> Iterator[DocumentChunk]:
-    """Every piece of a stream, in the order of its files."""
+    """Yield every piece of a stream, in the order of its files."""
     return chain.from_iterable(texts.chunks_from(part, 0) for part in range(texts.parts))
 
 
 def first_held_out(
     texts: StreamableDocuments, encode: DocumentEncoder, val_fraction: float, tokens: int
 ) -> SplitTokens:
-    """The first held-out documents of the stream, in the order of its files, that make so many tokens; all there are if
-    they make fewer.
+    """Return the first held-out documents of the stream, in the order of its files, with at least `tokens` tokens.
+
+    If there are fewer tokens, return all held-out documents.
     """
     found: list[NDArray[np.uint32]] = []
     size = 0
@@ -219,8 +219,10 @@ def first_held_out(
 def cached_first_held_out(
     texts: StreamableDocuments, encode: DocumentEncoder, val_fraction: float, tokens: int, report: Report
 ) -> SplitTokens:
-    """`first_held_out`, kept in the token cache: of the ranks that share one, one reads the start of the stream while
-    the others wait, and a resumed run reads nothing. Files that have just changed are read by every rank.
+    """Return `first_held_out` from the token cache.
+
+    One of the ranks that share a cache reads the start of the stream while the others wait, and a resumed run reads
+    nothing. Files that have just changed are read by every rank.
     """
     signature = texts.signature()
     if signature is None:
@@ -249,7 +251,7 @@ def open_stream(
 ) -> Stream:
     """Open a stream. Held-out documents are read only for the first stage of a run that validates.
 
-    Raises InputError: more reader shards than files; how much validation reads is not set.
+    Raises InputError if there are more reader shards than files, or the number of validation samples is not set.
     """
     run, length = opening.run, opening.sequence_length
     stream = opening.opened

@@ -1,9 +1,9 @@
-"""Text that this run tokenizes: once, into the cache (here), or while it is read (`stream.py`).
+"""Text that the run tokenizes once, into the cache (this file), or while reading (`stream.py`).
 
     text_files: {a: 3, b: 1}  ─▶  TextDataset a, TextDataset b  ─open─▶  CachedText: windows of the cached tokens, or,
                                                                         with `packing: best_fit`, rows of documents
 
-Prompts and answers are text, too: only answers carry a loss, and documents are masked from each other.
+Prompts and answers are text, too: only answers have a loss, and documents are masked from each other.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ NOT_DATA = {
     "dataset_overwrite_cache",
     "on_bad_document",
 }
-"""Keys that change neither the samples of a source nor their order (of a run that ended with an error, none were)."""
+"""Keys that change neither the samples of a source nor their order, or only make the run end with an error."""
 
 
 # ---- from the config ---------------------------------------------------------------------------------------
 
 
 def specs(section: TextSection) -> list[tuple[float | str, TextDataset]]:
-    """The sources of a dataset of text: one, or one for each path of a map path → share."""
+    """Return the sources of a dataset of text: one, or one for each path of a map path → share."""
     if isinstance(section, TextFiles) and isinstance(section.text_files, dict):
         paths = section.text_files.items()
         return [(share, TextDataset(section.model_copy(update={"text_files": path}))) for path, share in paths]
@@ -59,13 +59,13 @@ def specs(section: TextSection) -> list[tuple[float | str, TextDataset]]:
 
 @dataclass(frozen=True)
 class TextDataset(TextSpec):
-    """A source of text, as its section describes it."""
+    """A source of text as described by its section."""
 
     section: TextSection
 
     @property
     def has_answers(self) -> bool:
-        """Whether these are prompts and answers."""
+        """Whether the documents are prompts and answers."""
         return isinstance(self.section, SFTDataset | SFTFiles)
 
     @property
@@ -75,7 +75,7 @@ class TextDataset(TextSpec):
 
     @property
     def title(self) -> str:
-        """The corpus, paths, or names on the hub."""
+        """The corpus, the paths, or the names on the hub."""
         if isinstance(self.section, EmbeddedCorpus):
             return self.section.corpus
         if isinstance(self.section, TextFiles | SFTFiles):
@@ -84,7 +84,7 @@ class TextDataset(TextSpec):
         return names if isinstance(names, str) else "+".join(names)
 
     def identity(self) -> dict[str, object]:
-        """All keys that change the samples; paths are the same however they are written."""
+        """Return all keys that change the samples, with normalized paths."""
         found: dict[str, object] = {key: value for key, value in self.section if key not in NOT_DATA}
         if isinstance(self.section, TextFiles | SFTFiles):
             places = [one_spelling(path) for path in _paths(self.section)]
@@ -92,20 +92,19 @@ class TextDataset(TextSpec):
         return found
 
     def paths(self) -> tuple[str, Sequence[str]]:
-        """The paths of `text_files`."""
+        """Return the paths of `text_files`."""
         return "dataset.text_files", _paths(self.section) if isinstance(self.section, TextFiles | SFTFiles) else ()
 
     def check_files(self) -> None:
-        """List them. Error (InputError): a folder holds no text."""
+        """List the files. Raises InputError if a folder holds no text."""
         key, paths = self.paths()
         for path in paths:
             find_files(path, key)
 
     def documents(self, remote: RemoteData | None = None, tokenizer: TextTokenizer | None = None) -> DocumentSource:
-        """The documents. Prompts and answers are examples (text/sft.py); how conversations are written, the
-        `tokenizer` says.
+        """Return the documents. Prompts and answers are examples (text/sft.py); the `tokenizer` renders conversations.
 
-        Raises InputError: missing, not readable, hub unreachable.
+        Raises InputError if the data are missing or unreadable, or the hub is unreachable.
         """
         section = self.section
         if not isinstance(section, SFTDataset | SFTFiles):
@@ -134,26 +133,26 @@ class TextDataset(TextSpec):
         which = (section.hf_dataset_or_datasets, section.hf_dataset_splits, section.hf_dataset_config_name)
         return HubDocuments(*which, column, hook, self.is_stream, skip_bad, advice)
 
-    # ---- held out, or not ----
+    # ---- held-out documents ----
 
     def content_key(self, run: RunSettings) -> tuple[str, str]:
-        """By content, or by names, sizes and times of a stream's files."""
+        """Return the title and a key of the content, or for a stream of its files' names, sizes and times."""
         texts = self.documents(run.config.remote_data)
         if self.is_stream:
             return texts.name, cast(StreamableDocuments, texts).fingerprint(times=True)
         return texts.name, content_hash(texts)
 
     def training_texts(self, run: RunSettings) -> Iterator[str]:
-        """The documents that are not held out."""
+        """Yield the documents that are not held out."""
         texts = self.documents(run.config.remote_data)
-        if self.is_stream:  # as far as it is read, not all of it twice
+        if self.is_stream:  # read lazily, so that not all of it is read twice
             pieces, limit = all_documents(cast(StreamableDocuments, texts)), threshold_of_fraction(run.val_fraction)
         else:
             pieces, limit = texts.documents(), hash_threshold(texts.documents(), run.val_fraction)
         return (piece.text for piece in pieces if not is_held_out(piece.text, limit))
 
     def reserved_hash(self, run: RunSettings) -> int | None:
-        """Hash of the document with the smallest one, where no other is held out."""
+        """Return the smallest hash of a document if no other document is held out, else None."""
         if self.is_stream:
             return None
         return chosen_hash(self.documents(run.config.remote_data, run.tokenizer), run.val_fraction)
@@ -161,7 +160,7 @@ class TextDataset(TextSpec):
     # ---- opening ----
 
     def open(self, opening: Opening) -> TokenSource:
-        """Tokenize the text, or map what an earlier run has tokenized; a stream is only begun."""
+        """Tokenize the text, or map the tokens of an earlier run; a stream is only opened."""
         run, section = opening.run, self.section
         texts = self.documents(run.config.remote_data, run.tokenizer)
         if run.tokenizer is None:
@@ -174,7 +173,7 @@ class TextDataset(TextSpec):
             streamed.tell = None if isinstance(section, EmbeddedCorpus) else run.report
             return open_stream(streamed, run.tokenizer, rules, section.streaming, opening)
         chosen = opening.reserved - {chosen_hash(texts, run.val_fraction)} if opening.reserved else frozenset()
-        how = (1, False)  # processes, and whether what is cached is made again
+        how = (1, False)  # number of processes, and whether to overwrite the cache
         if isinstance(section, HubSection):
             how = section.dataset_processing_num_proc_per_process, section.dataset_overwrite_cache
         cache = open_tokens(texts, run.tokenizer, rules, run.val_fraction, *how, run.report, run.stop, chosen)
@@ -183,7 +182,7 @@ class TextDataset(TextSpec):
         train: TokenSource = TokenFolder(texts.name, [cache.train], length, run.vocab_size, watched=False)
         held_out: TokenSource = HeldOutWindows(texts.name, cache.validation, length)
         if section.packing == "best_fit":
-            # The rest of an example that is cut has lost its prompt: it is left out.
+            # The rest of an example that is cut has no prompt, so it is left out.
             pack = partial(PackedRows, texts.name, sequence_length=length, padding=run.padding, report=run.report)
             train = pack(parts=[cache.train], keep_rest=not self.has_answers)
             held_out = pack(parts=[cache.validation], keep_rest=False) if self.has_answers else held_out
@@ -198,7 +197,7 @@ def _paths(section: TextFiles | SFTFiles) -> list[str]:
 
 
 class CachedText(SampleRange):
-    """Tokenized documents of the cache, held out by the hash of their text; prompts and answers are masked."""
+    """Tokenized documents of the cache, split by the hash of their text; prompts and answers are masked."""
 
     def __init__(self, train: TokenSource, held_out: TokenSource, cache: TokenCache, masks_documents: bool) -> None:
         super().__init__(train, 0, len(train), held_out)
@@ -209,11 +208,11 @@ class CachedText(SampleRange):
 
     @property
     def fingerprint(self) -> str:
-        """The content of the texts, and whether they are packed."""
+        """Return a key of the content of the texts and of their packing."""
         return f"{self.cache.content} best_fit" if isinstance(self.whole, PackedRows) else self.cache.content
 
     def describe(self) -> str:
-        """Documents, tokens, bytes and samples of both sides."""
+        """Return documents, tokens, bytes and samples of both splits, for the console."""
         train, held, skipped = self.cache.train, self.cache.validation, self.cache.skipped
         packing = f"; {self.whole.describe()}" if isinstance(self.whole, PackedRows) else ""
         noun, reason = ("document", "as not readable") if train.loss is None else ("row", "without an answer")
@@ -228,7 +227,7 @@ class CachedText(SampleRange):
         )
 
     def found(self) -> str:
-        """Tokens and documents to train on."""
+        """Return the tokens and documents of the training split, for errors."""
         held = len(self.cache.validation.ends)
         rest = f" (and {counted(held, 'document')} held out by tokens.val_fraction)" if held else ""
         return f"{len(self.cache.train.tokens):,} in {counted(len(self.cache.train.ends), 'document')}{rest}"

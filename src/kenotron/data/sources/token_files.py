@@ -1,10 +1,10 @@
-"""Tokenized files: nanotron's Nanoset keys, `tokens`, and a mix file, as sources that read folders of files.
+"""Sources that read folders of tokenized files: nanotron's Nanoset keys, `tokens`, and mix files.
 
     dataset_folder: [a, b]               ┐
     dataset_folder: {a: 3, b: 1}         ├─▶ specs ─▶ [(share, TokenPath), …] ─open─▶ TokenFiles
     tokens: mix.json    {"a": 3, "b": 1} ┘
 
-Of the windows of a folder (`token_folder.py`) the last `tokens.val_fraction` are held out.
+The last `tokens.val_fraction` of the windows of a folder (`token_folder.py`) are held out.
 """
 
 import json
@@ -36,7 +36,7 @@ from kenotron.text.tokenizer import TextTokenizer
 
 @dataclass(frozen=True)
 class TokenPath(SourceSpec):
-    """One path of `dataset_folder` or `tokens` (`key` says which), with what is asked of it."""
+    """One path of `dataset_folder` or `tokens` (`key`), with its settings."""
 
     key: str
     path: str
@@ -57,7 +57,7 @@ class TokenPath(SourceSpec):
         return self.path
 
     def identity(self) -> dict[str, object]:
-        """The path, however it is written, and how it is read."""
+        """Return the normalized path and how it is read."""
         return {
             "path": one_spelling(self.path),
             "dtype": self.dtype,
@@ -67,11 +67,11 @@ class TokenPath(SourceSpec):
         }
 
     def paths(self) -> tuple[str, Sequence[str]]:
-        """The path, under its key."""
+        """Return the key and the path."""
         return self.key, [self.path]
 
     def check_files(self) -> None:
-        """Open the files. Error (InputError): one is damaged or missing."""
+        """Open the files. Raises InputError if one is damaged or missing."""
         open_token_files(self.path, self.key, self.dtype)
 
     def open(self, opening: Opening) -> TokenSource:
@@ -83,7 +83,7 @@ class TokenPath(SourceSpec):
 
 
 def specs(section: TokenFilesDataset) -> list[tuple[float | str, TokenPath]]:
-    """The sources of the key `tokens`. Raises InputError: a mix file that cannot be read."""
+    """Return the sources of the key `tokens`. Raises InputError if a mix file cannot be read."""
     paths = section.tokens
     if isinstance(paths, str) and paths.endswith(".json"):
         paths = read_mix(as_path(paths))
@@ -96,7 +96,7 @@ def specs(section: TokenFilesDataset) -> list[tuple[float | str, TokenPath]]:
 
 
 def nanoset_specs(section: NanosetDataset) -> list[tuple[float | str, TokenPath]]:
-    """The sources of the key `dataset_folder`."""
+    """Return the sources of the key `dataset_folder`."""
     nothing = [None] * len(section.folders)
     copies = nothing if section.dataset_read_path is None else as_list(section.dataset_read_path)
     lists = (section.folders, section.dataset_weights or nothing, copies, section.dataset_max_tokens or nothing)
@@ -120,7 +120,7 @@ def nanoset_specs(section: NanosetDataset) -> list[tuple[float | str, TokenPath]
 
 
 def _with_shares(found: Sequence[tuple[float | None, TokenPath]]) -> list[tuple[float | str, TokenPath]]:
-    """Paths without a share have as much as they have samples."""
+    """Give paths without a share a share by their number of samples."""
     unknown: float | str = "tokens" if len(found) > 1 else 1.0
     return [(unknown if share is None else share, path) for share, path in found]
 
@@ -129,7 +129,7 @@ MIX = TypeAdapter(Annotated[dict[str, Annotated[float, Field(gt=0, allow_inf_nan
 
 
 def read_mix(file: AnyPath) -> dict[str, float]:
-    """A mix ``{path: weight}`` from a JSON file; its relative paths are relative to the file's folder."""
+    """Read a mix ``{path: weight}`` from a JSON file; paths may be relative to the file's folder."""
     try:
         text = file.read_text(encoding="utf-8")
         MIX.validate_json(text, strict=True)
@@ -145,7 +145,9 @@ def read_mix(file: AnyPath) -> dict[str, float]:
     except UnicodeDecodeError as error:
         raise InputError(f"dataset.tokens: {file} is not UTF-8 at byte {error.start}") from None
     mix: dict[str, float] = {}
-    for path, weight in json.loads(text, object_pairs_hook=list):  # every pair, where a dict would keep the last
+    for path, weight in json.loads(
+        text, object_pairs_hook=list
+    ):  # all pairs: a dict would keep only the last of equal keys
         absolute = path if is_remote(path) else str(file.parent / os.path.expanduser(path))
         if absolute in mix:
             raise InputError(f"dataset.tokens: {file}: {path!r} is there twice; expected each path once")
@@ -157,46 +159,46 @@ def read_mix(file: AnyPath) -> dict[str, float]:
 
 
 class TokenFiles(SampleRange):
-    """What is trained on, windows or rows of complete documents as `wanted` says, and the held-out windows.
+    """The training samples, windows or rows of whole documents as `spec` says, and the held-out windows.
 
-    The held-out part is a range of tokens, whatever a stage's sequence length and packing (`training_ends`). The cap
-    applies to training alone, so that no stage trains on what another validates on.
+    The held-out tokens are the same for every sequence length and packing of a stage (`training_ends`). `max_tokens`
+    applies only to training, so that no stage trains on tokens that another validates on.
     """
 
-    def __init__(self, folder: TokenFolder, wanted: TokenPath, run: RunSettings) -> None:
+    def __init__(self, folder: TokenFolder, spec: TokenPath, run: RunSettings) -> None:
         length, files = folder.sequence_length, folder.token_files
         self.folder, self._ends = folder, training_ends(folder, run.first_sequence_length, run.val_fraction)
         border = sum(count_windows(end, file.format, length) for file, end in zip(files, self._ends))
         held_out = SampleRange(folder, border, len(folder))
         whole: TokenFolder | PackedRows = folder
-        if wanted.packing == "best_fit":
+        if spec.packing == "best_fit":
             parts = [_documents_before(file, end) for file, end in zip(files, self._ends)]
             whole = PackedRows(folder.name, parts, length, run.padding, run.report, folder.check)
             border = len(whole)
-        if wanted.max_tokens is not None:
+        if spec.max_tokens is not None:
             formats = ["datatrove"] if isinstance(whole, PackedRows) else [file.format for file in files]
-            border = min(border, max(count_windows(wanted.max_tokens, each, length) for each in formats))
+            border = min(border, max(count_windows(spec.max_tokens, each, length) for each in formats))
         super().__init__(whole, 0, border, held_out)
         self.is_remote = folder.is_remote
         self.size_in_bytes = sum(file.tokens.nbytes for file in files)
 
     @property
     def fingerprint(self) -> str:
-        """The folder's, and whether it is packed."""
+        """Return a key of the folder and of its packing."""
         return f"{self.folder.fingerprint} best_fit" if isinstance(self.whole, PackedRows) else self.folder.fingerprint
 
     def training_ends(self) -> Sequence[tuple[str, str, int]]:
-        """For every file its real path, its name, and the tokens before the held-out ones."""
+        """Return (real path, name, number of training tokens) of every file."""
         return [(_real(file), str(file.path), end) for file, end in zip(self.folder.token_files, self._ends)]
 
     def describe(self) -> str:
-        """Documents, tokens and samples."""
+        """Return documents, tokens and samples, for the console."""
         packing = f"; {self.whole.describe()}" if isinstance(self.whole, PackedRows) else ""
         samples = f"{counted(len(self), 'sample')}, {len(self.held_out):,} held out{packing}"
         return f"{self.name}: {self.folder.describe()}, {samples}"
 
     def found(self) -> str:
-        """Documents and tokens."""
+        """Return documents and tokens, for errors."""
         held = len(self.held_out)
         return self.folder.describe() + (f" (and {counted(held, 'sample')} held out)" if held else "")
 
@@ -206,47 +208,45 @@ def _real(file: TokenFile) -> str:
 
 
 def open_folder(
-    wanted: TokenPath, sequence_length: int, vocab_size: int, seed: int, remote: RemoteData | None = None
+    spec: TokenPath, sequence_length: int, vocab_size: int, seed: int, remote: RemoteData | None = None
 ) -> TokenFolder:
-    """The samples of one path; `seed` is for `shuffle_files`, `vocab_size` the model's, `remote` for other machines.
+    """Open one path; `seed` is for `shuffle_files`, `vocab_size` is the model's, `remote` for remote files.
 
-    Raises InputError: whatever `formats.open_token_files` finds wrong; another format, width or vocabulary than
-    the config names; a local copy of another size.
+    Raises InputError as `formats.open_token_files` does, and if format, width or vocabulary are not the config's, or a
+    local copy has another size.
     """
-    root = as_path(wanted.path, remote)
-    files = open_token_files(root, wanted.key, wanted.dtype)
-    if wanted.key == "dataset.dataset_folder":
+    root = as_path(spec.path, remote)
+    files = open_token_files(root, spec.key, spec.dtype)
+    if spec.key == "dataset.dataset_folder":
         for file in files:
             if file.format != "datatrove":
                 raise InputError(
-                    f"{wanted.key}: expected .ds files, found {file.path} ({file.format}); "
+                    f"{spec.key}: expected .ds files, found {file.path} ({file.format}); "
                     f"other formats are read by the key 'tokens'"
                 )
-    if wanted.vocab_size is not None and wanted.vocab_size > vocab_size:
-        raise InputError(
-            f"dataset.vocab_size: {wanted.vocab_size} is above model.model_config.vocab_size = {vocab_size}"
-        )
-    for file in files if wanted.dtype is None and vocab_size > 1 << 16 else ():
-        if file.format == "datatrove" and file.ends is None and file.tokenizer is None:  # read as two bytes a token
+    if spec.vocab_size is not None and spec.vocab_size > vocab_size:
+        raise InputError(f"dataset.vocab_size: {spec.vocab_size} is above model.model_config.vocab_size = {vocab_size}")
+    for file in files if spec.dtype is None and vocab_size > 1 << 16 else ():
+        if file.format == "datatrove" and file.ends is None and file.tokenizer is None:  # read as two bytes per token
             raise InputError(
                 f"{file.path}: nothing says whether a token has 2 or 4 bytes, and it may well be 4: give "
                 f"dataset.token_size_in_bytes (or token_dtype beside 'tokens')"
             )
-    if wanted.read_path is not None:
-        if is_remote(wanted.read_path):
-            raise InputError(f"dataset.dataset_read_path: expected a folder on this machine, found {wanted.read_path}")
+    if spec.read_path is not None:
+        if is_remote(spec.read_path):
+            raise InputError(f"dataset.dataset_read_path: expected a folder on this machine, found {spec.read_path}")
         is_folder = root.is_dir()
-        files = [_local_copy(file, root if is_folder else root.parent, Path(wanted.read_path)) for file in files]
-    if wanted.shuffle_files:
+        files = [_local_copy(file, root if is_folder else root.parent, Path(spec.read_path)) for file in files]
+    if spec.shuffle_files:
         keys = np.full(len(files), derive_key("files", seed), dtype=np.uint64)
         files = [files[i] for i in permute(np.arange(len(files)), len(files), keys)]
     return TokenFolder(
-        wanted.path, files, sequence_length, min(vocab_size, wanted.vocab_size or vocab_size), wanted.return_positions
+        spec.path, files, sequence_length, min(vocab_size, spec.vocab_size or vocab_size), spec.return_positions
     )
 
 
 def _local_copy(file: TokenFile, folder: Any, copies: Path) -> TokenFile:
-    """`file` of `folder`, with its tokens read from the copy of it in `copies`, where there is one."""
+    """Return `file` of `folder`, with its tokens read from the copy in `copies` if there is one."""
     copy = copies / file.path.relative_to(folder)
     if not copy.is_file():
         return file
@@ -259,9 +259,9 @@ def _local_copy(file: TokenFile, folder: Any, copies: Path) -> TokenFile:
 
 
 def training_ends(folder: TokenFolder, length: int, val_fraction: float) -> list[int]:
-    """For each file the tokens before the held-out part, the last `tokens.val_fraction` of the windows of all files.
+    """Return each file's number of tokens before the held-out ones, the last `val_fraction` of all files' windows.
 
-    They are windows of the first stage's `length`, from which every validation reads.
+    They are counted in windows of the first stage's `length`, which every validation reads.
     """
     counts = [count_windows(len(file.tokens), file.format, length) for file in folder.token_files]
     left = sum(counts) - held_out_samples(sum(counts), val_fraction)
@@ -275,7 +275,7 @@ def training_ends(folder: TokenFolder, length: int, val_fraction: float) -> list
 
 
 def _documents_before(file: TokenFile, end: int) -> TokenFile:
-    """A file with its documents up to the token `end` and no others; one that continues after it is cut there."""
+    """Return the file with only its documents up to the token `end`, where the last one may be cut."""
     if file.ends is None or end == len(file.tokens):
         return file
     whole = file.ends[: np.searchsorted(file.ends, np.uint64(end), side="right")]
@@ -283,21 +283,21 @@ def _documents_before(file: TokenFile, end: int) -> TokenFile:
     return replace(file, ends=np.append(whole, np.uint64(end)) if is_cut else whole)
 
 
-def check_fit(folder: TokenFolder, wanted: TokenPath, run: RunSettings) -> None:
-    """Warn, in one line each, of other names of tokenizers, and of documents to be masked whose ends are unknown.
+def check_fit(folder: TokenFolder, spec: TokenPath, run: RunSettings) -> None:
+    """Warn, in one line each, if a tokenizer has another name, or documents to be masked have unknown ends.
 
-    Raises InputError: tokens too narrow for the run's tokenizer; a manifest beside them with another one's hash.
+    Raises InputError if ids are too narrow for the run's tokenizer, or a manifest has another tokenizer's hash.
     """
     files, tokenizer = folder.token_files, run.tokenizer
     if tokenizer is not None:
         _check_manifests(folder, tokenizer)
-    copies = wanted.read_path and Path(wanted.read_path).expanduser()
+    copies = spec.read_path and Path(spec.read_path).expanduser()
     if copies and not any(Path(str(file.path)).is_relative_to(copies) for file in files):
         run.report(
             f"warning: {copies} (dataset_read_path) has none of the files of {folder.name}: the originals are read"
         )
     unknown = [str(file.path) for file in files if file.ends is None]
-    if run.config.model.document_masking and wanted.return_positions and unknown:
+    if run.config.model.document_masking and spec.return_positions and unknown:
         run.report(
             f"warning: {first_of(unknown)} does not have the ends of documents: under model.document_masking each of "
             "its sequences counts as one document"
@@ -309,8 +309,8 @@ def check_fit(folder: TokenFolder, wanted: TokenPath, run: RunSettings) -> None:
                 f"{file.path}: tokens of {file.tokens.itemsize} bytes are not those of the run's tokenizer "
                 f"{tokenizer.name}, which has {tokenizer.vocab_size:,} entries"
             )
-    expected = run.config.tokenizer.tokenizer_name_or_path or wanted.tokenizer_name
-    made_with = dict.fromkeys([*(file.tokenizer for file in files), wanted.tokenizer_name])
+    expected = run.config.tokenizer.tokenizer_name_or_path or spec.tokenizer_name
+    made_with = dict.fromkeys([*(file.tokenizer for file in files), spec.tokenizer_name])
     for name in filter(None, made_with):
         if expected is not None and _short(name) != _short(expected):
             run.report(
@@ -319,7 +319,7 @@ def check_fit(folder: TokenFolder, wanted: TokenPath, run: RunSettings) -> None:
 
 
 def _check_manifests(folder: TokenFolder, run: TextTokenizer) -> None:
-    """Error (InputError): a manifest of `kenotron data` beside the files has the hash of another tokenizer."""
+    """Raise InputError if a manifest of `kenotron data` beside the files has the hash of another tokenizer."""
     for place, made in manifests_beside(folder.token_files):
         found = made.get("tokenizer_hash")
         if found not in (None, run.hash):
@@ -331,6 +331,6 @@ def _check_manifests(folder: TokenFolder, run: TextTokenizer) -> None:
 
 
 def _short(name: str) -> str:
-    """A tokenizer's name without the folder that it is in."""
+    """Return a tokenizer's name without its folder."""
     path = Path(name)
     return (path.parent if path.name == "tokenizer.json" else path).name

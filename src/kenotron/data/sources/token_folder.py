@@ -1,14 +1,14 @@
-"""Tokenized files as a source of samples: nothing is copied, nothing is indexed, any sample is one slice of a file.
+"""Tokenized files as a source of samples, without a copy or an index: a sample is a slice of a file.
 
-With `sequence_length` = 4, `.ds` files hold windows of 5 tokens side by side, as nanotron and datatrove cut them; in
-every other format the next window starts at the last token of the one before, so that no token is lost:
+With `sequence_length` = 4, `.ds` files have consecutive windows of 5 tokens, as in nanotron and datatrove; in all other
+formats the next window starts at the last token of the previous one, so that no token is lost:
 
     a.ds    |0 1 2 3 4|5 6 7 8 9|10 11       samples 0, 1; two tokens left out
     b.npy   |0 1 2 3 (4) 5 6 7 (8)| 9 10     samples 2, 3; two tokens left out
-                                    └─ of the folder's samples the last `tokens.val_fraction` are held out
+                                    └─ the last `tokens.val_fraction` of the folder's samples are held out
 
-A sample's file is found by bisection in the cumulative numbers of windows, so opening costs one look at each file,
-however long it is. Tokens are checked when they are read: an id that the model has no row for is never fed.
+A sample's file is found by bisection in the cumulative numbers of windows, so the cost of opening does not depend on
+the files' lengths. Tokens are checked when they are read, so no id without a row in the embedding reaches the model.
 """
 
 import hashlib
@@ -32,17 +32,17 @@ from kenotron.storage.arrays import fetch_ahead, read_rows
 from kenotron.storage.paths import AnyPath, RemoteArray
 
 HASHED = 64 * 1024
-"""Bytes of a file's head, and of its tail, that its fingerprint is made of."""
+"""Bytes of a file's head and of its tail that its fingerprint includes."""
 
 CHECK_EVERY = 0.01
-"""Seconds for which a file that was looked at counts as unchanged: less than a step, more than many reads."""
+"""Seconds for which a checked file counts as unchanged: less than a step, more than many reads."""
 
 
 class TokenFolder(TokenSource):
-    """Samples of tokenized files, end to end.
+    """Samples of tokenized files, one file after the other.
 
-    The documents of a token are known if there are `boundaries`. A file that changes under a run is an error, unless it
-    is not `watched`: what the token cache holds under a name never changes.
+    With `boundaries`, samples have document numbers. A file that changes during a run is an error if it is `watched`;
+    files of the token cache never change.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class TokenFolder(TokenSource):
         counts = [count_windows(len(file.tokens), file.format, sequence_length) for file in self.token_files]
         self.first = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
         types = {file.tokens.dtype for file in self.token_files}
-        # The narrower, the less memory moves; in this machine's order of bytes, which a `.npy` need not have.
+        # A narrow type moves less memory; the byte order is this machine's, which a `.npy` may not have.
         self.dtype = types.pop().newbyteorder("=") if len(types) == 1 else np.dtype(np.int64)
         self._states = [
             {path: _state(path) for path in (file.path, file.index_path, file.loss_path) if path is not None}
@@ -76,13 +76,13 @@ class TokenFolder(TokenSource):
         return int(self.first[-1])
 
     def locate(self, indices: Int64) -> Origin:
-        """The file and the window of each sample, by bisection."""
+        """Return the file and the window of each sample, found by bisection."""
         file = np.searchsorted(self.first, indices, side="right") - 1
         window = indices - self.first[file]
         return Origin(self.files, file, window * self.steps[file], self.sequence_length + 1, window=window)
 
     def read(self, indices: Int64, document_ids: bool = True) -> Samples:
-        """The windows `indices` ``[n]``, with every id checked."""
+        """Return the windows `indices` ``[n]``, with every id checked."""
         origin = self.locate(indices)
         rows = np.empty((len(indices), self.sequence_length + 1), dtype=self.dtype)
         numbers = origin.file.tolist()
@@ -93,8 +93,8 @@ class TokenFolder(TokenSource):
         return Samples(rows, self._documents(origin) if document_ids else None, self._loss_mask(origin), origin)
 
     def check(self, number: int, start: int, ids: NDArray[np.integer]) -> None:
-        """Raises InputError: file `number` has changed; one of `ids`, its tokens from `start` on, is too large; its
-        loss mask does not hold booleans there."""
+        """Raise InputError if file `number` has changed, one of `ids`, its tokens from `start` on, is too large, or its
+        loss mask has values other than booleans there."""
         self._check_unchanged(number)
         checked_loss(self.token_files[number], start, start + len(ids))
         self._check_ids(ids[None], [number], np.array([start]))
@@ -129,7 +129,7 @@ class TokenFolder(TokenSource):
 
     @cached_property
     def fingerprint(self) -> str:  # type: ignore[override]
-        """A key that changes with the data: names, sizes, types and tokenizers of the files, their heads and tails."""
+        """Return a key of the files' names, sizes, types, tokenizers, heads and tails."""
         digest = hashlib.blake2b(digest_size=16)
         for file in self.token_files:
             digest.update(repr((file.path.name, file.format, str(file.tokens.dtype), file.tokenizer)).encode())
@@ -141,7 +141,7 @@ class TokenFolder(TokenSource):
         return digest.hexdigest()
 
     def describe(self) -> str:
-        """Files, documents and tokens, for the console."""
+        """Return files, documents and tokens, for the console."""
         count = sum(len(file.tokens) for file in self.token_files)
         tokens = f"{count:,} tokens in {counted(len(self.token_files), 'file')}"
         if any(file.ends is None for file in self.token_files):
@@ -158,7 +158,7 @@ class TokenFolder(TokenSource):
                 raise InputError(f"{path}: the file has changed or vanished since the run opened it")
 
     def _check_ids(self, rows: NDArray[np.integer], numbers: list[int], starts: Int64) -> None:
-        unsigned = rows.view(f"u{rows.itemsize}")  # a negative id is a large one there
+        unsigned = rows.view(f"u{rows.itemsize}")  # a negative id becomes a large one
         if not rows.size or unsigned.max() < self.vocab_size:
             return
         row, column = (int(each[0]) for each in np.nonzero(unsigned >= self.vocab_size))
@@ -170,7 +170,7 @@ class TokenFolder(TokenSource):
 
 
 def fetch_origin(files: Sequence[TokenFile], origin: Origin) -> list[Future[bytes]]:
-    """Start downloading the tokens of `origin`, and their loss masks, from those of its `files` on other machines."""
+    """Start downloading the tokens of `origin`, and their loss masks, from remote `files`."""
     read = [files[number] for number in origin.file.tolist()]
     arrays = [file.tokens for file in read] + [file.loss for file in read]
     lengths = np.broadcast_to(origin.length, len(read)).tolist()
@@ -178,18 +178,18 @@ def fetch_origin(files: Sequence[TokenFile], origin: Origin) -> list[Future[byte
 
 
 def window_step(format: str, sequence_length: int) -> int:
-    """Tokens between the starts of two windows."""
+    """Return the number of tokens between the starts of two windows."""
     return sequence_length + 1 if format == "datatrove" else sequence_length
 
 
 def count_windows(tokens: int, format: str, sequence_length: int) -> int:
-    """Whole windows of ``sequence_length + 1`` in so many tokens."""
+    """Return the number of whole windows of ``sequence_length + 1`` in `tokens` tokens."""
     return max(0, (tokens - sequence_length - 1) // window_step(format, sequence_length) + 1)
 
 
 def _state(path: AnyPath) -> tuple[int, int] | None:
     if not isinstance(path, Path):
-        return None  # every read of another machine looks at the file's version itself
+        return None  # every remote read checks the file's version itself
     try:
         found = os.stat(path)
     except OSError:

@@ -1,9 +1,9 @@
-"""`{source: package.module.make}`: a token source of the user's own, by dotted path or entry point.
+"""`{source: package.module.make}` names a user's own token source, by dotted path or entry point.
 
-What the class or function returns is one of
+The class or function returns one of
 
-    a `TokenSource`                                         read as it is; it may hold out samples of its own
-    `__len__` and `samples(indices)`, with `documents` and `loss` where it has them
+    a `TokenSource`                                         used unchanged; it may hold out its own samples
+    `__len__` and `samples(indices)`, optionally `documents` and `loss`
     `__len__` and `__getitem__`: `sequence_length + 1` ids (list, array, tensor), or a dict with `input_ids`
 """
 
@@ -32,11 +32,11 @@ class UserSpec(SourceSpec):
 
     @property
     def title(self) -> str:
-        """The dotted path, or registered name."""
+        """The dotted path or registered name."""
         return self.section.source
 
     def identity(self) -> dict[str, object]:
-        """The path and its keyword arguments."""
+        """Return the path and its keyword arguments."""
         return {"source": self.section.source, "kwargs": self.section.kwargs}
 
     def open(self, opening: Opening) -> TokenSource:
@@ -53,30 +53,30 @@ class UserSpec(SourceSpec):
 
 
 class UserRange(SampleRange):
-    """Samples of a user's source, which says of itself what it measures, and what the console shows."""
+    """Samples of a user's source, which may override `measure` and `describe`."""
 
     def __init__(self, whole: TokenSource, start: int, stop: int, held_out: TokenSource | None = None) -> None:
         super().__init__(whole, start, stop, held_out)
         self.bytes_per_token = whole.bytes_per_token
 
     def measure(self, unit: str) -> int:
-        """The measure of the complete source where it has its own rule; samples are counted without those held out."""
+        """Return the complete source's own measure, if it has one; else count the samples that are not held out."""
         own = type(self.whole).measure is not TokenSource.measure
         return self.whole.measure(unit) if own else super().measure(unit)
 
     def describe(self) -> str:
-        """The line of the complete source, where it has its own."""
+        """Return the complete source's own line, if it has one."""
         own = type(self.whole).describe is not TokenSource.describe
         return self.whole.describe() if own else super().describe()
 
 
 def specs(section: CustomSource) -> list[tuple[float | str, SourceSpec]]:
-    """The one source of such a dataset."""
+    """Return the single source of such a dataset."""
     return [(1.0, UserSpec(section))]
 
 
 class UserSource(TokenSource):
-    """An object with `samples` or `__getitem__` as a `TokenSource`; shapes, types and ids are checked in every batch.
+    """Wraps an object with `samples` or `__getitem__` as a `TokenSource`; checks shapes, types and ids of every batch.
 
     `name` is its dotted path, `key` the config's key for errors.
     """
@@ -97,7 +97,7 @@ class UserSource(TokenSource):
             return len(self.items)
 
     def read(self, indices: Int64, document_ids: bool = True) -> Samples:
-        """The samples `indices` ``[n]``, checked."""
+        """Return the samples `indices` ``[n]``, after checking them."""
         rows = self._rows(indices)
         documents = None
         if document_ids:
@@ -124,7 +124,7 @@ class UserSource(TokenSource):
         return np.stack(rows)
 
     def _beside(self, method: str, indices: Int64, kinds: str, expected: str) -> NDArray[Any] | None:
-        """What the source says of the tokens of samples, a value of numpy's `kinds` for each; None: no such method."""
+        """Return the result of the source's `method`, a value of numpy's `kinds` per token; None without the method."""
         known = self._method(method)
         if known is None:
             return None
@@ -163,10 +163,9 @@ class UserSource(TokenSource):
 
 
 def user_object(path: str, kwargs: dict[str, object], sequence_length: int, seed: int) -> Any:
-    """What the class or function at `path` (dotted, or an entry point) returns, called with `sequence_length`, `seed`
-    and the config's `kwargs`.
+    """Call the class or function at `path` (dotted, or an entry point) with `sequence_length`, `seed` and `kwargs`.
 
-    Raises InputError for an unknown name, and what the call raises.
+    Raises InputError for an unknown name, and for exceptions of the call.
     """
     factory = import_registered(path, "dataset.source", DATASETS)
     if not callable(factory):
@@ -179,7 +178,7 @@ def user_object(path: str, kwargs: dict[str, object], sequence_length: int, seed
 
 @contextmanager
 def _named(key: str, call: str) -> Iterator[None]:
-    """What a user's own code raises, as one line that names the call."""
+    """Turn exceptions of a user's code into an InputError of one line that names the call."""
     try:
         yield
     except Exception as error:

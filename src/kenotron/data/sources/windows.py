@@ -1,4 +1,4 @@
-"""What windows of tokens hold, and the windows that hold out whole documents. Nine tokens with windows of 4:
+"""Document numbers of windows, and the windows of held-out documents. Nine tokens with windows of 4:
 
 tokens    7 8 9 2 5 6 3 1 4      ends of documents  4 9
 sample 0  7 8 9 2 5              documents  0 0 0 0 1
@@ -15,7 +15,7 @@ from kenotron.data.source import Samples, TokenSource
 
 
 class HeldOutWindows(TokenSource):
-    """All tokens of a side of the cache in windows; the last is filled up with -1."""
+    """Windows over all tokens of one split of the cache; the last window is padded with -1."""
 
     def __init__(self, name: str, split: SplitTokens, sequence_length: int) -> None:
         self.name, self.split, self.sequence_length = name, split, sequence_length
@@ -25,7 +25,7 @@ class HeldOutWindows(TokenSource):
         return max(0, -(-(len(self.split.tokens) - 1) // self.sequence_length))
 
     def read(self, indices: Int64, document_ids: bool = True) -> Samples:
-        """The windows `indices` ``[n]``, the last one filled up."""
+        """Return the windows `indices` ``[n]``; the last one is padded."""
         starts, size = indices * self.sequence_length, self.sequence_length + 1
         rows = np.full((len(indices), size), PAD, dtype=np.int64)
         mask = None if self.split.loss is None else np.zeros(rows.shape, dtype=np.bool_)
@@ -41,7 +41,7 @@ class HeldOutWindows(TokenSource):
         return Samples(rows, documents, mask)
 
     def at_borders(self, indices: Int64) -> NDArray[np.bool_]:
-        """Whether each token ``[n, S + 1]`` of the windows is the first or the last one of its document."""
+        """Return whether each token ``[n, S + 1]`` of the windows is the first or last token of its document."""
         places = (indices[:, None] * self.sequence_length + np.arange(self.sequence_length + 2)).astype(np.uint64)
         ends = self.split.ends
         begins = np.searchsorted(ends, places, side="right") > np.searchsorted(ends, places, side="left")
@@ -49,11 +49,12 @@ class HeldOutWindows(TokenSource):
 
 
 def document_numbers(ends: NDArray[np.uint64], starts: Int64, size: int, name: str) -> Int64:
-    """Document of every token ``[n, size]`` of the windows that begin at `starts` ``[n]``.
+    """Return the document number of every token ``[n, size]`` of the windows that begin at `starts` ``[n]``.
 
-    `ends` ``[documents]`` are the exclusive ends of the documents. Error (InputError, with `name`): ends not in order.
+    `ends` ``[documents]`` are the exclusive ends of the documents. Raises InputError, with `name`, if they are not
+    sorted.
     """
-    # Document numbers first[i] <= d < last[i] end inside window i; each end raises the number by one from there on.
+    # Documents first[i] <= d < last[i] end inside window i; each end raises the number of all following tokens by one.
     first = np.searchsorted(ends, starts.astype(np.uint64), side="right")
     last = np.searchsorted(ends, (starts + size).astype(np.uint64), side="left")
     inside = np.maximum(last - first, 0)
