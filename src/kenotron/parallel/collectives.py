@@ -1,6 +1,6 @@
-"""Collectives that gradients flow through, each with its conjugate on the way back, visible in the autograd graph.
+"""Collectives as autograd functions; the backward of each is its conjugate collective.
 
-Two ranks; both hold all of the residual stream x (ALL_REDUCE), or half of its tokens each (REDUCE_SCATTER):
+Two ranks both hold all of the residual stream x (ALL_REDUCE), or half of its tokens each (REDUCE_SCATTER):
 
                                    forward                           backward
     `copy_to`         full   → full      nothing                 sum over ranks
@@ -9,20 +9,20 @@ Two ranks; both hold all of the residual stream x (ALL_REDUCE), or half of its t
     `scatter_tokens`  summands → shard   reduce-scatter          all-gather
     `unshard_tokens`  shard  → full      all-gather              keep this rank's tokens
     `unshard_columns` columns → full     all-gather, dim 1       keep this rank's columns
-    `exchange_rows`   rows → rows        all-to-all              the same, the other way
+    `exchange_rows`   rows → rows        all-to-all              the reverse all-to-all
 
-After `gather_tokens` every rank computes something different with all tokens (its columns), and gradients add up; after
-`unshard_tokens` all compute the same. The first two are f and g of Megatron-LM (Shoeybi et al. 2019, arXiv 1909.08053,
-figure 3), the next two g and its conjugate of sequence parallelism (Korthikanti et al. 2022, arXiv 2205.05198, figure
-5); the last serves Ulysses and the experts. A group of None means one rank: nothing to do.
+After `gather_tokens` every rank computes something different with all tokens (its columns), so gradients are summed;
+after `unshard_tokens` all compute the same. The first two are f and g of Megatron-LM (Shoeybi et al. 2019, arXiv
+1909.08053, figure 3), the next two g and its conjugate of sequence parallelism (Korthikanti et al. 2022, arXiv
+2205.05198, figure 5); the last is for Ulysses and experts. A group of None means one rank, with nothing to do.
 
-Below them, `start_sum`, `start_gather` and `start_reduce_scatter` return at once, and `finish` waits for what they
-started: computation between the two overlaps with the communication. They are operators that torch.compile traces
-(``torch.ops._c10d_functional``, which torch's functional collectives are built on), so a compiled block has no
-graph break and the compiler may move the wait.
+The functions `start_sum`, `start_gather` and `start_reduce_scatter` return at once, and `finish` waits for their
+result, so computation between the two overlaps with the communication. They are operators that torch.compile traces
+(``torch.ops._c10d_functional``, which torch's functional collectives are built on), so a compiled block has no graph
+break and the compiler may move the wait.
 
-Between ranks of one machine, on CPUs, `parallel.shared_memory` replaces them. Nothing starts before `finish` then: the
-sum of a gradient, amid backward, would wait for a rank that waits for this one in another group.
+Between ranks of one machine, on CPUs, `parallel.shared_memory` replaces them. Then the work starts only in `finish`:
+otherwise the sum of a gradient during backward could wait for a rank that waits for this one in another group.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,34 +36,34 @@ from torch import Tensor
 from kenotron.config.errors import InputError
 
 Group = dist.ProcessGroup | None
-Started = Callable[[], Tensor]  # what was started: for `finish`
+Started = Callable[[], Tensor]  # waits and returns the result: for `finish`
 OverRanks = Callable[[Tensor, dist.ProcessGroup], Tensor]
 
 _ops = torch.ops._c10d_functional
 
 in_memory: dict[str, Any] = {}
-"""Group name → its `parallel.shared_memory.MemoryGroup`, where its ranks are on one machine: for tensors of the CPU."""
+"""Group name → its `parallel.shared_memory.MemoryGroup`, for CPU tensors of groups on one machine."""
 
 
 def start_sum(x: Tensor, group: dist.ProcessGroup) -> Started:
-    """The sum of x over the ranks of `group`. x is consumed: its memory may become the sum's."""
+    """Start to sum x over the ranks of `group`. x must not be used afterwards: its memory may be overwritten."""
     x = x.contiguous()
     if memory := memory_of(x, group):
         return partial(memory.sum, x)
-    if torch.compiler.is_compiling():  # the compiler finds by itself what may be overwritten
+    if torch.compiler.is_compiling():  # the compiler decides itself what may be overwritten
         return partial(_ops.wait_tensor, _ops.all_reduce(x, "sum", group.group_name))
     return partial(_ops.wait_tensor, _ops.all_reduce_(x, "sum", group.group_name))
 
 
 def start_gather(x: Tensor, group: dist.ProcessGroup) -> Started:
-    """x ``[n, ...]`` of every rank, in rank order: ``[n * ranks, ...]``."""
+    """Start to gather x ``[n, ...]`` of every rank, in rank order, as ``[n * ranks, ...]``."""
     if memory := memory_of(x, group):
         return partial(memory.gather, x.contiguous())
     return partial(_ops.wait_tensor, _ops.all_gather_into_tensor(x.contiguous(), group.size(), group.group_name))
 
 
 def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Started:
-    """This rank's rows ``[n / ranks, ...]`` of the sum of x ``[n, ...]`` over ranks.
+    """Start to compute this rank's rows ``[n / ranks, ...]`` of the sum of x ``[n, ...]`` over ranks.
 
     On CPU every rank receives the summands of its rows and adds them up: gloo's reduce-scatter sums all rows on all
     ranks. ``[2048, 384]`` fp32 on two ranks: 3.0 ms → 1.2.
@@ -83,25 +83,25 @@ def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Started:
 
 
 def start_all_reduce(x: Tensor, group: dist.ProcessGroup) -> Callable[[], object]:
-    """Begin to sum x in place; it is the sum when what this returns has been called. For gradients, during backward."""
+    """Start to sum x in place, for gradients during backward; the returned function waits until x is the sum."""
     if memory := memory_of(x, group):
         return partial(memory.sum, x)
     return dist.all_reduce(x, group=group, async_op=True).wait
 
 
 def memory_of(x: Tensor, group: dist.ProcessGroup) -> Any:
-    """The `shared_memory.MemoryGroup` that replaces `group` for x, or None; compiled code has none."""
+    """Return the `shared_memory.MemoryGroup` that replaces `group` for x, or None, as in compiled code."""
     inside = x.device.type == "cpu" and not torch.compiler.is_compiling()
     return in_memory.get(group.group_name) if inside else None
 
 
 def finish(started: Started) -> Tensor:
-    """Wait for what a start_… began, and return it. To be called once."""
+    """Wait for a collective that a start_… began, and return its result. Call it once."""
     return started()
 
 
 class _Collective(torch.autograd.Function):
-    """`there` of x over the ranks of `group`; on the way back, `back` of the gradient."""
+    """Applies `there` to x over the ranks of `group`, and in backward `back` to the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, there: OverRanks, back: OverRanks) -> Tensor:
@@ -155,42 +155,42 @@ class _ExchangeRows(torch.autograd.Function):
 
 
 def copy_to(x: Tensor, group: Group) -> Tensor:
-    """Identity; the gradients of all ranks of `group` are summed on the way back."""
+    """Return x; backward sums the gradients of all ranks of `group`."""
     return x if group is None else _Collective.apply(x, group, _same, _sum)
 
 
 def reduce_from(x: Tensor, group: Group) -> Tensor:
-    """The sum of x over the ranks of `group`; the gradient passes unchanged."""
+    """Return the sum of x over the ranks of `group`; the gradient passes unchanged."""
     return x if group is None else _Collective.apply(x, group, _sum, _same)
 
 
 def gather_tokens(x: Tensor, group: Group) -> Tensor:
-    """x ``[tokens / ranks, ...]`` → ``[tokens, ...]`` on every rank; back, every rank's gradients are summed."""
+    """Gather x ``[tokens / ranks, ...]`` to ``[tokens, ...]`` on every rank; backward sums all ranks' gradients."""
     return x if group is None else _Collective.apply(x, group, _gather, _reduce_scatter)
 
 
 def scatter_tokens(x: Tensor, group: Group) -> Tensor:
-    """Summands ``[tokens, ...]`` → this rank's ``[tokens / ranks, ...]`` of their sum."""
+    """Return this rank's ``[tokens / ranks, ...]`` of the sum of all ranks' x ``[tokens, ...]``."""
     return x if group is None else _Collective.apply(x, group, _reduce_scatter, _gather)
 
 
 def unshard_tokens(x: Tensor, group: Group) -> Tensor:
-    """x ``[tokens / ranks, ...]`` → ``[tokens, ...]``, with which every rank computes the same."""
+    """Gather x ``[tokens / ranks, ...]`` to ``[tokens, ...]``, with which every rank must compute the same."""
     return x if group is None else _Collective.apply(x, group, _gather, _own_tokens)
 
 
 def unshard_columns(x: Tensor, group: Group) -> Tensor:
-    """x ``[tokens, columns / ranks]`` → ``[tokens, columns]``, with which every rank computes the same."""
+    """Gather x ``[tokens, columns / ranks]`` to ``[tokens, columns]``, with which all ranks must compute the same."""
     return x if group is None else _Collective.apply(x, group, _gather_columns, _own_columns)
 
 
 def exchange_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """x's rows, the first ``send[0]`` for rank 0, … → the rows from each rank, ``receive[r]`` of rank r."""
+    """Send the first ``send[0]`` rows of x to rank 0, and so on; return the ``receive[r]`` rows from each rank r."""
     return _ExchangeRows.apply(x, send, receive, group)
 
 
 def all_reduce(x: Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-    """In place, no gradient: for statistics and losses."""
+    """Reduce x in place without a gradient, for statistics and losses."""
     if group is not None and op == dist.ReduceOp.SUM and (memory := memory_of(x, group)):
         memory.sum(x)
     elif group is not None:
@@ -199,19 +199,19 @@ def all_reduce(x: Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.Reduc
 
 
 def any_rank(flag: bool, world_size: int, device: torch.device) -> bool:
-    """Whether `flag` is true on any rank of the run. All of them make the call; the host waits for the other hosts."""
+    """Whether `flag` is true on any rank of the run. All ranks call it; the host waits for the other hosts."""
     return flag if world_size == 1 else sum_over_ranks(int(flag), dist.group.WORLD, device) > 0
 
 
 def sum_over_ranks(count: int, group: Group, device: torch.device) -> int:
-    """The sum of `count` over the n ranks of `group`, on the host, which waits for the other hosts.
+    """Return the sum of `count` over the n ranks of `group`, on the host, which waits for the other hosts.
 
-    The first rank adds up what all send it at once, and the result comes back in log2 n messages one after another.
-    gloo's all_reduce takes 2 (n - 1) of them, in a ring: a tenth of a second for a thousand ranks, in every step.
+    All ranks send to the first at once, and the result is broadcast in log2 n rounds. gloo's all_reduce takes 2 (n - 1)
+    messages in a ring: a tenth of a second for a thousand ranks, in every step.
     """
     if group is None:
         return count
-    # On the CPU where the group has it too: the device, whose queue of work would be drained, is not asked then.
+    # On the CPU if the group supports it: on the device, the sum would wait for all queued work.
     total = torch.tensor(count, device="cpu" if "cpu" in dist.get_backend_config(group) else device)
     counts = total.new_empty(group.size())
     dist.gather(total, list(counts.unbind()) if group.rank() == 0 else None, group=group, group_dst=0)

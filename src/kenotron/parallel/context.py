@@ -1,22 +1,23 @@
-"""Context parallelism: ranks share every sequence; only attention is aware of it.
+"""Context parallelism: ranks share every sequence, and only layers that mix tokens are affected.
 
 Two ranks, one sequence of eight tokens (zig-zag chunks of two, so that causal work is equal: `parallel.cp_schedule`):
 
     tokens      7 8 9 2 5 2 6 4          rank 0   7 8 6 4   positions 0 1 6 7
                                          rank 1   9 2 5 2   positions 2 3 4 5
 
-Norms, projections, MLPs and the loss work token by token: nothing is sent there. In attention a query needs the keys
-and values of all tokens before it. Three ways to get at them, one signature:
+Norms, projections, MLPs and the loss work token by token, without communication. In attention a query needs the keys
+and values of all tokens before it. There are three methods with one signature:
 
     ring        keys and values travel around the ring while the rank computes with those it has (`parallel.ring`)
     allgather   keys and values are gathered, their gradients summed back (`parallel.ring`)
-    ulysses     an all-to-all turns "my tokens, all heads" into "all tokens, my heads" and back: contiguous parts,
-                the ordinary kernels, sliding windows too; heads must divide (DeepSpeed Ulysses, arXiv 2309.14509)
+    ulysses     an all-to-all turns "my tokens, all heads" into "all tokens, my heads" and back: contiguous chunks,
+                the ordinary kernels, also sliding windows; heads must divide (DeepSpeed Ulysses, arXiv 2309.14509)
 
-A recurrent layer (Mamba) needs the state that the tokens before leave: ``state_passing``, contiguous parts
-(`parallel.state_passing`). Those of a hybrid pass states on beside attention by ulysses, whose parts are the same.
+A recurrent layer (Mamba) needs the state after the preceding tokens: ``state_passing`` with contiguous chunks
+(`parallel.state_passing`). Recurrent layers of a hybrid pass states as well, with ulysses' chunks, which are the same.
 
-`shard` cuts a micro-batch. Every rank's gradients are those of its own tokens' losses: `parallel.data` sums over cp.
+`shard` shards a micro-batch. Every rank has the gradients of its own tokens' losses, which `parallel.data` sums over
+cp.
 """
 
 from collections.abc import Callable
@@ -41,10 +42,10 @@ from kenotron.parallel.state_passing import StatesOfRanks
 
 
 def shard(micro_batch: MicroBatch, mesh: Mesh, method: str) -> MicroBatch:
-    """This rank's tokens of every sequence, with an attention function that sees the full sequences.
+    """Return this rank's tokens of every sequence, with an attention function over the full sequences.
 
-    Labels and positions follow their tokens, ``ctx.shape`` is ``(sequences, local_length)``; ``ctx.cu_seqlens`` stay
-    the borders of the full sequences, which that attention reads.
+    Labels and positions are sharded like tokens, ``ctx.shape`` is ``(sequences, local_length)``; ``ctx.cu_seqlens``
+    still has the document borders in the full sequences, which this attention reads.
     """
     group = mesh.group("cp")
     if group is None:
@@ -69,7 +70,7 @@ def shard(micro_batch: MicroBatch, mesh: Mesh, method: str) -> MicroBatch:
 
 
 def local_chunks(length: int, degree: int, rank: int, method: str) -> Chunks:
-    """The (begin, end) of what `rank` holds of a sequence of `length` tokens."""
+    """Return (begin, end) of the chunks that `rank` holds of a sequence of `length` tokens."""
     parts = degree if method in CONTIGUOUS_METHODS else 2 * degree
     if length % parts:
         raise InputError(
@@ -80,15 +81,16 @@ def local_chunks(length: int, degree: int, rank: int, method: str) -> Chunks:
 
 
 def cut(x: Tensor, chunks: Chunks, dim: int = 1) -> Tensor:
-    """The chunks of x along `dim`, one after the other."""
+    """Return the chunks of x along `dim`, concatenated."""
     return torch.cat([x.narrow(dim, begin, end - begin) for begin, end in chunks], dim)
 
 
 def shared_attention(
     group: dist.ProcessGroup, method: str, local: Callable[..., Tensor] = attention
 ) -> Callable[..., Tensor]:
-    """``ctx.attention`` for ranks of `group`; ulysses computes with `local`. A compiled block has a graph break here:
-    communication is not traced.
+    """Return ``ctx.attention`` for ranks of `group`; ulysses computes with `local`.
+
+    A compiled block has a graph break here, because communication is not traced.
     """
     attend = METHODS[method]
 
@@ -126,12 +128,12 @@ def ulysses_attention(
     local: Callable[..., Tensor] = attention,
     document_starts: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention over sequences that the ranks of `group` share, by two all-to-alls.
+    """Compute causal attention over sequences that the ranks of `group` share, with two all-to-alls.
 
     q ``[sequences, heads, local_length, head_dim]``; k, v the same with kv_heads, a divisor of heads. A rank holds the
-    `cp_schedule.contiguous` part of every sequence; heads must be a multiple of the ranks. Key-value heads that the
-    ranks do not divide are repeated until they do: each rank gets what its query heads read. Returns q's shape. Each
-    rank computes with `local`, and without a group that is all.
+    `cp_schedule.contiguous` chunk of every sequence; heads must be a multiple of the ranks. Key-value heads that the
+    ranks do not divide are repeated until they do, so that each rank gets those that its query heads read. Returns q's
+    shape. Each rank computes with `local`; without a group, only `local` is called.
     """
     borders = Borders(cu_seqlens, document_starts)
     if group is None or group.size() == 1:
@@ -156,7 +158,7 @@ def ulysses_attention(
 
 
 def no_attention(*args: Any, **kwargs: Any) -> Tensor:
-    """Of `state_passing`: the layers have none."""
+    """Raise: with `state_passing`, layers have no attention."""
     raise InputError("parallelism.context_parallel_method: state_passing: this model has attention")
 
 

@@ -1,7 +1,7 @@
-"""Which queries meet which keys when ranks share a sequence: arithmetic on host integers.
+"""Compute which queries attend to which keys when ranks share a sequence, on host integers.
 
-**Chunks.** A causal query sees the keys before it, so the last tokens cost most. Cut into 2n chunks of which rank r
-holds r and 2n - 1 - r, every rank has the same work (zig-zag; each `#` is a chunk of keys that a chunk's queries see):
+**Chunks.** A causal query attends to the keys before it, so the last tokens cost most. If a sequence is cut into 2n
+chunks, and rank r holds chunks r and 2n - 1 - r, every rank has the same work (zig-zag; each `#` is a chunk of keys):
 
     contiguous, n = 2                zig-zag, n = 2
     rank 0   chunk 0  #              rank 0   chunk 0  #
@@ -9,10 +9,10 @@ holds r and 2n - 1 - r, every rank has the same work (zig-zag; each `#` is a chu
     rank 1   chunk 2  ###            rank 1   chunk 1  ##
              chunk 3  ####                    chunk 2  ###
 
-**Blocks.** What is left is a list of rectangles that need no mask: a document's tokens in a chunk see each other
-causally (`local_blocks`), and those of a document that began before the chunk see all its earlier tokens
-(`earlier_blocks`). Document borders are those of the full sequences. Pairs of chunks that share no document have no
-block: no work is done for them.
+**Blocks.** Attention is then a list of rectangles that need no mask: a document's tokens in a chunk attend to each
+other causally (`local_blocks`), and tokens of a document that began before the chunk attend to all its earlier tokens
+(`earlier_blocks`). Document borders refer to the full sequences. Pairs of chunks without a common document have no
+block, and cost no work.
 """
 
 from collections.abc import Iterable
@@ -22,12 +22,12 @@ from typing import NamedTuple
 
 from kenotron.kernels.attention import document_lengths
 
-Chunks = tuple[tuple[int, int], ...]  # (begin, end) of each of a sequence, in the order in which a rank holds them
+Chunks = tuple[tuple[int, int], ...]  # (begin, end) of each chunk of a sequence, in a rank's order
 Corners = tuple[int, int, int, int]  # queries from, to, keys from, to: local indices
 
 
 class ScoreBlock(NamedTuple):
-    """Sequences `rows`; queries `q` of this rank see keys `k` of the rank at hand, all of them or causally."""
+    """In sequences `rows`, this rank's queries `q` attend to keys `k` (of any rank), fully or causally."""
 
     rows: slice
     q: slice
@@ -36,7 +36,7 @@ class ScoreBlock(NamedTuple):
 
 
 def zigzag(length: int, degree: int, rank: int) -> Chunks:
-    """Chunks `rank` and ``2 * degree - 1 - rank`` of a sequence; `length` is a multiple of ``2 * degree``."""
+    """Return chunks `rank` and ``2 * degree - 1 - rank`` of a sequence; `length` is a multiple of ``2 * degree``."""
     chunk = length // (2 * degree)
     first, second = rank * chunk, (2 * degree - 1 - rank) * chunk
     if first + chunk == second:
@@ -45,14 +45,14 @@ def zigzag(length: int, degree: int, rank: int) -> Chunks:
 
 
 def contiguous(length: int, degree: int, rank: int) -> Chunks:
-    """The `rank`-th of `degree` equal parts."""
+    """Return the `rank`-th of `degree` equal chunks."""
     part = length // degree
     return ((rank * part, (rank + 1) * part),)
 
 
 @lru_cache(maxsize=256)
 def local_blocks(chunks: Chunks, sequences: int, length: int, cu_seqlens: tuple[int, ...] | None) -> list[ScoreBlock]:
-    """Every chunk with itself, document by document. These blocks cover each query and each key once."""
+    """Return the blocks of every chunk with itself, by document; they cover each query and each key once."""
     corners: dict[Corners, list[int]] = {}
     for row, documents in enumerate(_documents(sequences, length, cu_seqlens)):
         for begin, end, at in _placed(chunks):
@@ -67,7 +67,7 @@ def local_blocks(chunks: Chunks, sequences: int, length: int, cu_seqlens: tuple[
 def earlier_blocks(
     chunks: Chunks, key_chunks: Chunks, sequences: int, length: int, cu_seqlens: tuple[int, ...] | None
 ) -> list[ScoreBlock]:
-    """The queries of each chunk with what `key_chunks` hold of their document before the chunk."""
+    """Return the blocks of each chunk's queries with keys in `key_chunks` of the same document before the chunk."""
     corners: dict[Corners, list[int]] = {}
     for row, documents in enumerate(_documents(sequences, length, cu_seqlens)):
         found: list[Corners] = []
@@ -81,7 +81,7 @@ def earlier_blocks(
 
 
 def _documents(sequences: int, length: int, cu_seqlens: tuple[int, ...] | None) -> list[list[tuple[int, int]]]:
-    """(begin, end) of every document, for each sequence."""
+    """Return (begin, end) of every document, for each sequence."""
     if cu_seqlens is None:
         return [[(0, length)]] * sequences
     rows = document_lengths(cu_seqlens, sequences, length)
@@ -89,26 +89,26 @@ def _documents(sequences: int, length: int, cu_seqlens: tuple[int, ...] | None) 
 
 
 def _placed(chunks: Chunks) -> list[tuple[int, int, int]]:
-    """(begin, end) of each chunk, and where it begins among the rank's tokens."""
+    """Return (begin, end, local offset) of each chunk."""
     places = accumulate((end - begin for begin, end in chunks), initial=0)
     return [(begin, end, at) for (begin, end), at in zip(chunks, places)]
 
 
 def _held(chunks: Chunks, begin: int, end: int) -> list[tuple[int, int]]:
-    """Local ranges of the tokens from `begin` to `end`; chunks that are adjacent in memory are one range."""
+    """Return local ranges of the tokens from `begin` to `end`; chunks that are adjacent in memory are one range."""
     ranges = ((max(begin, from_) - from_ + at, min(end, to) - from_ + at) for from_, to, at in _placed(chunks))
     return _joined((first, last) for first, last in ranges if first < last)
 
 
 def _extend(found: list[Corners], corner: Corners) -> None:
-    """Add a rectangle, as part of the last one where it continues that one's queries over the same keys."""
+    """Add a rectangle, merged into the last one if it continues its queries over the same keys."""
     if found and found[-1][1] == corner[0] and found[-1][2:] == corner[2:]:
         corner = (found.pop()[0], *corner[1:])
     found.append(corner)
 
 
 def _merge_sequences(corners: dict[Corners, list[int]], causal: bool) -> list[ScoreBlock]:
-    """One block for neighbouring sequences that have the same rectangle."""
+    """Return one block for adjacent sequences that have the same rectangle."""
     blocks = []
     for (q_from, q_to, k_from, k_to), rows in corners.items():
         for first, last in _joined((row, row + 1) for row in rows):
@@ -117,7 +117,7 @@ def _merge_sequences(corners: dict[Corners, list[int]], causal: bool) -> list[Sc
 
 
 def _joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """[(0, 1), (1, 3), (5, 6)] → [(0, 3), (5, 6)]."""
+    """Merge adjacent ranges: [(0, 1), (1, 3), (5, 6)] → [(0, 3), (5, 6)]."""
     joined: list[tuple[int, int]] = []
     for first, last in ranges:
         if joined and joined[-1][1] == first:

@@ -1,6 +1,6 @@
-"""Data parallelism: ranks read different samples, act as one, and split what need not be replicated.
+"""Data parallelism: ranks read different samples and may shard weights, gradients and optimizer state (ZeRO).
 
-Four ranks, one weight matrix w in four row blocks; what rank 0 holds between two steps:
+With four ranks and a weight matrix w in four row blocks, rank 0 holds between two steps:
 
     zero_stage           0           1           2           3        hybrid, groups of 2
     weights, rank 0   w0w1w2w3    w0          w0          w0          w0w1       fp32 masters
@@ -12,18 +12,18 @@ Four ranks, one weight matrix w in four row blocks; what rank 0 holds between tw
                                                a micro-    and backward, scatter, each
                                                batch       a micro-batch
 
-Stage 0 is in this file: plain weights, and `GradientBuckets` sums gradients during the last backward pass. The other
-stages are FSDP2 (``fully_shard``), configured for what to keep and when to communicate:
+Stage 0 is in this file: weights are plain, and `GradientBuckets` sums gradients in the last backward pass. The other
+stages use FSDP2 (``fully_shard``), configured for which copies to keep and when to communicate:
 
     master fp32 ──cast, gather──▶ bf16 weights ──forward, backward──▶ bf16 gradients ──cast, sum──▶ fp32 ──▶ optimizer
 
-Losses are sums (docs/architecture.md), so every reduction must be a plain sum in fp32. Neither of FSDP2's two settings
-for that recurses, and set on the root alone gradients are silently off by the world size: `set_sum_reduction` sets them
-on every FSDP module.
+Losses are sums (docs/architecture.md), so every reduction must be a plain sum in fp32. FSDP2's two settings for this do
+not recurse; set only on the root, gradients would silently be wrong by the world size. `set_sum_reduction` sets them on
+every FSDP module.
 
-Ranks of one context-parallel group hold the same weights too, so `apply` folds that axis in: into the sharding
-ranks, or at stage 0 into the replicas. On one rank nothing is wrapped: the layers cast their fp32 weights themselves
-(`models.blocks.linear`), where FSDP2 on a mesh of one would make three times the copies.
+Ranks of one context-parallel group hold the same weights as well, so `apply` adds this axis to the sharding ranks, or
+at stage 0 to the replicas. On one rank nothing is wrapped: the layers cast their fp32 weights themselves
+(`models.blocks.linear`), whereas FSDP2 on a mesh of one would make three times the copies.
 
 (ZeRO: Rajbhandari et al. 2020, arXiv 1910.02054. FSDP: Zhao et al. 2023, arXiv 2304.11277.)
 """
@@ -65,14 +65,14 @@ def apply(
     cpu_offload: bool = False,
     bucket_cap_mb: float = 25,
 ) -> None:
-    """Make `root`, the module that is called, data-parallel block by block; on one rank leave it as it is.
+    """Make `root`, the module that is called, data-parallel block by block; on one rank leave it unchanged.
 
-    `zero_stage` 0 to 3 says what the ranks along dp_shard (and cp) split among them; a mesh with dp_replicate larger
-    than 1 keeps copies of such groups (hybrid). Parameters may still be on the meta device; those that are DTensors
-    over tp become DTensors over both. `cpu_offload` keeps the sharded masters, their gradients and the optimizer's
-    state in host memory: materialize them there (on a CPU run they are there anyway), but buffers and frozen weights on
-    the device. `bucket_cap_mb`: MiB of gradients that stage 0 sums in one collective (25 is also torch's choice in
-    DistributedDataParallel). Raises `InputError` for `cpu_offload` where nothing is sharded, or the experts are not.
+    `zero_stage` 0 to 3 chooses what the ranks along dp_shard (and cp) shard; a mesh with dp_replicate larger than 1 has
+    replicas of such groups (hybrid). Parameters may still be on the meta device; DTensors over tp become DTensors over
+    both. `cpu_offload` keeps the sharded masters, their gradients and the optimizer's state in host memory: materialize
+    them there (in a CPU run they are there anyway), but buffers and frozen weights on the device. `bucket_cap_mb`: MiB
+    of gradients that stage 0 sums in one collective (25 is also the default of torch's DistributedDataParallel). Raises
+    `InputError` for `cpu_offload` if nothing is sharded, or experts are not.
     """
     sharded = zero_stage > 0 and mesh.degree("shard") > 1
     if cpu_offload and not sharded:
@@ -87,7 +87,7 @@ def apply(
         )
     if sharded:
         _shard(root, blocks, mesh, zero_stage, compute_dtype, cpu_offload)
-    # Experts that other ranks do not have are replicated over fewer ranks than other weights.
+    # With expert parallelism, experts are replicated over fewer ranks than other weights.
     groups = (("gradient", False, sharded), ("expert_gradient", True, mesh.degree("expert_shard") > 1))
     replicas = [(mesh.group(name), of_experts) for name, of_experts, split in groups if not split]
     buckets = [GradientBuckets(group, bucket_cap_mb, of_experts) for group, of_experts in replicas if group is not None]
@@ -96,12 +96,12 @@ def apply(
 
 
 def load_strategy(path: str | None) -> Strategy:
-    """The function behind ``parallelism.strategy``: `apply`, or what a dotted path names instead of it.
+    """Return the function of ``parallelism.strategy``: `apply`, or the one that a dotted path names.
 
-    A function of your own is called as ``f(root, blocks, mesh, *, zero_stage, compute_dtype, cpu_offload,
-    bucket_cap_mb)``, at any degree, before the weights have memory. It must leave every name as it is and make
-    gradients plain sums over the ranks that hold the same weights (`set_sum_reduction` for modules it wrapped with
-    FSDP2). Raises `InputError`.
+    Your own function is called as ``f(root, blocks, mesh, *, zero_stage, compute_dtype, cpu_offload, bucket_cap_mb)``,
+    at any degree, before weights are allocated. It must not change names, and must make gradients plain sums over the
+    ranks that hold the same weights (`set_sum_reduction` for modules wrapped with FSDP2). Raises `InputError` if the
+    path names no function.
     """
     if path is None or "." not in path:
         return apply
@@ -112,11 +112,11 @@ def load_strategy(path: str | None) -> Strategy:
 
 
 def set_last_micro_batch(root: nn.Module, last: bool) -> None:
-    """Call before each micro-batch: is it the `last` of the step? Communication that can wait until then is deferred.
+    """Defer communication until the `last` micro-batch of a step, if possible; call before each micro-batch.
 
-    Stages 0 and 1 communicate gradients only in the last one, stage 2 in each; 1 and 2 keep the gathered weights until
-    then. The last one must drop them: otherwise the next step silently trains on stale weights. Under pp torch's
-    schedules do this for FSDP2, and this function is not called.
+    Stages 0 and 1 communicate gradients only in the last micro-batch, stage 2 in each; 1 and 2 keep the gathered
+    weights until then. The last one must drop them: otherwise the next step silently trains on stale weights. With pp,
+    torch's schedules do this for FSDP2, and this function is not called.
     """
     zero_stage = getattr(root, "zero_stage", None)
     for buckets in _buckets(root) if last else ():
@@ -129,7 +129,7 @@ def set_last_micro_batch(root: nn.Module, last: bool) -> None:
 
 
 def finish_gradients(root: nn.Module) -> None:
-    """Call after the last backward of a step and before a gradient is read: all are sums over ranks from here on."""
+    """Wait until gradients are sums over ranks; call after a step's last backward, before a gradient is read."""
     for buckets in _buckets(root):
         buckets.finish(root)
 
@@ -137,8 +137,8 @@ def finish_gradients(root: nn.Module) -> None:
 def reshard_params(root: nn.Module) -> None:
     """Make ``root.parameters()`` the fp32 masters again after a forward without backward.
 
-    Backward drops the copies in the compute dtype; validation and sampling have no backward, and saving the parameters
-    or looking up their optimizer state would find the copies.
+    Backward drops the copies in the compute dtype; after validation and sampling, which have no backward, saving the
+    parameters or looking up their optimizer state would otherwise find the copies.
     """
     for module in _sharded(root):
         module.reshard()
@@ -146,7 +146,7 @@ def reshard_params(root: nn.Module) -> None:
 
 @contextmanager
 def evaluating(parts: Sequence[nn.Module], roots: Sequence[nn.Module]) -> Iterator[None]:
-    """Within, `parts` are in eval mode; afterwards as before, and `roots`, which are called, have their masters."""
+    """Put `parts` in eval mode; at the end, restore their modes, and reshard the `roots`, which are called."""
     training = [part.training for part in parts]
     for part in parts:
         part.eval()
@@ -160,47 +160,47 @@ def evaluating(parts: Sequence[nn.Module], roots: Sequence[nn.Module]) -> Iterat
 
 
 def set_sum_reduction(root: nn.Module) -> None:
-    """Every FSDP module in `root` adds gradients up: no mean, and no operation but SUM (gloo has no other)."""
+    """Make every FSDP module in `root` sum gradients: without a mean, and with SUM (gloo has no other operation)."""
     for module in _sharded(root):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
 
 
 class GradientBuckets:
-    """Stage 0: sums the gradients of weights that are replicated over the ranks of `group`.
+    """Sums, in stage 0, the gradients of weights that are replicated over the ranks of `group`.
 
-    Those are the experts of expert-parallel mixtures (`of_experts`), or all others.
+    They are the experts of expert-parallel mixtures (`of_experts`), or all other weights.
 
     Gradients of the last backward pass are collected into buckets of `bucket_cap_mb` MiB; a full bucket becomes one
     buffer, which is all-reduced while backward continues, and its gradients become views of it. `finish` waits. All
-    ranks fill buckets in the same order, last parameter first, whatever order autograd has on each: two gradients of
-    one shape in the wrong order would be silently wrong.
+    ranks fill buckets in the same order, last parameter first, independent of autograd's order on each: two gradients
+    of one shape in different orders would be silently wrong.
 
-    FSDP2 on shards of one (and torch's ``replicate``, which is that) would copy every weight and gradient besides, and
+    FSDP2 with shards of one rank (which torch's ``replicate`` is) would copy every weight and gradient in addition, and
     keep three tensors for each weight.
     """
 
     def __init__(self, group: dist.ProcessGroup, bucket_cap_mb: float = 25, of_experts: bool = False) -> None:
         self.group, self.bucket_bytes, self.of_experts = group, int(bucket_cap_mb * 2**20), of_experts
-        self.waiting: deque[nn.Parameter] | None = None  # not in a bucket yet, in the order of the sums
+        self.waiting: deque[nn.Parameter] | None = None  # parameters not in a bucket yet, in order
         self.arrived: set[nn.Parameter] = set()
-        self.bucket: list[nn.Parameter] = []  # the next to be summed, in one collective
-        self.bytes = 0  # of the bucket
-        self.sums: list[tuple[Callable[[], object], list[tuple[Tensor, Tensor]]]] = []  # and what to copy where then
+        self.bucket: list[nn.Parameter] = []  # the next parameters to be summed, in one collective
+        self.bytes = 0  # size of the bucket
+        self.sums: list[tuple[Callable[[], object], list[tuple[Tensor, Tensor]]]] = []  # (wait, copies to make then)
         self.watched: set[nn.Parameter] = set()
 
     def expect(self, root: nn.Module) -> None:
-        """Call before the last backward pass of a step: it completes the gradients of `root`."""
+        """Prepare for the last backward pass of a step, which completes the gradients of `root`."""
         parameters = self._parameters(root)
         for parameter in parameters:
-            if parameter not in self.watched:  # not at the start: giving a meta parameter memory makes another of it
+            if parameter not in self.watched:  # not earlier: materializing a meta parameter makes a new one
                 parameter.register_post_accumulate_grad_hook(_weakly(self._has_gradient))
                 self.watched.add(parameter)
         self.waiting, self.arrived = deque(reversed(parameters)), set()
 
     def _has_gradient(self, parameter: nn.Parameter) -> None:
         if self.waiting is None:
-            return  # micro-batches are still to come
+            return  # more micro-batches follow
         self.arrived.add(parameter)
         while self.waiting and self.waiting[0] in self.arrived:
             self._add(self.waiting.popleft())
@@ -222,17 +222,17 @@ class GradientBuckets:
             parts = summed.split([gradient.numel() for gradient in gradients])
             for parameter, gradient, part in zip(self.bucket, gradients, parts):
                 if parameter.grad is gradient and part.dtype == gradient.dtype:
-                    parameter.grad = part.view_as(gradient)  # which frees the gradient's memory
+                    parameter.grad = part.view_as(gradient)  # frees the gradient's memory
                 else:
                     copies.append((gradient, part.view_as(gradient)))
         self.sums.append((start_all_reduce(summed, self.group), copies))
         self.bucket, self.bytes = [], 0
 
     def finish(self, root: nn.Module) -> None:
-        """Start what has not been started (all, when nothing was expected: under pp) and wait for everything."""
+        """Start the remaining sums (all of them under pp, which does not call `expect`), and wait for all."""
         waiting = deque(reversed(self._parameters(root))) if self.waiting is None else self.waiting
         for parameter in waiting:
-            if parameter.grad is not None:  # took no part in this step, on no rank
+            if parameter.grad is not None:  # the parameter was used on no rank in this step
                 self._add(parameter)
         self._start()
         for wait, copies in self.sums:
@@ -247,7 +247,7 @@ class GradientBuckets:
 
 
 def experts_apart(root: nn.Module) -> list[nn.Module]:
-    """The modules of `root` with experts that lie over ranks in another way than other weights (`parallel.experts`)."""
+    """Return the modules of `root` with experts laid out over ranks differently from other weights (`experts`)."""
     return [module for module in root.modules() if getattr(module, "on_expert_mesh", False)]
 
 
@@ -263,8 +263,8 @@ def _shard(
 
     # cast_forward_inputs would round the fp32 RoPE tables; the embedding already emits the compute dtype.
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    # What no block holds stays fp32 at work and is cast by its layer: an embedding row's gradient is a sum over many
-    # tokens, and in bf16 frequent tokens would swallow theirs.
+    # Weights outside of blocks are gathered in fp32 and cast by their layers: an embedding row's gradient sums many
+    # tokens, and in bf16 small contributions to frequent tokens would be lost.
     outside_blocks = MixedPrecisionPolicy(param_dtype=None, reduce_dtype=torch.float32, cast_forward_inputs=False)
     shards = _sharding_mesh(mesh, "dp_replicate", "shard")
     of_experts = _sharding_mesh(mesh, "expert_replicate", "expert_shard")
@@ -272,7 +272,7 @@ def _shard(
     offload = CPUOffloadPolicy() if cpu_offload and shards.device_type != "cpu" else OffloadPolicy()
     options: dict[str, Any] = {"mp_policy": precision, "offload_policy": offload}
     options["reshard_after_forward"] = zero_stage == 3
-    # Biases of routers, which no gradient reaches, stay whole and in fp32, and so do experts that no ranks split.
+    # Biases of routers, which no gradient reaches, stay whole and in fp32, as do experts that are not sharded.
     apart = {parameter for parameter in root.parameters() if not parameter.requires_grad}
     for experts in experts_apart(root):
         if of_experts is None:
@@ -282,19 +282,19 @@ def _shard(
     options |= {"mesh": shards, "ignored_params": apart, "shard_placement_fn": _even_split_over(shards)}
     for block in blocks:
         fully_shard(block, **options)
-    # The root's weights are needed from the first forward to the last backward: dropping them between buys nothing.
+    # The root's weights are needed from the first forward to the last backward: dropping them in between saves nothing.
     fully_shard(root, **options | {"mp_policy": outside_blocks, "reshard_after_forward": False})
     root.zero_stage = zero_stage  # type: ignore[assignment]
     set_sum_reduction(root)
-    if shards.device_type != "cpu":  # where a gather is a wait, and would only hold one block's weights more
+    if shards.device_type != "cpu":  # on CPUs a gather blocks, and an early one would only hold more weights
         gather_ahead(root, blocks, zero_stage)
 
 
 def gather_ahead(root: nn.Module, blocks: Sequence[nn.Module], zero_stage: int) -> None:
-    """Begin to gather a block's weights, and those of its experts, when the block before it begins to compute.
+    """Start to gather a block's weights, including its experts', when the previous block starts to compute.
 
-    By itself torch begins as soon as the host gets there: too late where the host waits in every layer, for the number
-    of tokens that experts on other ranks get, and after the wait at the end of a step.
+    FSDP2 itself starts when the host reaches the block: too late if the host waits in every layer for the numbers of
+    tokens that experts on other ranks get, and after the wait at the end of a step.
     """
     modules: list[list[Any]] = [_sharded(block) for block in blocks]
     for (module, *_), following in pairwise([[root], *modules]):
@@ -305,20 +305,20 @@ def gather_ahead(root: nn.Module, blocks: Sequence[nn.Module], zero_stage: int) 
 
 
 def _sharding_mesh(mesh: Mesh, replicate: str, shard: str) -> DeviceMesh | None:
-    """``[shard]``, or with copies of those groups ``[replicate, shard]``; None: nothing is split.
+    """Return the mesh ``[shard]``, or with replicas ``[replicate, shard]``; None if nothing is sharded.
 
-    A part of the run's mesh, so that FSDP2 can combine its placements with those of tp's DTensors.
+    It is a submesh of the run's mesh, so that FSDP2 can combine its placements with those of tp's DTensors.
     """
     shards, copies = mesh.submesh(shard), mesh.submesh(replicate)
     return shards if copies is None or shards is None else concatenate([copies, shards])
 
 
 def _even_split_over(mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard | None]:
-    """FSDP2's choice of a dimension for stacked weights of experts, over the ranks of the mesh's last axis.
+    """Return FSDP2's placement function for stacked weights of experts, over the ranks of the mesh's last axis.
 
-    Of 8 experts over 64 ranks FSDP2 would give a rank one or none, and pad every gather and every sum to 64. It pads
-    only the first dimension, and the others cost a copy of the gathered weights: they serve where the first does not
-    divide evenly and they do.
+    With 8 experts over 64 ranks, FSDP2 would give a rank one expert or none, and pad every gather and sum to 64. It
+    pads only the first dimension, and sharding another costs a copy of the gathered weights: another dimension is used
+    if it divides evenly and the first does not.
     """
     from torch.distributed.tensor import Shard
 
@@ -334,7 +334,7 @@ def _even_split_over(mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard | None]
 
 
 def _weakly(method: Callable[[nn.Parameter], None]) -> Callable[[nn.Parameter], None]:
-    """`method` as long as its object exists. A parameter's hook is in C++, where Python's collector finds no cycles."""
+    """Return `method` with a weak reference to its object: Python's collector sees no cycles through C++ hooks."""
     found = WeakMethod(method)
 
     def call(parameter: nn.Parameter) -> None:
@@ -350,5 +350,5 @@ def _buckets(root: nn.Module) -> list[GradientBuckets]:
 
 
 def _sharded(root: nn.Module) -> list[Any]:
-    """The FSDP modules of `root`; none when it is plain (and FSDP is never imported to find that out)."""
+    """Return the FSDP modules of `root`, none if it is plain, without importing FSDP."""
     return [module for module in root.modules() if hasattr(module, "set_requires_gradient_sync")]

@@ -1,6 +1,6 @@
-"""Questions about the device, asked in one place.
+"""Functions that depend on the kind of device.
 
-``torch.accelerator`` raises on a build without one, and CUDA, ROCm and CPU differ; no other file has to know.
+``torch.accelerator`` raises on a build without one, and CUDA, ROCm and CPU differ; this file hides the differences.
 """
 
 import os
@@ -21,9 +21,9 @@ from kenotron.kernels.products import rows_by_matrix
 
 
 def best_device(local_rank: int = 0) -> torch.device:
-    """The accelerator of this local rank when there is one, otherwise the CPU.
+    """Return the accelerator of this local rank if there is one, else the CPU.
 
-    Raises InputError for a GPU of Intel's, and as `stays_on_cpu` does.
+    Raises InputError for an Intel GPU, and as `stays_on_cpu` does.
     """
     if stays_on_cpu():
         return torch.device("cpu")
@@ -40,22 +40,22 @@ def best_device(local_rank: int = 0) -> torch.device:
 
 
 def backend(device: torch.device) -> str:
-    """The process-group backend: gloo for CPU tensors, NCCL (RCCL on ROCm) plus gloo on accelerators."""
+    """Return the process-group backend: gloo for CPU tensors, NCCL (RCCL on ROCm) plus gloo on accelerators."""
     return "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until queued device work is done; nothing to wait for on a CPU."""
+    """Wait until queued device work is done; return at once on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def upload(array: ArrayLike, device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-    """`array` as a tensor of `dtype` on `device`, without waiting for it.
+    """Return `array` as a tensor of `dtype` on `device`, without waiting for the copy.
 
-    To an accelerator it goes from pinned memory, as a copy from ordinary memory would wait for all queued work, and in
-    a stream of its own, beside that work. On a CPU the tensor shares the array's memory where the array is
-    of that dtype already.
+    The copy to an accelerator is from pinned memory, since a copy from pageable memory would wait for all queued work,
+    and on a separate stream, concurrent with that work. On a CPU the tensor shares the array's memory if the array has
+    this dtype already.
     """
     tensor = torch.as_tensor(array, dtype=dtype)
     if device.type == "cpu":
@@ -65,12 +65,12 @@ def upload(array: ArrayLike, device: torch.device, dtype: torch.dtype = torch.in
     with accelerator.stream(copies):
         there = tensor.pin_memory().to(device, non_blocking=True)
     work.wait_stream(copies)
-    there.record_stream(work)  # its memory is not used again before that stream is done with it
+    there.record_stream(work)  # its memory is not reused before that stream has finished with it
     return there
 
 
 def mark(device: torch.device) -> Any:
-    """An event after all work that is queued on `device` by now; None on a CPU, where all of it is done."""
+    """Return an event after all work queued on `device` so far; None on a CPU, where nothing is queued."""
     return None if device.type == "cpu" else torch.get_device_module(device).current_stream(device).record_event()
 
 
@@ -80,7 +80,7 @@ def _stream_of_copies(device: torch.device) -> Any:
 
 
 def memory(device: torch.device) -> dict[str, int]:
-    """Bytes now and at their peak. On a CPU: the process's resident memory."""
+    """Return current and peak bytes; on a CPU, the process's resident memory."""
     if device.type == "cuda":
         return {
             "allocated": torch.cuda.memory_allocated(device),
@@ -93,13 +93,13 @@ def memory(device: torch.device) -> dict[str, int]:
 
 def _resident(peak: int) -> int:
     status = Path("/proc/self/statm")
-    if not status.exists():  # not Linux: the peak is the nearest there is
+    if not status.exists():  # not Linux: only the peak is available
         return peak
     return int(status.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def name(device: torch.device) -> str:
-    """What the vendor calls it."""
+    """Return the vendor's name of the device."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     cpuinfo = Path("/proc/cpuinfo")
@@ -110,7 +110,7 @@ def name(device: torch.device) -> str:
 
 @cache
 def vendor_peak(device: torch.device) -> float | None:
-    """The data sheet's dense bf16 FLOP/s of this accelerator, or None when it is not in gpus.yaml."""
+    """Return the data sheet's dense bf16 FLOP/s of this accelerator, or None if it is not in gpus.yaml."""
     if device.type != "cuda":
         return None
     gpus, known = packaged("kenotron.parallel", "gpus.yaml").values(), name(device)
@@ -118,9 +118,9 @@ def vendor_peak(device: torch.device) -> float | None:
 
 
 def matmul_ceiling(device: torch.device, dtype: str) -> float:
-    """FLOP/s of the fastest of a few square matrix products in `dtype`: what this machine can do at best."""
+    """Return the FLOP/s of the fastest of a few square matrix products in `dtype`: the machine's practical peak."""
     side = 8192 if device.type == "cuda" else 768
-    # Many bits differ, as in a run: of equal numbers a GPU needs less power, and multiplies 13% faster (H200).
+    # Random numbers, as in a run: with equal numbers a GPU needs less power, and multiplies 13% faster (H200).
     a = torch.arange(float(side * side), device=device).sin().view(side, side).to(getattr(torch, dtype))
     best = float("inf")
     for _ in range(6):

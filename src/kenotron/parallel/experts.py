@@ -1,21 +1,21 @@
-"""Mixtures of experts over ranks.
+"""Tensor and expert parallelism of mixtures of experts.
 
-Tensor parallelism splits every expert inside, as it splits a plain MLP; routing is the same on all ranks:
+Tensor parallelism splits every expert like a plain MLP; routing is the same on all ranks:
 
     x ─ all-gather or copy_to ─▶ router ─▶ [ gate up ] rows, [ down ] columns of all experts ─▶ sum or reduce-scatter
 
-All collectives are at the two ends, also for the shared expert. Between them a rank's gradients of router and x are
-summands: of the routing weights because its part of the experts is one, of the router's losses because each rank adds
-its share of them (`MixtureOfExperts.equal_ranks`).
+All collectives are before and after the layer, also for the shared expert. In between, a rank's gradients of router and
+x are partial sums: those through the routing weights because a rank has a shard of the experts, those of the router's
+losses because each rank adds its share of them (`MixtureOfExperts.equal_ranks`).
 
-Expert parallelism gives each of ep ranks some of the experts, whole, and sends tokens to them. The ep ranks read
-different tokens (they are data- and context-parallel ranks), so the world does not grow. Two ranks, four experts:
+Expert parallelism gives each of ep ranks some whole experts, and sends tokens to them. The ep ranks read different
+tokens (they are data- and context-parallel ranks), so ep needs no additional ranks. With two ranks and four experts:
 
     rank 0   token a for experts 0 and 3, b for 1 and 2     sends  a→0 b→1 │ b→2 a→3     computes experts 0 and 1
     rank 1   token c for experts 1 and 2, d for 0 and 1     sends  d→0 c→1 d→1 │ c→2     computes experts 2 and 3
 
-and the outputs come back the same way (`exchange`). An expert's gradient then holds the tokens of all ep ranks; what
-is left to sum are the ranks that hold it too, `mesh.group("expert_gradient")`, among which ZeRO splits it.
+and the outputs come back the same way (`exchange`). An expert's gradient then includes the tokens of all ep ranks; it
+is summed only over the ranks that hold the same expert, `mesh.group("expert_gradient")`, over which ZeRO shards it.
 """
 
 import copy
@@ -38,7 +38,7 @@ from kenotron.parallel.collectives import exchange_rows
 from kenotron.parallel.mesh import Mesh
 from kenotron.parallel.tensor_labels import Replicated, TensorParallelSettings, local_part
 
-INSIDE = {"gate_proj.weight": Shard(1), "up_proj.weight": Shard(1), "down_proj.weight": Shard(2)}  # of every expert
+INSIDE = {"gate_proj.weight": Shard(1), "up_proj.weight": Shard(1), "down_proj.weight": Shard(2)}  # of each expert
 
 
 # Tensor parallelism ---------------------------------------------------------------------------------
@@ -47,7 +47,7 @@ INSIDE = {"gate_proj.weight": Shard(1), "up_proj.weight": Shard(1), "down_proj.w
 def split_experts(moe: Any, settings: TensorParallelSettings, name: str) -> None:
     """Split the `MixtureOfExperts` `moe` over tp, in place; weights keep their names.
 
-    Raises InputError: tp does not divide the width of an expert or of the shared one.
+    Raises InputError if tp does not divide the width of an expert or of the shared one.
     """
     shared = moe.shared_expert
     weights = {
@@ -66,21 +66,21 @@ def split_experts(moe: Any, settings: TensorParallelSettings, name: str) -> None
 
 
 class LocalLinear(Linear):
-    """A linear without bias that computes with this rank's rows (`dim` 0) or columns (1), and sends nothing."""
+    """A linear without bias or communication that computes with this rank's rows (`dim` 0) or columns (1)."""
 
     def __init__(self, linear: Any, settings: TensorParallelSettings, name: str, dim: int) -> None:
         nn.Module.__init__(self)
         self.weight, self.bias = settings.parameter(linear.weight, Shard(dim), name=name), None
 
     def forward(self, x: Tensor) -> Tensor:
-        """x ``[tokens, in]`` or its columns here → ``[tokens, out]``, features here or a summand of all."""
+        """Return this rank's output features of x ``[tokens, in]``, or a partial sum of all from its columns of x."""
         return linear(x, local_part(self.weight).to(x.dtype))
 
 
 class ExpertShards(nn.Module):
-    """The `Experts` of a mixture on this rank: parts of all (tp), some of them (ep), or parts of some.
+    """The `Experts` of a mixture on this rank: shards of all experts (tp), some experts (ep), or shards of some.
 
-    `weights` are DTensors by name. With a group of ep ranks as `exchange_over`, tokens go to where their experts are.
+    `weights` are DTensors by name. With a group of ep ranks as `exchange_over`, tokens are sent to their experts.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class ExpertShards(nn.Module):
     ) -> None:
         super().__init__()
         self.exchange_over = exchange_over
-        # What computes, given weights; in a tuple: its names and weights are not the model's.
+        # The module that computes with weights it is called with; in a tuple, so that its names are not the model's.
         self.maths = (copy.deepcopy(experts).to("meta"),)
         for path, weight in weights.items():
             owner, _, leaf = path.rpartition(".")
@@ -105,7 +105,7 @@ class ExpertShards(nn.Module):
         if self.exchange_over is None:
             return compute(x, experts, weights)
         here = next(iter(tensors.values())).shape[0]
-        # Communication is not traced: compiled by torch 2.11, experts would get no gradients.
+        # Communication is not traced: if it were compiled by torch 2.11, experts would get no gradients.
         return torch.compiler.disable(exchange)(compute, x, experts, weights, here, self.exchange_over)
 
 
@@ -113,9 +113,9 @@ class ExpertShards(nn.Module):
 
 
 def apply(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
-    """Leave this rank its part of the experts, in place; after tensor parallelism, before weights have memory.
+    """Keep only this rank's experts, in place; called after tensor parallelism, before weights are allocated.
 
-    Where experts are laid out as all weights, nothing changes. The config has checked that ep divides the experts.
+    If experts are laid out like all other weights, nothing changes. The config has checked that ep divides the experts.
     """
     if mesh.expert_mesh is not None:
         for _, moe in modules(model, *plan.experts):
@@ -124,7 +124,7 @@ def apply(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
 
 
 def _some_of(experts: Any, mesh: Mesh, expert_mesh: DeviceMesh) -> nn.Module:
-    """The experts of this rank: rows of the stacked weights, labelled on the axes ep and tp where those are there."""
+    """Return this rank's experts: rows of the stacked weights, with placements on the axes ep and tp if they exist."""
     split_inside = isinstance(experts, ExpertShards)
     axes = (*mesh.larger("ep"), *(mesh.larger("tp") if split_inside else ()))
     if not axes:
@@ -147,17 +147,17 @@ def exchange(
     here: int,
     group: dist.ProcessGroup,
 ) -> Tensor:
-    """Send each token to the ranks of its experts, `compute` there, and add up what comes back.
+    """Send each token to the ranks of its experts, `compute` there, and sum the results that come back.
 
-    x ``[tokens, hidden]``, experts and weights ``[tokens, k]``; rank r has the experts from ``r * here`` on, `here` of
-    them. Slots of expert ``here * ranks`` are dropped. `compute` is called with rows ``[rows, hidden]``, their expert
-    among those here ``[rows, 1]`` and the weight ``[rows, 1]``. Returns x's shape. The host waits for the counts: it
-    has to know how much to send and to receive.
+    x ``[tokens, hidden]``, experts and weights ``[tokens, k]``; rank r has `here` experts, from ``r * here`` on. Slots
+    of expert ``here * ranks`` are dropped. `compute` is called with rows ``[rows, hidden]``, their local expert
+    ``[rows, 1]`` and the weight ``[rows, 1]``. Returns x's shape. The host waits for the counts, which are the sizes of
+    the messages.
     """
     slots, ranks = experts.shape[1], group.size()
     order, counts = slots_by_expert(experts, here * ranks + 1)
     counts = counts[:-1].contiguous()
-    arriving = torch.empty_like(counts)  # [ranks, here]: rows from each rank for each expert here
+    arriving = torch.empty_like(counts)  # [ranks, here]: rows from each rank for each local expert
     dist.all_to_all_single(arriving, counts, group=group)
     send, receive = counts_on_host(torch.stack((counts, arriving)).view(2, ranks, here).sum(2), len(order))
     order = order[: sum(send)]

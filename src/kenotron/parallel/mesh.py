@@ -1,4 +1,4 @@
-"""Which ranks communicate with which: named axes of ranks, the last one fastest.
+"""The mesh of ranks: named axes, of which the last varies fastest, and their process groups.
 
 Eight ranks as pp 2 x dp_shard 2 x tp 2 form this grid, and the groups of an axis are its rows:
 
@@ -6,17 +6,17 @@ Eight ranks as pp 2 x dp_shard 2 x tp 2 form this grid, and the groups of an axi
                                          dp_shard groups (0 2) (1 3) (4 6) (5 7)
                                                pp groups (0 4) (1 5) (2 6) (3 7)
 
-`AXES` declares each axis once: where its degree comes from and which of the `GROUPS` it belongs to. Everything else
-asks the mesh, by the name of an axis or of a group of axes:
+`AXES` declares each axis once: how its degree is computed, and which of the `GROUPS` it belongs to. All other code uses
+the mesh, by the name of an axis or of a group of axes:
 
     mesh.group("loss")        the ranks whose losses add up: here pp x dp_shard, ranks (0 2 4 6) and (1 3 5 7)
     mesh.degree("batch")      how many ranks read different samples: 2
-    mesh.rank("batch")        which of them this one is
+    mesh.rank("batch")        this rank's index among them
     mesh.submesh("shard")     the `DeviceMesh` that FSDP2 shards over
 
-Experts of a mixture are laid out over the same ranks in another way, by axes that count the ranks of `gradient`, which
-all hold the same other weights, once more: expert_replicate x expert_shard x ep. Eight at ep 4, the experts in four
-parts, ZeRO splits each part over the two ranks that have it:
+Experts of a mixture are laid out over the same ranks differently: the ranks of `gradient`, which hold the same other
+weights, are also the axes expert_replicate x expert_shard x ep. For eight ranks at ep 4, the experts are in four parts,
+and ZeRO shards each part over the two ranks that have it:
 
     ranks of gradient   0 1 2 3 │ 4 5 6 7        ep groups (0 1 2 3) (4 5 6 7)
     experts             a b c d │ a b c d        expert_shard groups (0 4) (1 5) (2 6) (3 7)
@@ -50,11 +50,11 @@ GROUPS = {
 
 @dataclass(frozen=True)
 class Axis:
-    """One way of splitting a run over ranks.
+    """One axis of parallelism.
 
-    `degree` computes its size from the config and the number of data-parallel ranks among which ZeRO splits state
-    (`sharding_ranks`); `groups` are those of `GROUPS` that run along it (``world`` runs along all that are not
-    `of_experts`, which count the ranks of `gradient` once more).
+    `degree` computes its size from the config and the number of data-parallel ranks over which ZeRO shards state
+    (`sharding_ranks`); `groups` are the `GROUPS` that include it (``world`` includes all axes but those `of_experts`,
+    which lay out the ranks of `gradient` a second time).
     """
 
     name: str
@@ -64,11 +64,11 @@ class Axis:
 
 
 def _expert_shard(config: HasLayout, shard: int) -> int:
-    """The ranks that split a layer's experts among them; 1 also where those are `shard`, as of other weights.
+    """Return over how many ranks a layer's experts are sharded; 1 if they are sharded like other weights.
 
-    FSDP2 pads the first dimension, the experts, to a multiple of the ranks where these divide none: 96 ranks would each
-    gather 96 of 8 experts, and hold a whole one. In groups of 32, each holds a quarter of one. So: where a rank holds
-    least and then gathers least.
+    If the ranks divide no dimension, FSDP2 pads the first, the experts, to a multiple of the ranks: for 8 experts, 96
+    ranks would each hold a whole expert and gather 96. In groups of 32, each rank holds a quarter of one. The choice
+    minimizes what a rank holds, and then what it gathers.
     """
     layout, sizes = config.parallelism, config.expert_sizes
     ep, cp = layout.expert_parallel_size, layout.context_parallel_size
@@ -103,7 +103,7 @@ EXPERT_NAMES = tuple(axis.name for axis in AXES if axis.of_experts)
 
 
 def axes_of(name: str) -> tuple[str, ...]:
-    """The axes, slowest first, that an axis (itself) or a group of `GROUPS` runs along. Raises `KeyError`."""
+    """Return the axes, slowest first, of a group of `GROUPS`, or an axis itself. Raises `KeyError`."""
     if name in (known := [axis.name for axis in AXES]):
         return (name,)
     if name not in GROUPS:
@@ -115,8 +115,8 @@ def axes_of(name: str) -> tuple[str, ...]:
 class Mesh:
     """Degrees by axis (missing ones are 1), and the device meshes of those larger than 1 (None when all are 1).
 
-    `expert_mesh` has the axes of experts in the place of those of `gradient`. Each method takes the name of an axis or
-    of a group of axes.
+    `expert_mesh` has the axes of experts instead of those of `gradient`. Each method takes the name of an axis or of a
+    group of axes.
     """
 
     degrees: Mapping[str, int] = field(default_factory=dict)
@@ -125,11 +125,11 @@ class Mesh:
     _submeshes: dict[str, DeviceMesh] = field(default_factory=dict, compare=False, repr=False)
 
     def degree(self, name: str) -> int:
-        """Ranks in each group of `name`."""
+        """Return the number of ranks in each group of `name`."""
         return prod(self.degrees.get(axis, 1) for axis in axes_of(name))
 
     def rank(self, name: str) -> int:
-        """This process's number in its group of `name`, row-major over the axes; 0 at degree 1."""
+        """Return this process's rank in its group of `name`, row-major over the axes; 0 at degree 1."""
         rank = 0
         for axis in self.larger(name):
             mesh = self.expert_mesh if axis in EXPERT_NAMES else self.device_mesh
@@ -138,12 +138,12 @@ class Mesh:
         return rank
 
     def group(self, name: str) -> dist.ProcessGroup | None:
-        """The process group of `name` that this rank is in; None at degree 1."""
+        """Return this rank's process group of `name`; None at degree 1."""
         mesh = self.submesh(name)
         return None if mesh is None else mesh.get_group()
 
     def submesh(self, name: str) -> DeviceMesh | None:
-        """This rank's group of `name` as a device mesh with one axis; None at degree 1."""
+        """Return this rank's group of `name` as a device mesh with one axis; None at degree 1."""
         larger = self.larger(name)
         whole = self.expert_mesh if set(larger) & set(EXPERT_NAMES) else self.device_mesh
         if whole is None or not larger:
@@ -155,38 +155,38 @@ class Mesh:
         return self._submeshes[name]
 
     def larger(self, name: str) -> tuple[str, ...]:
-        """The axes of `name` that are larger than 1."""
+        """Return the axes of `name` that are larger than 1."""
         return tuple(axis for axis in axes_of(name) if self.degree(axis) > 1)
 
     def represents(self, name: str, within: str) -> bool:
-        """Whether this rank is rank 0 along the axes of `within` that `name` does not run along.
+        """Whether this rank is rank 0 along the axes of `within` that are not in `name`.
 
-        Of the ranks of a `within` group that are alike in `name`, exactly one represents the others: a sum over
-        ``loss`` counts a sample once if only those that represent ``batch`` add it.
+        Among the ranks of a `within` group with the same rank in `name`, exactly one represents the others: a sum over
+        ``loss`` counts a sample once if only ranks that represent ``batch`` add it.
         """
         return all(self.rank(axis) == 0 for axis in axes_of(within) if axis not in axes_of(name))
 
     @property
     def world_size(self) -> int:
-        """All ranks of the run."""
+        """The number of ranks of the run."""
         return self.degree("world")
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0 of the run: the one that logs and writes files."""
+        """Whether this is rank 0 of the run, which logs and writes files."""
         return self.rank("world") == 0
 
 
 def axes(config: HasLayout, ranks_on_machine: int = 1) -> dict[str, int]:
-    """The degree of every axis on this layout; `ranks_on_machine` consecutive ranks share a machine."""
+    """Return the degree of every axis on this layout; `ranks_on_machine` consecutive ranks share a machine."""
     shard = sharding_ranks(config, ranks_on_machine)
     return {axis.name: axis.degree(config, shard) for axis in AXES}
 
 
 def sharding_ranks(config: HasLayout, ranks_on_machine: int = 1) -> int:
-    """The number of data-parallel ranks among which `zero_stage` splits state; the other ranks hold copies.
+    """Return the number of data-parallel ranks over which `zero_stage` shards state; other ranks hold replicas.
 
-    With zero_stage hybrid a group stays within one machine: as many replicas as fit there. Where cp x tp ranks do not
+    With zero_stage hybrid a group has as many model replicas (cp x tp ranks) as fit into one machine. If they do not
     fill machines evenly, a group is one replica.
     """
     layout = config.parallelism
@@ -199,12 +199,12 @@ def sharding_ranks(config: HasLayout, ranks_on_machine: int = 1) -> int:
 
 
 def build_mesh(degrees: Mapping[str, int], world_size: int, device_type: str) -> Mesh:
-    """A mesh of `degrees` over `world_size` ranks; missing axes are 1, `expert_replicate` what ep leaves.
+    """Build the mesh of `degrees` over `world_size` ranks; missing axes are 1, `expert_replicate` is what remains.
 
-    The default group must exist if there are several.
+    The default process group must exist if there are several ranks.
 
-    Creates the process groups of all `GROUPS`, so every rank calls it. Raises `InputError` where the degrees do not
-    multiply to `world_size`, or where ep does not divide the ranks of `gradient`.
+    It creates the process groups of all `GROUPS`, so every rank calls it. Raises `InputError` if the product of the
+    degrees is not `world_size`, or ep does not divide the ranks of `gradient`.
     """
     full = {axis.name: degrees.get(axis.name, 1) for axis in AXES}
     mesh = Mesh(full)
@@ -229,7 +229,7 @@ def build_mesh(degrees: Mapping[str, int], world_size: int, device_type: str) ->
 
 
 def _device_mesh(degrees: Mapping[str, int], names: Sequence[str], device_type: str) -> DeviceMesh:
-    """The axes `names` larger than 1, over all ranks."""
+    """Return the device mesh of the axes `names` that are larger than 1, over all ranks."""
     from torch.distributed.device_mesh import init_device_mesh
 
     larger = {name: degrees[name] for name in names if degrees[name] > 1}

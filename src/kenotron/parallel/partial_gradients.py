@@ -1,14 +1,15 @@
-"""What a plan of tensor parallelism leaves out, and what would be wrong without an error: found before anything trains.
+"""Find weights and functions that a tensor-parallel plan misses, which would be silently wrong, before training.
 
     x ── up (column) ── half of the features ── act(·, alpha) ── down (row) ── sum over ranks
                                                        └─ alpha is whole, and its gradient is that of half the features
 
-A plan that does not name such a weight trains it apart on every rank, without an error. So one pass without memory
-follows what a rank has only a part of: the output of column layers up to the next row layer, or, on sequence shards,
-all that follows the embedding. Nothing that is whole and needs a gradient may meet it outside of planned modules.
+If a plan does not name such a weight, every rank trains its own version of it, without an error. So one pass on the
+meta device follows partial tensors, of which a rank has only a shard: the output of column layers up to the next row
+layer, or, on sequence shards, everything after the embedding. A whole weight that needs a gradient must not be combined
+with them outside of planned modules.
 
-A function without weights can be wrong, too: a norm, a softmax, a top-k or a half of the features takes all of them in
-one process, and those of its part on a rank. The features are the last dimension, until a view makes heads of them.
+A function without weights can be wrong, too: a norm, a softmax, a top-k or a half of the features uses all features in
+one process, but only a shard of them on a rank. Features are the last dimension, until a view splits it into heads.
 """
 
 from copy import deepcopy
@@ -31,9 +32,9 @@ from kenotron.models.decoder import Decoder
 from kenotron.models.plan import Plan, modules
 
 TOKENS = 4
-# What modules of a field return: a part (True), the whole, or shards of tokens if the model works on them (False).
+# Whether modules of a field return shards of features (True), or whole tensors or shards of tokens (False).
 RETURNS_A_PART = {"column": True, "channels": True, "inner_row": True, "row": False, "experts": False, "vocab": False}
-# Functions of the whole last dimension that keep its size; what changes it is told by that, unless it is a view.
+# Functions of the whole last dimension that keep its size; others are recognized by its change, unless they are views.
 MIXES = {"softmax", "log_softmax", "softmin", "normalize", "cumsum", "cumprod", "logcumsumexp", "sort", "roll", "flip"}
 NORMS = {"layer_norm", "rms_norm", "group_norm"}
 VIEWS = {"view", "reshape", "unflatten", "flatten", "transpose", "permute", "movedim", "swapaxes", "swapdims", "t"}
@@ -42,9 +43,9 @@ NUMBERS = {Tensor.__int__: TOKENS, Tensor.item: TOKENS, Tensor.__bool__: False}
 
 
 def check_plan(model: Model, layout: Parallelism) -> None:
-    """Raise InputError unless every rank of `layout` has the gradients of its weights whole. One process calls it.
+    """Raise InputError unless every rank of `layout` gets complete gradients of its weights. One process calls it.
 
-    Plans of built-in families were checked by the tests: a start does not take 2 s for them, which imports take.
+    Plans of built-in families are skipped, to save 2 s of imports at the start: tests have checked them.
     """
     if layout.tp == 1 or model.decoder.family in built_in_names():
         return
@@ -55,9 +56,9 @@ def check_plan(model: Model, layout: Parallelism) -> None:
 
 
 def check_gradients(model: Decoder, plan: Plan, on_sequence_shards: bool) -> None:
-    """Raise InputError, naming the weight, for a gradient of the complete `model` that no rank would have whole.
+    """Raise InputError, with the weight's name, for a gradient of the whole `model` that is incomplete on every rank.
 
-    Looks at a copy without memory; nothing is computed. `on_sequence_shards`: with tp_mode REDUCE_SCATTER.
+    It runs a copy on the meta device; nothing is computed. `on_sequence_shards`: with tp_mode REDUCE_SCATTER.
     """
     with (fake := FakeTensorMode(allow_non_fake_inputs=True)):
         weights = {each: nn.Parameter(torch.empty_like(each, device="cpu")) for each in model.parameters()}
@@ -70,7 +71,7 @@ def check_gradients(model: Decoder, plan: Plan, on_sequence_shards: bool) -> Non
             if field in ("row", "inner_row"):
                 module.register_forward_pre_hook(partial(flow.note_whole_input, name))
             flow.plan(module, part, features=field == "column")
-            if field == "experts":  # how many tokens each gets is not known
+            if field == "experts":  # the number of tokens of each is unknown
                 module.forward = lambda x, *_, **__: x.clone()
     for _, module in modules(model, *plan.sequence, *plan.per_head):
         flow.plan(module)
@@ -106,33 +107,33 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, *args: Any, **options: Any) -> T
 
 
 class _Flow(TorchFunctionMode):
-    """Follows tensors by identity. `found`: the weight behind the first one that is whole and meets a part."""
+    """Follows tensors by identity. `found`: the weight of the first whole tensor combined with a partial one."""
 
     def __init__(self, weights: dict[int, str], on_sequence_shards: bool) -> None:
         super().__init__()
         self.on_sequence_shards = on_sequence_shards
-        self.split: set[int] = set()  # those of `parts` that are features of a rank, not tokens
-        self.unsplit: str | None = None  # the first row layer whose input is not
-        self.weight_of = dict(weights)  # of all that needs a gradient: the weight that it comes of, by id
+        self.split: set[int] = set()  # the `parts` that are shards of features, not of tokens
+        self.unsplit: str | None = None  # the first row layer whose input is not split
+        self.weight_of = dict(weights)  # id of a tensor that needs a gradient → the weight it comes from
         self.parts: set[int] = set()
-        self.alive: list[Any] = []  # ids are those of living tensors
+        self.alive: list[Any] = []  # keeps tensors alive, so that ids are unique
         self.found: str | None = None
-        self.widths: dict[int, int] = {}  # features in the last dimension of a part, by id
-        self.mixed: str | None = None  # the first function that takes all of them
-        self.inside = 0  # of how many planned modules
+        self.widths: dict[int, int] = {}  # id of a part → features in its last dimension
+        self.mixed: str | None = None  # the first function over all features
+        self.inside = 0  # the number of planned modules around the call
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in NUMBERS:  # a number that depends on data, of which there are none
+        if func in NUMBERS:  # numbers that depend on data, which do not exist on meta
             return NUMBERS[func]
         result = func(*args, **(kwargs or {}))
-        given = [each for each in tree_leaves((args, kwargs)) if _is_float(each)]
-        learned = [each for each in given if id(each) in self.weight_of]
+        inputs = [each for each in tree_leaves((args, kwargs)) if _is_float(each)]
+        learned = [each for each in inputs if id(each) in self.weight_of]
         whole = [each for each in learned if id(each) not in self.parts]
-        has_part = any(id(each) in self.parts for each in given)
-        is_split = any(id(each) in self.split for each in given)
+        has_part = any(id(each) in self.parts for each in inputs)
+        is_split = any(id(each) in self.split for each in inputs)
         if has_part and whole and not self.inside:
             self.found = self.found or self.weight_of[id(whole[-1])]
-        self._follow_widths(func, args, kwargs or {}, result, given)
+        self._follow_widths(func, args, kwargs or {}, result, inputs)
         for each in tree_leaves(args[0] if result is None and args else result):  # None: __setitem__
             if _is_float(each):
                 self.alive.append(each)
@@ -140,12 +141,12 @@ class _Flow(TorchFunctionMode):
                     self.parts.add(id(each))
                 if is_split:
                     self.split.add(id(each))
-                if learned:  # of activations and a weight, the weight: it comes last
+                if learned:  # the last one: weights come after activations
                     self.weight_of[id(each)] = self.weight_of[id(learned[-1])]
         return result
 
-    def _follow_widths(self, func: Any, args: Any, kwargs: Any, result: Any, given: list[Tensor]) -> None:
-        wide = [each for each in given if id(each) in self.widths]
+    def _follow_widths(self, func: Any, args: Any, kwargs: Any, result: Any, inputs: list[Tensor]) -> None:
+        wide = [each for each in inputs if id(each) in self.widths]
         if not wide or self.inside:
             return
         name, width = getattr(func, "__name__", str(func)), wide[0].shape[-1]
@@ -159,12 +160,12 @@ class _Flow(TorchFunctionMode):
         self.mixed = self.mixed or (name if mixed else None)
 
     def note_whole_input(self, name: str, _: nn.Module, inputs: tuple[Any, ...]) -> None:
-        """A row layer, whose weight is split by input features, is about to run."""
+        """Check the input of a row layer, which must be split by features, before it runs."""
         if not any(id(each) in self.split for each in inputs):
             self.unsplit = self.unsplit or name
 
     def plan(self, module: nn.Module, split: bool | None = None, features: bool = False) -> None:
-        """Check nothing within `module`; its output is `split`, or not (None: as its input), of its `features`."""
+        """Skip the inside of `module`; its output is `split` or not (None: like its input), by `features`."""
         part = split or self.on_sequence_shards
 
         def enter(*_: Any) -> None:
@@ -184,9 +185,9 @@ class _Flow(TorchFunctionMode):
 
 
 def _takes_last(x: Tensor, args: Any, kwargs: Any) -> bool:
-    """Whether the last argument, or the one called dim, names the last dimension of x, or there is none."""
-    given = kwargs.get("dim", kwargs.get("dims", args[-1] if len(args) > 1 else -1))
-    return bool({-1, x.dim() - 1} & {*(given if isinstance(given, tuple | list) else [given])})
+    """Whether the last argument, or dim, names the last dimension of x, or there is no such argument."""
+    dims = kwargs.get("dim", kwargs.get("dims", args[-1] if len(args) > 1 else -1))
+    return bool({-1, x.dim() - 1} & {*(dims if isinstance(dims, tuple | list) else [dims])})
 
 
 def _is_float(value: Any) -> bool:

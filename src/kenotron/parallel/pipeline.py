@@ -1,26 +1,26 @@
-"""Pipeline parallelism: every rank holds some consecutive layers, and micro-batches flow through the ranks.
+"""Pipeline parallelism: every rank holds consecutive layers, and micro-batches flow through the ranks.
 
-Two ranks, four micro-batches, 1f1b (F forward, B backward, · waiting):
+Two ranks and four micro-batches with 1f1b (F forward, B backward, · idle):
 
     rank 0   F0 F1 ·  B0 F2 B1 F3 B2 ·  B3       embedding, layers 0 … 3
     rank 1   ·  F0 B0 F1 B1 F2 B2 F3 B3 ·        layers 4 and 5, norm, head, loss
 
-What is sent: hidden states ``[tokens, hidden]`` in the compute dtype to the next stage, their gradient back, by send
-and receive over the pp group. Everything else of a micro-batch (tokens, labels, positions, document borders) every rank
-has already: the data order is arithmetic. The order of the work is torch's
-(`torch.distributed.pipelining.schedules`); which rank holds which layers is `parallel.pipeline_layout`.
+Hidden states ``[tokens, hidden]`` are sent to the next stage in the compute dtype, and their gradients back, by send
+and receive over the pp group. Every rank already has everything else of a micro-batch (tokens, labels, positions,
+document borders), because the data order is arithmetic. Schedules are torch's
+(`torch.distributed.pipelining.schedules`); `parallel.pipeline_layout` assigns layers to ranks.
 
-A tied head lives on a different rank from the embedding, or at least in another part. The embedding owns the weight;
-the head has a copy:
+A tied head is on another rank than the embedding, or at least in another part. The embedding owns the weight; the head
+has a copy:
 
-    after backward   copy's gradient ──▶ added to the owner's, and forgotten: clipping and the optimizer see one weight
+    after backward   copy's gradient ──▶ added to the owner's and set to None: clipping and the optimizer see one weight
     after an update  owner's weight  ──▶ the copy
 
-The zero-bubble engines do a backward pass in two halves: gradients of inputs at once, because another rank waits for
-them, gradients of weights when there is nothing else to do. Autograd splits it in the graph, node by node. Where a node
-is more than one product, both halves compute all of it: a compiled block or the split linears of tp cost two backward
-passes, a recomputed block a forward pass for every weight (11 in place of 2 [measured]). There the backward pass is not
-split, in the same order of work, and a rank waits about as long as with interleaved_1f1b.
+The zero-bubble engines split a backward pass into two halves: gradients of inputs at once, because another rank waits
+for them, and gradients of weights when the rank is idle. Autograd splits the graph node by node. If a node is more than
+one product, both halves compute all of it: a compiled block or tp's split linears cost two backward passes, a
+recomputed block a forward pass for every weight (11 instead of 2, measured). In these cases the backward pass is not
+split; the schedule is the same, and a rank idles about as long as with interleaved_1f1b.
 """
 
 import logging
@@ -63,13 +63,13 @@ SCHEDULES: dict[str, Any] = {
 }
 
 logger = logging.getLogger("kenotron")
-LARGE_BUBBLE = 0.2  # of a step: logged as a warning
-# Up to 2.11 torch cannot leave autograd functions written in Python, as our kernels are, for the second half.
+LARGE_BUBBLE = 0.2  # share of a step from which a warning is logged
+# Torch up to 2.11 cannot defer autograd functions written in Python, such as Kénotron's kernels, to the second half.
 HALVES_ANY_FUNCTION = torch.__version__ >= (2, 12)  # type: ignore[operator]  # torch's versions compare with tuples
 
 
 class StageModule(nn.Module):
-    """A part of the model as a pipeline calls it: hidden states in, hidden states out, or the last part's result.
+    """A stage of the model: maps hidden states to hidden states, or in the last stage to the model's result.
 
     Data parallelism wraps this module. The micro-batch is set before every call (torch's schedules would pass
     anything but tensors to each micro-batch unsplit).
@@ -81,7 +81,7 @@ class StageModule(nn.Module):
         self.micro_batch: MicroBatch | None = None
 
     def forward(self, hidden: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """hidden ``[tokens, hidden]``, None in the first stage → the same, or (loss, z_loss) or logits of the last."""
+        """Return the next hidden states, or in the last stage (loss, z_loss) or logits; hidden: None in the first."""
         micro_batch = self.micro_batch
         assert micro_batch is not None
         x = micro_batch.tokens if hidden is None else hidden
@@ -89,10 +89,10 @@ class StageModule(nn.Module):
 
 
 class _Scheduled(PipelineStage):
-    """What torch's schedules drive: sets the stage's next micro-batch.
+    """The stage that torch's schedules run; it sets the next micro-batch.
 
-    What a micro-batch receives has memory from then until its backward pass. Torch would hold it for all micro-batches,
-    all the time: with 64 of 4,096 tokens, 2 GiB a rank and direction at a width of 4,096.
+    Receive buffers of a micro-batch are allocated from its forward until its backward pass. Torch would keep them for
+    all micro-batches: for 64 of 4,096 tokens at a width of 4,096, 2 GiB per rank and direction.
     """
 
     micro_batches: Sequence[MicroBatch] = ()
@@ -116,26 +116,27 @@ class _Scheduled(PipelineStage):
         _place((*self.args_recv_info[bwd_chunk_id], *self.grad_recv_info[bwd_chunk_id]), "meta")
 
     def finish(self) -> None:
-        """After a step, wait for whatever has been sent and not been waited for."""
+        """Wait, after a step, for all sends that have not been waited for."""
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self.submod.micro_batch = self.micro_batches[fwd_chunk_id]  # type: ignore[assignment]
         return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
-        """Torch 2.11's FSDP fails on a GPU in a call without arguments, as the first stage's is."""
+        """Call forward directly: torch 2.11's FSDP fails on a GPU in the first stage's call, without arguments."""
         return super().forward_maybe_with_nosync(*args, **(kwargs if args else {"hidden": None}))
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """Torch 2.11 greets neighbours before the first step; in a V one of them is the rank itself: gloo cannot."""
+        """Return none: torch 2.11 would greet neighbours first, in a V also this rank itself, which gloo cannot."""
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
 
 
 class _OneOfSeveral(_Scheduled):
-    """A stage of the schedules with several stages a rank, which hold whatever they send until the end of a step.
+    """A stage for schedules with several stages per rank, in which torch keeps sent tensors until the end of a step.
 
-    It sends by itself and lets go when there is evidence of arrival: of an activation, its gradient; of a gradient, an
-    activation of the stage before, which has less than `2 * num_stages` micro-batches under way, in their order.
+    It sends itself, and frees a tensor when it must have arrived: an activation when its gradient comes back, a
+    gradient when a later activation of the previous stage comes, which has fewer than `2 * num_stages` micro-batches in
+    flight.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -161,7 +162,7 @@ class _OneOfSeveral(_Scheduled):
             self._let_go(*each)
 
     def _send(self, what: str, number: int, ops: list[dist.P2POp]) -> list[dist.P2POp]:
-        if ops:  # none to a stage of the same rank
+        if ops:  # none if the other stage is on the same rank
             self.sent[what, number] = dist.batch_isend_irecv(ops)
         return []
 
@@ -171,7 +172,7 @@ class _OneOfSeveral(_Scheduled):
 
 
 def _place(received: Iterable[Any], device: torch.device | str) -> None:
-    """New buffers on `device`, on "meta" without memory. What the first stage reads, tokens, has none."""
+    """Replace receive buffers by new ones on `device`; "meta" frees their memory. The first stage has none."""
     for each in received:
         if isinstance(buffer := getattr(each, "buffer", None), Tensor):
             each.buffer = torch.empty_like(buffer, device=device, requires_grad=buffer.requires_grad)
@@ -180,8 +181,8 @@ def _place(received: Iterable[Any], device: torch.device | str) -> None:
 class Pipeline:
     """Runs the parts of all ranks of the pp group as one model.
 
-    `parts` are this rank's, in the order of the model; `stages` the modules around them, for data parallelism to wrap.
-    `dtype` is that of hidden states; `compiled`: whether blocks are.
+    `parts` are this rank's, in the order of the model; `stages` are the modules around them, which data parallelism
+    wraps. `dtype` is the dtype of hidden states; `compiled`: whether blocks are compiled.
     """
 
     def __init__(
@@ -211,9 +212,9 @@ class Pipeline:
     # ---- training ----
 
     def step(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        """Forward and backward of all micro-batches: gradients into ``.grad``.
+        """Run forward and backward of all micro-batches; gradients are in ``.grad``.
 
-        Returns ``[2]``: the sums of the losses and of their z parts; zeros where the last stage is not.
+        Returns ``[2]``: the sums of the losses and of their z parts; zeros on ranks without the last stage.
         """
         tokens = {micro_batch.tokens.numel() for micro_batch in micro_batches}
         if len(tokens) != 1:
@@ -222,7 +223,7 @@ class Pipeline:
         for scheduled in self._scheduled:
             scheduled.micro_batches = micro_batches
         self._total = torch.zeros(2, device=self.device)
-        # target: torch wants one for the loss function; ours has the labels already
+        # target: torch requires one for the loss function, which has the labels already
         with products.backward_in_halves(self.in_halves):
             self._schedule.step(target=torch.zeros(len(micro_batches)), return_outputs=False)
         for scheduled in self._scheduled:
@@ -231,7 +232,7 @@ class Pipeline:
         return self._total
 
     def _prepare(self, count: int, tokens: int) -> None:
-        """A schedule for `count` micro-batches of `tokens`: it owns receive buffers of that shape."""
+        """Create a schedule for `count` micro-batches of `tokens`, with receive buffers of this shape."""
         if self._shape == (count, tokens):
             return
         rows = tokens // self.sequence_shards
@@ -257,7 +258,7 @@ class Pipeline:
         self._shape = count, tokens
 
     def _add_loss(self, output: tuple[Tensor, Tensor], _: Tensor) -> Tensor:
-        """Count a micro-batch's loss; what backward starts from."""
+        """Add up a micro-batch's loss, and return the loss that backward starts from."""
         loss, z_loss = output
         self._total += torch.stack((loss.detach(), z_loss.detach()))
         return loss
@@ -266,10 +267,10 @@ class Pipeline:
 
     @torch.no_grad()
     def forward(self, micro_batch: MicroBatch) -> Tensor | tuple[Tensor, Tensor] | None:
-        """One micro-batch through all stages, on any engine, in their order: every rank of the group calls it.
+        """Run one micro-batch through all stages in order, with any engine; every rank of the group calls it.
 
-        Returns what the last part returns: (loss, z_loss), or logits ``[tokens, vocab]`` where ``labels`` is None;
-        None on ranks without the last part.
+        Returns the last stage's result, (loss, z_loss), or logits ``[tokens, vocab]`` if ``labels`` is None; on ranks
+        without the last stage, None.
         """
         shards = self.sequence_shards if self.stages[0].part.training else 1  # tensor.py: only training has shards
         rows = micro_batch.tokens.numel() // shards
@@ -287,14 +288,14 @@ class Pipeline:
         return x if self.numbers[-1] == self.count - 1 else None
 
     def _rank(self, number: int) -> int | None:
-        """The rank of the pp group that holds stage `number`; None beyond the ends of the model."""
+        """Return the rank of the pp group that holds stage `number`; None beyond the ends of the model."""
         return rank_of_stage(self.engine, self.pp, number) if 0 <= number < self.count else None
 
     # ---- tied weights ----
 
     @torch.no_grad()
     def sum_tied_gradients(self) -> None:
-        """Add the gradient of every copy of a tied weight to its owner's, and forget it at the copy."""
+        """Add the gradient of every copy of a tied weight to its owner's, and set the copy's to None."""
         for owner, copy in self._ties():
             to = None if owner is None else _gradient(owner)
             arrived = self._carry(None if copy is None else _gradient(copy), self.head_at, 0, to)
@@ -305,7 +306,7 @@ class Pipeline:
 
     @torch.no_grad()
     def share_tied_weights(self) -> None:
-        """Give every copy of a tied weight its owner's value: after weights were filled, loaded or updated."""
+        """Give every copy of a tied weight its owner's value, after weights were filled, loaded or updated."""
         for owner, copy in self._ties():
             to = None if copy is None else shard_of(copy).tensor
             arrived = self._carry(None if owner is None else shard_of(owner).tensor, 0, self.head_at, to)
@@ -318,7 +319,7 @@ class Pipeline:
         return rank_of_stage(self.engine, self.pp, self.count - 1)
 
     def _ties(self) -> Iterator[tuple[nn.Parameter | None, nn.Parameter | None]]:
-        """(owner, copy) of every tied weight, None where it is not on this rank: the same ties on every rank."""
+        """Yield (owner, copy) of every tied weight, the same ties on every rank; None for those on other ranks."""
         first = self.stages[0].part if self.numbers[0] == 0 else None
         last = self.stages[-1].part if self.numbers[-1] == self.count - 1 else None
         for copy, owner in self.stages[0].part.ties().items():
@@ -326,7 +327,7 @@ class Pipeline:
             yield owned, None if last is None else last.get_parameter(copy)
 
     def _carry(self, tensor: Tensor | None, source: int, destination: int, like: Tensor | None) -> Tensor | None:
-        """`tensor` of rank `source` at rank `destination`, where it looks like `like`; elsewhere None."""
+        """Send `tensor` from rank `source` to `destination`, and return it there, shaped like `like`; else None."""
         if self.rank == source == destination:
             return tensor
         if self.rank == source and tensor is not None and tensor.numel():
@@ -339,7 +340,7 @@ class Pipeline:
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
-    """This rank's shard of the gradient; zeros where backward left none."""
+    """Return this rank's shard of the gradient; zeros if backward left none."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return shard_of(parameter.grad).tensor
@@ -348,12 +349,12 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 def schedule_of(
     engine: str, stages: int, micro_batches: int
 ) -> type[PipelineScheduleSingle] | type[PipelineScheduleMulti]:
-    """Torch's class for `engine`. With fewer micro-batches than stages 1f1b is afab, which torch requires by name."""
+    """Return torch's class for `engine`. With fewer micro-batches than stages, torch requires afab for 1f1b."""
     return SCHEDULES["afab" if engine == "1f1b" and micro_batches < stages else engine]
 
 
 def _prevents_split_backward(layout: Parallelism, compiled: bool) -> str | None:
-    """What keeps a zero-bubble engine from splitting the backward pass: a config key, or the version of torch."""
+    """Return what prevents a zero-bubble engine from splitting backward, a config key or torch's version, or None."""
     if layout.pp_engine not in ZERO_BUBBLE_ENGINES:
         return None
     keys = {
@@ -363,11 +364,11 @@ def _prevents_split_backward(layout: Parallelism, compiled: bool) -> str | None:
         "parallelism.expert_parallel_size": layout.expert_parallel_size > 1,
         f"torch {torch.__version__}": not HALVES_ANY_FUNCTION,
     }
-    return next((key for key, given in keys.items() if given), None)
+    return next((key for key, prevents in keys.items() if prevents), None)
 
 
 def _nothing_left() -> Callable[[], None]:
-    """The second half of a backward pass that was done completely in the first: nothing."""
+    """Return an empty second half for a backward pass that was done completely in the first."""
     return lambda: None
 
 

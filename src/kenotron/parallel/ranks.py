@@ -1,10 +1,10 @@
-"""The few things that the ranks of a run do together when they save or load.
+"""Functions with which ranks share results, errors and waiting, mostly to save or load.
 
-Without a process group, or with a group of one, all of them are plain calls. An error on one rank becomes a
-`PeerFailed` on every other, so none waits for a rank that has exited:
+Without a process group, or in a group of one, they are plain calls. An error on one rank becomes a `PeerFailed` on all
+others, so that none waits for a rank that has exited:
 
-    path = run_on_rank0(lambda: make_temporary())     # rank 0 works, everyone gets its result, or its error
-    raise_on_any_rank(lambda: check_my_share())            # everyone works; if one fails, all fail
+    path = run_on_rank0(lambda: make_temporary())     # rank 0 works, all get its result or error
+    raise_on_any_rank(lambda: check_my_share())            # all work; if one fails, all fail
 """
 
 import re
@@ -21,7 +21,7 @@ SAY_EVERY_S = 60.0
 
 
 def rank_and_size() -> tuple[int, int]:
-    """This process's rank and their number; (0, 1) without a process group. Does not import torch."""
+    """Return this process's rank and the world size; (0, 1) without a process group. Does not import torch."""
     distributed: Any = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return 0, 1
@@ -29,7 +29,7 @@ def rank_and_size() -> tuple[int, int]:
 
 
 def gather(value: T) -> list[T]:
-    """Every rank's `value`, in order of rank, on every rank: a small one, as a run may have thousands of ranks."""
+    """Return every rank's `value`, in rank order, on every rank; it must be small, as there may be many ranks."""
     _, size = rank_and_size()
     if size == 1:
         return [value]
@@ -60,19 +60,19 @@ def raise_on_any_rank(work: Callable[[], T]) -> T:
 
 
 def run_on_rank0(work: Callable[[], T]) -> T:
-    """Run `work` on rank 0 alone; every rank gets its result; its error is a `PeerFailed` on the others."""
+    """Run `work` only on rank 0; every rank gets its result, or for an error a `PeerFailed`."""
     rank, size = rank_and_size()
     result = raise_on_any_rank(lambda: work() if rank == 0 else None)
     if size > 1:
         import torch.distributed as dist
 
-        dist.broadcast_object_list(results := [result])  # what is gathered takes its memory for every rank
+        dist.broadcast_object_list(results := [result])  # a gather would take memory for every rank
         return results[0]  # type: ignore[return-value]
     return result  # type: ignore[return-value]
 
 
 def gather_on_rank0(value: T) -> list[T]:
-    """Every rank's `value`, in order of rank, on rank 0; elsewhere an empty list."""
+    """Return every rank's `value`, in rank order, on rank 0; on others an empty list."""
     rank, size = rank_and_size()
     if size == 1:
         return [value]
@@ -84,7 +84,7 @@ def gather_on_rank0(value: T) -> list[T]:
 
 
 def scatter_from_rank0(values: list[T]) -> T:
-    """On rank r ``values[r]`` of rank 0; elsewhere `values` is ignored."""
+    """Return ``values[r]`` of rank 0 on rank r; `values` of other ranks is ignored."""
     rank, size = rank_and_size()
     if size == 1:
         return values[0]
@@ -96,19 +96,19 @@ def scatter_from_rank0(values: list[T]) -> T:
 
 
 def gather_at(place: str, value: T) -> list[T]:
-    """As `gather`, of the ranks that call it with the same `place`, such as a folder."""
+    """As `gather`, but only of ranks that call it with the same `place`, such as a folder."""
     return [of_rank for other, of_rank in gather((place, value)) if other == place]
 
 
 def ranks_with(place: str) -> list[int]:
-    """The ranks that call this with the same `place`, in order."""
+    """Return the ranks that call this with the same `place`, in order."""
     return gather_at(place, rank_and_size()[0])
 
 
 def run_on_first(ranks: list[int], work: Callable[[], T]) -> T:
     """Run `work` on the first of `ranks`; each of them gets its small result. An error anywhere is raised on all ranks.
 
-    All ranks call it, each with those it works with.
+    All ranks of the run call it, each with the ranks of its own set.
     """
     rank, _ = rank_and_size()
     return gather(raise_on_any_rank(lambda: work() if rank == ranks[0] else None))[ranks[0]]  # type: ignore[return-value]
@@ -120,7 +120,7 @@ def describe(error: BaseException) -> str:
 
 
 def comes_from_another_rank(error: BaseException) -> bool:
-    """Whether this is how another rank's end shows: a connection of gloo, NCCL or the store was closed."""
+    """Whether the error results from another rank's end: a closed connection of gloo, NCCL or the store."""
     import torch.distributed as dist
 
     found: BaseException | None = error
@@ -133,13 +133,13 @@ def comes_from_another_rank(error: BaseException) -> bool:
 
 
 def wait_for_all() -> None:
-    """Return when every rank has called this as often as this one, however long that takes.
+    """Wait until every rank has called this as often as this one, for any time.
 
-    For work of unbounded length: one rank finds its tokens cached, another tokenizes for hours. A collective
+    It is for work of unbounded length: one rank finds its tokens cached, another tokenizes for hours. A collective
     would time out after `parallelism.timeout_seconds`. Without a process group it returns at once.
 
-    Rank 0 writes a line a minute to standard error, which names the ranks that it waits for; the first rank that came
-    does so if rank 0 is missing. The others do not ask: all share one store.
+    Once a minute, rank 0 writes a line to standard error with the ranks that it waits for; if rank 0 is missing, the
+    first rank that arrived does so. Others do not query the ranks, to spare the shared store.
     """
     import torch.distributed as dist
 
@@ -150,7 +150,7 @@ def wait_for_all() -> None:
     store, rank, size = default_store(), dist.get_rank(), dist.get_world_size()
     mine = store.add(f"kenotron/arrivals/{rank}", 1)
     asks = store.add(f"kenotron/arrivals/of/{mine}", 1) == 1 or rank == 0
-    pause, longest = LOOK_EVERY_S / 64, max(LOOK_EVERY_S, size / 2048)  # all ask one store
+    pause, longest = LOOK_EVERY_S / 64, max(LOOK_EVERY_S, size / 2048)  # all query one store
     started = said = time.monotonic()
     while store.add(f"kenotron/arrivals/of/{mine}", 0) < size:
         time.sleep(pause)
@@ -164,7 +164,7 @@ def wait_for_all() -> None:
 
 
 def ranks_in_words(ranks: Sequence[int], size: int | None = None) -> str:
-    """``rank 1``, ``ranks 1, 3-7``; ``all ranks`` if they are as many as `size`."""
+    """Return ``rank 1`` or ``ranks 1, 3-7``; ``all ranks`` if there are `size` of them."""
     if len(ranks) == size:
         return "all ranks"
     those = set(ranks)

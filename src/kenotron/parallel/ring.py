@@ -1,20 +1,20 @@
-"""Ring attention (Liu et al. 2023, arXiv 2310.01889): keys and values travel around the ring, queries stay.
+"""Ring attention (Liu et al. 2023, arXiv 2310.01889): keys and values are sent around the ring, queries stay.
 
-Three ranks, each with a third of every sequence (in zig-zag chunks, `parallel.cp_schedule`). While a rank computes
-with the keys and values it has, they are already on their way to the next rank:
+Each of three ranks has a third of every sequence (in zig-zag chunks, `parallel.cp_schedule`). While a rank computes
+with its current keys and values, they are already being sent to the next rank:
 
     step        0         1         2
     rank 0      kv 0      kv 2      kv 1        outputs are merged by log-sum-exp (kernels.blockwise_attention)
     rank 1      kv 1      kv 0      kv 2
     rank 2      kv 2      kv 1      kv 0
 
-Backward is a second ring: k and v travel again, and one rank behind them the sum of their gradients in fp32, until it
-reaches its owner. A layer keeps only its own tokens: q, k, v, the output and one number a query.
+Backward is a second ring: k and v are sent again, followed one rank behind by the sum of their gradients in fp32, until
+it reaches their owner. A layer keeps only its own tokens: q, k, v, the output and one number per query.
 
-`allgather_attention` is the same work in one step (as Llama 3 was trained, arXiv 2407.21783, section 3.3.2): all keys
-and values are gathered while the rank computes with its own; their gradients are summed by a reduce-scatter.
+`allgather_attention` does the same work in one step (as Llama 3 was trained, arXiv 2407.21783, section 3.3.2): all keys
+and values are gathered while the rank computes with its own; a reduce-scatter sums their gradients.
 
-Both are plain functions of local tensors, for any module of yours.
+Both are functions of local tensors, which you can use in any module.
 """
 
 from collections.abc import Sequence
@@ -29,18 +29,18 @@ from kenotron.kernels.blockwise_attention import block_attention, block_backward
 from kenotron.parallel.collectives import Group, finish, start_gather, start_reduce_scatter
 from kenotron.parallel.cp_schedule import Chunks, ScoreBlock, earlier_blocks, local_blocks, zigzag
 
-Documents = tuple[int, ...] | None  # borders, flat
-KEYS_AND_VALUES, THEIR_GRADIENTS = 1, 2  # tags of messages (gloo; NCCL keeps the order in which they were posted)
+Documents = tuple[int, ...] | None  # cu_seqlens
+KEYS_AND_VALUES, THEIR_GRADIENTS = 1, 2  # tags of messages (for gloo; NCCL keeps the order of posting)
 
 
 def ring_attention(
     q: Tensor, k: Tensor, v: Tensor, group: Group, cu_seqlens: Documents = None, scale: float | None = None
 ) -> Tensor:
-    """Causal attention over sequences that the ranks of `group` share, by a ring of sends.
+    """Compute causal attention over sequences that the ranks of `group` share, by a ring of sends.
 
     q ``[sequences, heads, local_length, head_dim]``; k, v the same with kv_heads, a divisor of heads. A rank holds the
-    `cp_schedule.zigzag` chunks of every sequence. `cu_seqlens` are the document borders of the full sequences, flat;
-    None: one document each. `scale` is ``head_dim ** -0.5`` unless given. Returns q's shape. Without a group this is
+    `cp_schedule.zigzag` chunks of every sequence. `cu_seqlens` are the flat document borders of the full sequences;
+    None: one document each. `scale` is ``head_dim ** -0.5`` by default. Returns q's shape. Without a group this is
     `kernels.attention`.
     """
     if group is None or group.size() == 1:
@@ -52,7 +52,7 @@ def ring_attention(
 def allgather_attention(
     q: Tensor, k: Tensor, v: Tensor, group: Group, cu_seqlens: Documents = None, scale: float | None = None
 ) -> Tensor:
-    """`ring_attention`'s arguments and result, with all keys and values gathered at once."""
+    """Compute the same as `ring_attention`, with all keys and values gathered at once."""
     if group is None or group.size() == 1:
         return attention(q, k, v, Borders(cu_seqlens), scale=scale)
     q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
@@ -136,7 +136,7 @@ class _AllGather(torch.autograd.Function):
 
 
 class UnderWay(NamedTuple):
-    """A message to the next rank and one from the previous, both on their way; the tensors must live until then."""
+    """A message to the next rank and one from the previous, both in flight; tensors must live until they arrive."""
 
     sent: Tensor
     received: Tensor
@@ -144,7 +144,7 @@ class UnderWay(NamedTuple):
 
 
 def send_on(x: Tensor, group: dist.ProcessGroup, tag: int) -> UnderWay:
-    """Start to send x to the next rank of `group` and to receive the previous rank's; computation goes on."""
+    """Start to send x to the next rank of `group` and to receive the previous rank's, asynchronously."""
     rank, degree = group.rank(), group.size()
     received = torch.empty_like(x)
     send = dist.P2POp(dist.isend, x, group=group, tag=tag, group_peer=(rank + 1) % degree)
@@ -153,7 +153,7 @@ def send_on(x: Tensor, group: dist.ProcessGroup, tag: int) -> UnderWay:
 
 
 def arrived(message: UnderWay | None) -> Tensor:
-    """Wait for both directions of `message`; what was received."""
+    """Wait for both directions of `message`, and return the received tensor."""
     assert message is not None
     for work in message.works:
         work.wait()
@@ -161,16 +161,16 @@ def arrived(message: UnderWay | None) -> Tensor:
 
 
 def _in_order(gathered: Tensor, ranks: int) -> Tensor:
-    """``[2 * ranks, ...]``, by rank and in zig-zag → ``[2, ...]`` in the order of the sequence.
+    """Reorder ``[2 * ranks, ...]``, by rank and in zig-zag, to ``[2, ...]`` in the order of the sequence.
 
-    All first chunks forwards, then all second ones backwards.
+    This is all first chunks forwards, then all second ones backwards.
     """
     first, second = gathered.unflatten(0, (ranks, 2)).chunk(2, dim=-2)
     return torch.cat((*first.unbind(0), *reversed(second.unbind(0))), dim=-2)
 
 
 def _by_rank(x: Tensor, ranks: int) -> Tensor:
-    """The inverse of `_in_order`."""
+    """Invert `_in_order`."""
     chunks = x.chunk(2 * ranks, dim=-2)
     return torch.cat([torch.cat((chunks[r], chunks[-1 - r]), dim=-2) for r in range(ranks)])
 
@@ -178,15 +178,15 @@ def _by_rank(x: Tensor, ranks: int) -> Tensor:
 # Computation --------------------------------------------------------------------------------------
 
 Saved = tuple[Tensor, Tensor, Tensor, Tensor]  # the output's gradient, q, the output, its log-sum-exp
-Shares = list[tuple[ScoreBlock, Tensor, Tensor]]  # what each block adds to the gradients of the keys and values at hand
+Shares = list[tuple[ScoreBlock, Tensor, Tensor]]  # each block's contributions to the gradients of its keys and values
 
 
 def _steps(
     q: Tensor, group: dist.ProcessGroup, cu_seqlens: Documents, gathered: bool = False
 ) -> tuple[list[ScoreBlock], list[list[ScoreBlock]]]:
-    """Blocks of the chunks with themselves, and for each step those with the earlier keys that are at hand then.
+    """Return the blocks of the chunks with themselves, and for each step the blocks with earlier keys of that step.
 
-    Those are another rank's in every step of the ring; `gathered`: those of the full sequence, in a single step.
+    In each step of the ring the keys are another rank's; with `gathered`, a single step has the full sequence.
     """
     rank, degree = group.rank(), group.size()
     sequences, length = q.shape[0], q.shape[2] * degree
@@ -199,7 +199,7 @@ def _steps(
 
 
 def _own_forward(q: Tensor, k: Tensor, v: Tensor, blocks: list[ScoreBlock], scale: float) -> tuple[Tensor, Tensor]:
-    """(out, lse) in fp32 of the rank's own blocks, which cover every query once."""
+    """Return (out, lse) in fp32 of the rank's own blocks, which cover every query once."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     out, lse = torch.empty_like(q, dtype=dtype), q.new_empty(q.shape[:3], dtype=dtype)
     for t in blocks:
@@ -216,7 +216,7 @@ def _earlier_forward(out: Tensor, lse: Tensor, q: Tensor, kv: Tensor, blocks: li
 
 
 def _own_backward(saved: Saved, k: Tensor, v: Tensor, blocks: list[ScoreBlock], scale: float) -> tuple[Tensor, Tensor]:
-    """(dq, [dk, dv]) in fp32 of the rank's own blocks, which cover every query and every key once."""
+    """Return (dq, [dk, dv]) in fp32 of the rank's own blocks, which cover every query and every key once."""
     dtype = torch.promote_types(k.dtype, torch.float32)
     dq = torch.empty_like(saved[1], dtype=dtype)
     dkv = k.new_empty(2, *k.shape, dtype=dtype)
@@ -226,7 +226,7 @@ def _own_backward(saved: Saved, k: Tensor, v: Tensor, blocks: list[ScoreBlock], 
 
 
 def _earlier_backward(dq: Tensor, saved: Saved, kv: Tensor, blocks: list[ScoreBlock], scale: float) -> Shares:
-    """Adds to dq; what the blocks add to the gradients of `kv` may still have to wait for the sum that travels."""
+    """Add to dq, and return the blocks' contributions to the gradients of `kv`, whose sum may still be in flight."""
     shares = []
     for t in blocks:
         block_dq, dk, dv = _backward(saved, kv[0], kv[1], t, scale)

@@ -1,14 +1,14 @@
-"""Which block of a logical tensor a DTensor holds on this rank.
+"""Compute which block of a global tensor a DTensor holds on this rank.
 
-Two ranks that share an [8, 4] matrix by rows: rank 1 holds the [4, 4] block at offset (4, 0). With tp splitting the
-rows first and data parallelism splitting what tp left, over dp 2 x tp 2:
+If two ranks share an [8, 4] matrix by rows, rank 1 holds the [4, 4] block at offset (4, 0). If tp splits the rows
+first, and data parallelism then splits tp's blocks, over dp 2 x tp 2:
 
     rows   0 1 │ 2 3 ║ 4 5 │ 6 7        (dp 0, tp 0) │ (dp 1, tp 0) ║ (dp 0, tp 1) │ (dp 1, tp 1)
 
-The mesh has dp before tp, so torch labels dp's cut as made after tp's: `_StridedShard(0, split_factor=2)`, where 2 is
-the number of blocks that were there already. Blocks are those of `torch.chunk`: of 5 rows over 4 ranks, 2, 2, 1 and 0.
+The mesh has dp before tp, so torch marks dp's split as made after tp's: `_StridedShard(0, split_factor=2)`, where 2 is
+the number of existing blocks. Blocks have the sizes of `torch.chunk`: 5 rows over 4 ranks make 2, 2, 1 and 0.
 
-Torch's arithmetic is private and makes a list of every row.
+Torch's own computation is private and makes a list of every row.
 """
 
 from collections.abc import Sequence
@@ -21,8 +21,8 @@ from kenotron.kernels.tensor_shard import TensorShard
 
 
 def shard_of(tensor: Tensor) -> TensorShard:
-    """The local block of `tensor`, sharing its memory; of a plain tensor all of it."""
-    if not hasattr(tensor, "placements"):  # asking for DTensor's type would import it: a second, for nothing
+    """Return the local block of `tensor`, sharing its memory; for a plain tensor, all of it."""
+    if not hasattr(tensor, "placements"):  # isinstance would import DTensor, which takes a second
         return TensorShard.full(tensor)
     mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
     shape = tuple(tensor.shape)
@@ -33,14 +33,14 @@ def shard_of(tensor: Tensor) -> TensorShard:
 
 
 def local_tensor(tensor: Any) -> Tensor:
-    """What this rank holds of `tensor`, sharing its memory; a plain tensor is all of it."""
+    """Return this rank's shard of `tensor`, sharing its memory; a plain tensor is returned itself."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def block_of(
     shape: Sequence[int], degrees: Sequence[int], place: Sequence[int], placements: Sequence[Any]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(offset, shape) of the block at `place` in a mesh of `degrees`, of a tensor of `shape` with `placements`."""
+    """Return (offset, shape) of a tensor's block on the rank at coordinate `place` in a mesh of `degrees`."""
     begin, size = [0] * len(shape), list(shape)
     for axis in _in_order_of_cutting(degrees, placements):
         dim = placements[axis].dim
@@ -51,7 +51,7 @@ def block_of(
 
 
 def _in_order_of_cutting(degrees: Sequence[int], placements: Sequence[Any]) -> list[int]:
-    """The mesh's axes that cut the tensor: plain ones in their order, strided ones after all to their right."""
+    """Return the mesh axes that split the tensor, in order of the splits: strided ones after all to their right."""
     plain: list[int] = []
     strided: list[int] = []
     for axis, placement in enumerate(placements):

@@ -1,16 +1,16 @@
-"""Collectives of the ranks of one machine, through memory that they share: a fraction of what gloo's sockets take.
+"""Collectives between ranks of one machine through shared memory, which are much faster than gloo's sockets.
 
-Each rank has a place in the memory, twice. A sum is one round: write, announce, wait for the others, add.
+Each rank has two slots in the memory, used in turn. A sum is one round: write, announce, wait for the others, add.
 
-    rank 0   x ──copy──▶ place 0 ┐  announces round 7, waits ┌──▶ place 0 + place 1 ──▶ x
-    rank 1   x ──copy──▶ place 1 ┘  announces round 7, waits └──▶ place 0 + place 1 ──▶ x
+    rank 0   x ──copy──▶ slot 0 ┐  announces round 7, waits ┌──▶ slot 0 + slot 1 ──▶ x
+    rank 1   x ──copy──▶ slot 1 ┘  announces round 7, waits └──▶ slot 0 + slot 1 ──▶ x
 
-All ranks add in the same order, so their sums are equal bit by bit. Round 8 uses the other pair of places. Round 9 uses
-those of round 7 again: a rank begins it when all have announced round 8, and so have read round 7.
+All ranks add in the same order, so their sums are bitwise equal. Round 8 uses the other pair of slots. Round 9 reuses
+the slots of round 7: a rank begins it when all have announced round 8, and so have read round 7.
 
-That a rank which sees an announcement also sees what was written before it is a rule of x86 processors; elsewhere, and
-where ranks are on several machines, `collectives_in_memory` leaves them to gloo. A rank waits here as long as it takes:
-`launch.failures` ends the wait by `abandon` when another rank has failed, and `launch.hangs` reports one that hangs.
+x86 processors guarantee that a rank which sees an announcement also sees everything written before it. On other
+processors, and for ranks on several machines, `collectives_in_memory` uses gloo. Waiting has no time limit:
+`launch.failures` ends it by `abandon` when another rank has failed, and `launch.hangs` reports a rank that hangs.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from kenotron.kernels.cores import cores_by_affinity
 from kenotron.parallel import collectives
 from kenotron.parallel.mesh import Mesh
 
-PLACE_BYTES = 512 << 10  # of one rank in one round: fits in the caches of its core
-MOST_RANKS = 4  # each reads what all have written; the ring of gloo does not
-LINE_BYTES = 64  # announcements of two ranks are never in one line of a cache
+PLACE_BYTES = 512 << 10  # of one rank's slot in one round: fits in the caches of its core
+MOST_RANKS = 4  # each rank reads all slots, unlike in gloo's ring
+LINE_BYTES = 64  # announcements of two ranks never share a cache line
 SPIN_S = 0.002
 SLEEP_S = 0.0001
-IN_MEMORY = " in memory"  # at the end of a group's name: these rounds are counted apart from torch's
+IN_MEMORY = " in memory"  # suffix of a group's name, since these rounds are counted separately from torch's
 
 _open: WeakSet[MemoryGroup] = WeakSet()
 
@@ -52,13 +52,13 @@ class MemoryGroup:
         announcements = memory[: self.size * LINE_BYTES].view(torch.int64).view(self.size, -1)
         self.announced = announcements[:, 0].numpy()
         self.places = memory[self.size * LINE_BYTES :].view(2, self.size, PLACE_BYTES)
-        self.typed: dict[torch.dtype, list[list[Tensor]]] = {}  # round % 2 → rank → place
+        self.typed: dict[torch.dtype, list[list[Tensor]]] = {}  # round % 2 → rank → slot
         self.round = self.calls = 0
         self.operation, self.called_ns, self.waits, self.abandoned = "", 0, False, False
         _open.add(self)
 
     def sum(self, x: Tensor) -> Tensor:
-        """Make x the sum of every rank's x, in place; returns it."""
+        """Make x the sum of every rank's x, in place, and return it."""
         flat = x.view(-1) if x.is_contiguous() else x.reshape(-1)
         with self._call("all_reduce"):
             for part in flat.split(PLACE_BYTES // x.element_size()):
@@ -66,7 +66,7 @@ class MemoryGroup:
         return x if x.is_contiguous() else x.copy_(flat.view(x.shape))
 
     def gather(self, x: Tensor) -> Tensor:
-        """x ``[n, ...]`` of every rank, in rank order: ``[n * ranks, ...]``."""
+        """Return x ``[n, ...]`` of every rank, in rank order: ``[n * ranks, ...]``."""
         every = x.new_empty(self.size * len(x), *x.shape[1:])
         size = PLACE_BYTES // x.element_size()
         with self._call("all_gather"):
@@ -75,7 +75,7 @@ class MemoryGroup:
         return every
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        """This rank's rows ``[n / ranks, ...]`` of the sum of every rank's x ``[n, ...]``."""
+        """Return this rank's rows ``[n / ranks, ...]`` of the sum of every rank's x ``[n, ...]``."""
         rows = x.new_empty(len(x) // self.size, *x.shape[1:])
         size = PLACE_BYTES // self.size // x.element_size()
         with self._call("reduce_scatter"):
@@ -84,7 +84,7 @@ class MemoryGroup:
         return rows
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
-        """Make x that of the rank `source` of the group, in place; returns it."""
+        """Overwrite x with the x of rank `source` of the group, and return it."""
         with self._call("broadcast"):
             for part in x.view(-1).split(PLACE_BYTES // x.element_size()):
                 part.copy_(self._exchange(part)[source])
@@ -98,7 +98,7 @@ class MemoryGroup:
         self.waits = False
 
     def _exchange(self, part: Tensor) -> list[Tensor]:
-        """`part` of every rank, of one shape; to be read before the next round."""
+        """Return every rank's `part`, all of one shape; they must be read before the next round."""
         self.round += 1
         places = [place[: part.numel()].view(part.shape) for place in self._places(part.dtype)[self.round % 2]]
         places[self.rank].copy_(part)
@@ -117,7 +117,7 @@ class MemoryGroup:
         return self.typed[dtype]
 
     def _wait(self) -> None:
-        """Until all ranks have announced this round."""
+        """Wait until all ranks have announced this round."""
         announced, since = self.announced, 0.0
         for other in range(self.size):
             while announced[other] < self.round:
@@ -130,13 +130,13 @@ class MemoryGroup:
 
 
 def abandon() -> None:
-    """Make collectives that wait for other ranks raise `dist.DistBackendError`, and those that will."""
+    """Make present and future collectives that wait for other ranks raise `dist.DistBackendError`."""
     for memory in list(_open):
         memory.abandoned = True
 
 
 def last_calls() -> list[dict[str, Any]]:
-    """The last collective of every group, with the fields of torch's flight recorder that `launch.hangs` reads."""
+    """Return the last collective of every group, with the flight recorder's fields that `launch.hangs` reads."""
     return [
         {
             "process_group": [memory.name + IN_MEMORY],
@@ -152,7 +152,7 @@ def last_calls() -> list[dict[str, Any]]:
 
 @contextmanager
 def collectives_in_memory(mesh: Mesh) -> Iterator[None]:
-    """Within it, `parallel.collectives` works in memory over those groups of `mesh` that can. Every rank enters it."""
+    """Make `parallel.collectives` use shared memory for groups of `mesh` that can. Every rank enters it."""
     names = []
     try:
         for axis in ("tp", "gradient", "expert_gradient"):
@@ -170,18 +170,18 @@ def collectives_in_memory(mesh: Mesh) -> Iterator[None]:
 
 
 def bytes_needed(ranks: int) -> int:
-    """Size of the memory of a `MemoryGroup`."""
+    """Return the size of a `MemoryGroup`'s memory."""
     return ranks * (LINE_BYTES + 2 * PLACE_BYTES)
 
 
 def share(group: dist.ProcessGroup, size: int) -> Tensor | None:
-    """`size` bytes of zeros that all ranks of `group` map; None on all of them if one cannot."""
+    """Return `size` bytes of zeros that all ranks of `group` map; None on all of them if one cannot."""
     memory, descriptor, found = None, None, [("", "")]
     try:
         if group.rank() == 0 and platform.machine() in ("x86_64", "AMD64") and hasattr(os, "memfd_create"):
             with suppress(OSError):
-                descriptor = os.memfd_create(f"kenotron-{uuid.uuid4().hex}")  # no file is left of a killed process
-                os.posix_fallocate(descriptor, 0, size)  # now: a write to what cannot be allocated is a bus error
+                descriptor = os.memfd_create(f"kenotron-{uuid.uuid4().hex}")  # a killed process leaves no file
+                os.posix_fallocate(descriptor, 0, size)  # fails now: a later write would be a bus error
                 place = f"/proc/{os.getpid()}/fd/{descriptor}"
                 found = [(place, os.readlink(place))]
         dist.broadcast_object_list(found, group=group, group_src=0)
@@ -192,5 +192,5 @@ def share(group: dist.ProcessGroup, size: int) -> Tensor | None:
         dist.all_reduce(have, op=dist.ReduceOp.MIN, group=group)
     finally:
         if descriptor is not None:
-            os.close(descriptor)  # the memory itself lives until the last rank has unmapped it
+            os.close(descriptor)  # the memory lives until the last rank has unmapped it
     return memory if have else None

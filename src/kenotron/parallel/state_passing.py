@@ -1,15 +1,15 @@
-"""Context parallelism of a recurrence: ranks hold consecutive parts of every sequence and pass its state on.
+"""Context parallelism of a recurrence: ranks hold consecutive chunks of every sequence and pass its state on.
 
-What a recurrence makes of some tokens is linear in the state before them, so every rank can work at once:
+The state after some tokens is linear in the state before them, so all ranks can work at the same time:
 
-    rank 0   tokens  0 … 99     adds S0     keeps P0 of a state       begins at 0
-    rank 1   tokens 100 … 199   adds S1     keeps P1                  begins at S0
-    rank 2   tokens 200 … 299   adds S2     keeps P2                  begins at P1 S0 + S1
+    rank 0   tokens  0 … 99     adds S0     multiplies a state by P0  starts at 0
+    rank 1   tokens 100 … 199   adds S1     multiplies by P1          starts at S0
+    rank 2   tokens 200 … 299   adds S2     multiplies by P2          starts at P1 S0 + S1
 
-Each scans its tokens once from a state of zero, which gives S; all gather the S and P of all; then each scans again
-from where it really begins. A convolution of width w sees the last w - 1 tokens of the rank before. What is sent is a
-state and w - 1 tokens a layer, whatever the length of the sequence. (LASP, arXiv 2404.02882, does so for linear
-attention, around a ring.)
+Each rank scans its tokens once from a state of zero, which gives S; S and P of all ranks are gathered; then each scans
+again from its true initial state. A convolution of width w reads the last w - 1 tokens of the previous rank. A layer
+sends a state and w - 1 tokens, independent of the sequence length. (LASP, arXiv 2404.02882, does so for linear
+attention around a ring.)
 """
 
 import torch
@@ -23,16 +23,16 @@ from kenotron.parallel.collectives import gather_tokens
 class StatesOfRanks:
     """`models.context.StatePassing` over the ranks of `group`, in the order of their tokens.
 
-    Every rank takes part in every collective, forward and backward, also where it uses nothing of it.
+    Every rank takes part in every collective, forward and backward, even if it does not use the result.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
 
     def inputs_before(self, x: Tensor, count: int) -> Tensor:
-        """The last `count` rows of what the rank before has in the place of x ``[sequences, length, features]``.
+        """Return the last `count` tokens of the previous rank's x ``[sequences, length, features]``.
 
-        Zeros on the first rank. Raises InputError: a rank has fewer tokens.
+        They are zeros on the first rank. Raises InputError if a rank has fewer tokens.
         """
         if x.shape[1] < count:
             raise InputError(
@@ -44,9 +44,10 @@ class StatesOfRanks:
         return tails[rank - 1] if rank else tails[0].mul(0)
 
     def state_before(self, added: Tensor, kept: Tensor) -> Tensor:
-        """The state in which this rank's tokens begin, from what they add to one and what they keep of one.
+        """Return this rank's initial state, zero on the first rank.
 
-        `added`: the state after them, had they begun at zero; `kept` broadcasts to it. The first rank begins at zero.
+        `added` is the state after this rank's tokens if they start at zero; `kept`, which broadcasts to it, is the
+        factor by which they multiply a state.
         """
         earlier = torch.arange(self.group.size(), device=added.device) < self.group.rank()
         state = torch.zeros_like(added)
@@ -55,5 +56,5 @@ class StatesOfRanks:
         return state
 
     def _gathered(self, x: Tensor) -> Tensor:
-        """x of every rank, ``[ranks, …]``; backward sums what the ranks made of this rank's."""
+        """Return x of every rank, ``[ranks, …]``; backward sums all ranks' gradients of this rank's x."""
         return gather_tokens(x.contiguous(), self.group).unflatten(0, (self.group.size(), -1))

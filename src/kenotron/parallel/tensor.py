@@ -1,11 +1,11 @@
-"""Tensor and sequence parallelism: matrices split over ranks, with explicit collectives.
+"""Tensor and sequence parallelism split matrices over ranks, with explicit collectives.
 
     ALL_REDUCE: every rank holds all of the residual stream x
 
       x ─ norm ─ copy_to ──▶ [ W_q W_k W_v ] ▶ attention ▶ [ W_o ] ──▶ sum ──▶ (+) x        sum back in copy_to
                                  columns                      rows
 
-    REDUCE_SCATTER: a rank holds tokens / tp rows of x, and norms work on those
+    REDUCE_SCATTER: a rank holds tokens / tp rows of x, and norms work on these
 
       x ─ norm ─ all-gather ▶ [ W_q W_k W_v ] ▶ attention ▶ [ W_o ] ──▶ reduce-scatter ──▶ (+) x
 
@@ -15,19 +15,19 @@ all-gather: with the norms between the two, nothing is computed twice and activa
 2022, arXiv 2205.05198). Linears that share their input (q, k, v; gate, up) share its collective:
 `ColumnParallelLinear.grouped`.
 
-Two ranks hold of an MLP with hidden 4 and intermediate 6:
+Two ranks hold these shards of an MLP with hidden 4 and intermediate 6:
 
     gate_proj, up_proj [6, 4]   rank 0: rows 0-2      rank 1: rows 3-5         Shard(0)
     down_proj          [4, 6]   rank 0: columns 0-2   rank 1: columns 3-5      Shard(1)
     norm               [4]      both: all of it                                Replicate()
 
-`apply` swaps the modules that a plan names. All parameters become DTensors on the mesh's tp axis, as labels only:
-FSDP2, checkpoints and clipping read them, the maths runs on local tensors. Where a rank's gradient is one summand of
-the whole (a norm that saw only its tokens, or its heads), its label says so: Partial(); FSDP2 and `optim.clip` sum it
-once a step.
+`apply` replaces the modules that a plan names. All parameters become DTensors on the mesh's tp axis, but only as
+labels, which FSDP2, checkpoints and clipping read; computation uses local tensors. If a rank's gradient is a partial
+sum (of a norm that saw only its tokens, or its heads), its placement is Partial(); FSDP2 and `optim.clip` sum it once
+per step.
 
-Shards of tokens are for training. In eval mode (validation, generation: any number of tokens) REDUCE_SCATTER computes
-as ALL_REDUCE does, and hidden states are whole.
+Tokens are sharded only in training. In eval mode (validation, generation: any number of tokens) REDUCE_SCATTER computes
+like ALL_REDUCE, with whole hidden states.
 """
 
 from __future__ import annotations
@@ -85,16 +85,16 @@ def apply(
 ) -> None:
     """Split `model` over the tp axis of `mesh` by `plan`, in place; at tp 1 nothing changes.
 
-    `model` may be on the meta device (the parallel modules' weights are then empty), or hold weights that are the same
-    on every rank: each keeps its shard. It may be a `Decoder`'s part of a pipeline: patterns that match nothing here
-    then belong to another part. A module that the plan does not name keeps full weights and has to see full
-    activations: `parallel.partial_gradients` refuses a model in which it would not, before anything is built.
+    `model` may be on the meta device (then the parallel modules' weights are empty), or have weights that are the same
+    on every rank, which keeps its shard. It may be a part of a pipeline: patterns without a match then belong to
+    another part. A module that the plan does not name keeps whole weights and must see whole activations;
+    `parallel.partial_gradients` refuses models in which it does not, before anything is built.
 
-    `mode`: ALL_REDUCE or REDUCE_SCATTER, as pictured above. `asynchronous`: backward computes weight gradients while
-    the gradient of their input is being summed. `recompute_allgather`: REDUCE_SCATTER keeps the input of column layers
-    as the rank's own tokens and gathers it again in backward, instead of keeping all of it.
+    `mode`: ALL_REDUCE or REDUCE_SCATTER, as shown above. `asynchronous`: backward computes weight gradients while the
+    gradient of their input is being summed. `recompute_allgather`: REDUCE_SCATTER keeps only the rank's own tokens of
+    column layers' inputs, and gathers the others again in backward.
 
-    Raises InputError: a weight, or the heads in it, that tp does not divide; a module that has no parallel version.
+    Raises InputError if tp does not divide a weight or its heads, or a module has no parallel version.
     """
     if mesh.degree("tp") == 1:
         return
@@ -137,7 +137,7 @@ def _replace(model: nn.Module, name: str, parallel: nn.Module) -> None:
 
 
 def _head_dim(model: nn.Module, name: str) -> int:
-    """Features that stay together: as the module says, those of a head where it is attention's, else one by one."""
+    """Return how many features stay on one rank: the module's `together`, an attention head's, or 1."""
     own = getattr(model.get_submodule(name), "together", 0)
     return own or getattr(model.get_submodule(name.rpartition(".")[0]), "head_dim", 1)
 
@@ -182,12 +182,12 @@ def _check_is_a_leaf(name: str, module: nn.Module) -> None:
 
 
 class ColumnParallelLinear(Linear):
-    """Holds ``out_features / tp`` rows of W: x → ``[tokens, out / tp]``.
+    """A linear with ``out_features / tp`` rows of W on each rank, whose output is ``[tokens, out / tp]``.
 
     x is ``[tokens, in]``, whole on every rank, or with REDUCE_SCATTER in training this rank's ``[tokens / tp, in]``.
 
-    Key-value heads (`kv`) may be fewer than ranks: 2 heads over tp 4 go to ranks as 0 0 1 1. Then every rank holds
-    all of W (it is small) and uses the rows of its head; the gradients, zero elsewhere, are summed.
+    There may be fewer key-value heads (`kv`) than ranks: 2 heads over tp 4 go to ranks as 0 0 1 1. Then every rank
+    holds all of W (it is small) and uses the rows of its head; the gradients, zero elsewhere, are summed.
     """
 
     def __init__(self, linear: Any, settings: TensorParallelSettings, name: str, head_dim: int, kv: bool) -> None:
@@ -198,12 +198,12 @@ class ColumnParallelLinear(Linear):
         self.bias = None if linear.bias is None else settings.parameter(linear.bias, placement, head_dim, name)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x → this rank's output features, ``[tokens, out / tp]``."""
+        """Return this rank's output features, ``[tokens, out / tp]``."""
         return self.grouped(x, self)[0]
 
     @staticmethod
     def grouped(x: Tensor, *linears: ColumnParallelLinear) -> tuple[Tensor, ...]:  # type: ignore[override]
-        """What several column-parallel linears make of the same x, with one collective forward and one backward."""
+        """Return the outputs of several column-parallel linears for one x, with one collective in each direction."""
         settings, sequence = linears[0].settings, linears[0].settings.sequence and linears[0].training
         x = _under_autocast(x)
         weights = [rows_here(linear.weight, linear.rows).to(x.dtype) for linear in linears]
@@ -214,10 +214,10 @@ class ColumnParallelLinear(Linear):
 
 
 class ColumnParallelRMSNorm(nn.Module):
-    """RMSNorm over all features that a column-parallel linear makes: x ``[tokens, features / tp]`` → the same shape.
+    """RMSNorm over all output features of a column-parallel linear, x ``[tokens, features / tp]``.
 
-    Ranks add up their sums of squares, forward, and the gradients of the sum, backward. Key-value heads that several
-    ranks hold (0 0 1 1) count equally often, so the mean over ranks is the mean over features all the same.
+    Ranks sum their sums of squares in forward, and the gradients of the sum in backward. Key-value heads that several
+    ranks hold (0 0 1 1) all count equally often, so the mean over ranks is still the mean over features.
     """
 
     def __init__(self, norm: Any, settings: TensorParallelSettings, name: str, head_dim: int, kv: bool) -> None:
@@ -227,18 +227,18 @@ class ColumnParallelRMSNorm(nn.Module):
         self.weight = settings.parameter(norm.weight, placement, head_dim, name)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Computed in fp32."""
+        """Normalize x, computed in fp32."""
         group, wide = self.settings.group, x.float()
         squares = wide.square().sum(-1, keepdim=True)
-        squares = copy_to(reduce_from(squares, group), group)  # every rank goes on with the sum in its own way
+        squares = copy_to(reduce_from(squares, group), group)  # every rank uses the sum for its own features
         scale = torch.rsqrt(squares / (x.shape[-1] * group.size()) + self.eps)
         return (wide * scale * rows_here(self.weight, self.rows)).to(x.dtype)
 
 
 class ColumnParallelEmbedding(nn.Module):
-    """Holds ``width / tp`` columns of every row: tokens ``[tokens]`` → ``[tokens, width / tp]``, without a collective.
+    """An embedding with ``width / tp`` columns on each rank; its output ``[tokens, width / tp]`` needs no collective.
 
-    Key-value heads (`kv`) may be fewer than ranks: as in `ColumnParallelLinear`. In every mode a rank sees all tokens.
+    There may be fewer key-value heads (`kv`) than ranks, as in `ColumnParallelLinear`. A rank always sees all tokens.
     """
 
     def __init__(self, embedding: Any, settings: TensorParallelSettings, name: str, head_dim: int, kv: bool) -> None:
@@ -247,16 +247,16 @@ class ColumnParallelEmbedding(nn.Module):
         self.weight = settings.parameter(embedding.weight, placement, head_dim, name)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Tokens int64 → this rank's columns of their rows."""
+        """Return this rank's columns of the rows of tokens int64."""
         if self.columns is None:
             return F.embedding(tokens, local_part(self.weight))
         return F.embedding(tokens, local_part(self.weight, partial=True))[:, self.columns]
 
 
 class _ColumnProducts(torch.autograd.Function):
-    """x W_1^T + b_1, x W_2^T + b_2, …: everything between the collectives of linears that share x.
+    """Computes x W_1^T + b_1, x W_2^T + b_2, … for linears that share x, including the collectives.
 
-    Backward, in time (asynchronous; otherwise every start is waited for at once):
+    The order of backward is (asynchronous; otherwise every collective is waited for at once):
 
         start gathering x again (REDUCE_SCATTER)     │  dx = dy_1 W_1 + dy_2 W_2 + …
         start summing dx                             │  dW_i = dy_i^T x
@@ -295,13 +295,13 @@ class _ColumnProducts(torch.autograd.Function):
 
 
 def _under_autocast(x: Tensor) -> Tensor:
-    """x in the dtype of autocast, within which models of transformers run: their backward pass is outside of it."""
+    """Return x in autocast's dtype: transformers' models run under autocast, but their backward pass does not."""
     kind = x.device.type
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
 
 def _at_once(start: Callable[..., Started]) -> Callable[..., Started]:
-    """The same collective, waited for where it is started."""
+    """Return the same collective, but wait for it at its start."""
 
     def started(x: Tensor, group: dist.ProcessGroup) -> Started:
         result = finish(start(x, group))
@@ -311,7 +311,7 @@ def _at_once(start: Callable[..., Started]) -> Callable[..., Started]:
 
 
 def _sum_of_products(grads: tuple[Tensor, ...], weights: list[Tensor]) -> Tensor:
-    """dy_1 W_1 + dy_2 W_2 + …, added up inside the products."""
+    """Return dy_1 W_1 + dy_2 W_2 + …, accumulated inside the products."""
     first, *rest = (grad.flatten(0, -2) for grad in grads)
     total = rows_by_matrix(first, weights[0].t())
     for grad, weight in zip(rest, weights[1:]):
@@ -320,7 +320,7 @@ def _sum_of_products(grads: tuple[Tensor, ...], weights: list[Tensor]) -> Tensor
 
 
 class RowParallelLinear(Linear):
-    """Holds ``in_features / tp`` columns of W: x ``[tokens, in / tp]`` → the sum over ranks.
+    """A linear with ``in_features / tp`` columns of W on each rank; it sums products of x ``[tokens, in / tp]``.
 
     The sum is ``[tokens, out]`` on every rank, or with REDUCE_SCATTER in training this rank's ``[tokens / tp, out]``.
     """
@@ -332,7 +332,7 @@ class RowParallelLinear(Linear):
         self.bias = None if linear.bias is None else settings.parameter(linear.bias, Replicate())
 
     def forward(self, x: Tensor) -> Tensor:
-        """x → the product summed over ranks, all of it or this rank's tokens."""
+        """Return the product summed over ranks, all of it or this rank's tokens."""
         x = _under_autocast(x)
         sequence = self.settings.sequence and self.training
         y = _RowProduct.apply(x, local_part(self.weight).to(x.dtype), self.settings.group, sequence)
@@ -342,14 +342,14 @@ class RowParallelLinear(Linear):
 
 
 class InnerRowParallelLinear(RowParallelLinear):
-    """A row-parallel linear whose sum every rank needs whole: x ``[tokens, in / tp]`` → all.
+    """A row-parallel linear whose whole sum every rank needs, for x ``[tokens, in / tp]``.
 
-    The sum is whole on every rank in every mode (Mamba's x_proj makes a few dozen numbers a token); its gradients are
+    Every rank has the whole sum in every mode (Mamba's x_proj has a few dozen outputs per token); its gradients are
     summed over ranks.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """x → the product summed over ranks, ``[tokens, out]``."""
+        """Return the product summed over ranks, ``[tokens, out]``."""
         group = self.settings.group
         y = copy_to(reduce_from(linear(x, local_part(self.weight).to(x.dtype)), group), group)
         return y if self.bias is None else y + local_part(self.bias, partial=True).to(x.dtype)
@@ -376,7 +376,7 @@ class _RowProduct(torch.autograd.Function):
 
 
 class _VocabParallel(nn.Module):
-    """Holds ``rows / tp`` vocabulary rows: those from `first` on."""
+    """A module with ``rows / tp`` vocabulary rows on each rank, from `first` on."""
 
     def __init__(self, module: Any, settings: TensorParallelSettings, name: str) -> None:
         nn.Module.__init__(self)
@@ -387,13 +387,13 @@ class _VocabParallel(nn.Module):
 
 
 class VocabParallelEmbedding(_VocabParallel):
-    """Tokens ``[tokens]`` → ``[tokens, hidden]``: each rank looks up its own rows, the sum is the whole.
+    """Embeds tokens ``[tokens]`` to ``[tokens, hidden]``: each rank looks up its own rows, and the results are summed.
 
-    With REDUCE_SCATTER in training each rank gets its ``[tokens / tp, hidden]`` of that.
+    With REDUCE_SCATTER in training each rank gets its ``[tokens / tp, hidden]`` of the sum.
     """
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Tokens int64 → their rows. A token outside the vocabulary fails on the device."""
+        """Return the rows of tokens int64. A token outside the vocabulary fails on the device."""
         torch._assert_async(
             ((tokens >= 0) & (tokens < self.weight.shape[0])).all(), "a token outside the vocabulary's rows"
         )
@@ -404,10 +404,9 @@ class VocabParallelEmbedding(_VocabParallel):
 
 
 class VocabParallelHead(_VocabParallel, LMHead):
-    """The loss over logits that no rank holds whole: a maximum, a sum of exponentials and a logit a token travel.
+    """A head whose logits are sharded; the loss communicates a maximum, a sum of exponentials and a logit per token.
 
-    It is the same on every rank. Where logits are asked for, those of all of the vocabulary are gathered, for every
-    rank.
+    The loss is the same on every rank. If logits are requested, every rank gathers those of the whole vocabulary.
     """
 
     def __init__(self, head: LMHead, settings: TensorParallelSettings, name: str) -> None:
@@ -417,10 +416,10 @@ class VocabParallelHead(_VocabParallel, LMHead):
         self.ranks = VocabularyRanks(self.first, largest, partial(all_reduce, group=settings.group))
 
     def operands(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """As in `LMHead`, of all tokens."""
+        """As in `LMHead`, for all tokens."""
         return self.settings.enter(hidden, self.training), local_part(self.weight).to(hidden.dtype)
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """``[tokens, vocab]`` on every rank."""
+        """Return logits ``[tokens, vocab]`` on every rank."""
         logits = unshard_columns(linear(hidden, weight), self.settings.group)
         return bounded(logits[:, : self.vocab_size], self.softcap)

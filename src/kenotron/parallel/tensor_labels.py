@@ -1,7 +1,7 @@
-"""What the modules of tensor parallelism share: over which ranks, and the part of a weight that a rank holds.
+"""Code that the modules of tensor parallelism share: their settings, and local shards of weights.
 
-A parameter is a DTensor on the mesh's tp axis, as a label only; `local_part` is what maths runs on. `OwnMaths` lets a
-module compute with such parts in its own forward: one with whole weights (`Replicated`), one with a rank's features
+A parameter is a DTensor on the mesh's tp axis, but only as a label; computation uses its `local_part`. `OwnMaths` lets
+a module compute with such shards in its own forward, with whole weights (`Replicated`) or a rank's features
 (`ChannelParallel`).
 """
 
@@ -23,7 +23,7 @@ from kenotron.parallel.collectives import copy_to, gather_tokens, reduce_from, s
 
 @dataclass(frozen=True)
 class TensorParallelSettings:
-    """How the layers of a model are split: over which ranks, and what travels between them."""
+    """How a model's layers are split: over which ranks, and with which collectives."""
 
     mesh: DeviceMesh
     group: dist.ProcessGroup
@@ -33,7 +33,7 @@ class TensorParallelSettings:
 
     @property
     def degree(self) -> int:
-        """Ranks along the tp axis."""
+        """The number of ranks along the tp axis."""
         return self.group.size()
 
     @property
@@ -42,17 +42,17 @@ class TensorParallelSettings:
         return self.group.rank()
 
     def enter(self, x: Tensor, training: bool) -> Tensor:
-        """All tokens, of the residual stream as a rank has it, for what computes something different on each."""
+        """Return all tokens of the rank's residual stream, for code that computes something different on each rank."""
         return gather_tokens(x, self.group) if self.sequence and training else copy_to(x, self.group)
 
     def leave(self, y: Tensor, training: bool) -> Tensor:
-        """The residual stream as a rank has it, of what each adds to all tokens."""
+        """Return the sum of all ranks' y over all tokens, as the rank's residual stream (whole or sharded)."""
         return scatter_tokens(y, self.group) if self.sequence and training else reduce_from(y, self.group)
 
     def parameter(self, whole: Tensor, placement: Placement, together: int = 1, name: str = "") -> nn.Parameter:
-        """This rank's part of `whole`, labelled. `together` neighbours along the split dimension stay on one rank.
+        """Return this rank's shard of `whole` as a DTensor. `together` adjacent rows or columns stay on one rank.
 
-        `name` of the module is for the error.
+        `name`, the module's, is for the error.
         """
         local = whole.detach()
         if isinstance(placement, Shard):
@@ -68,7 +68,7 @@ class TensorParallelSettings:
 
 
 def local_part(parameter: Tensor, partial: bool = False) -> Tensor:
-    """What this rank holds of `parameter`; `partial`: its gradient here is one of the ranks' summands."""
+    """Return this rank's shard of `parameter`; `partial`: its gradient is one summand of the ranks' sum."""
     assert isinstance(parameter, DTensor)
     return parameter.to_local(grad_placements=[Partial()] if partial else None)
 
@@ -76,10 +76,10 @@ def local_part(parameter: Tensor, partial: bool = False) -> Tensor:
 def split_by_heads(
     module: Any, settings: TensorParallelSettings, head_dim: int, kv: bool, dim: int = 0
 ) -> tuple[Placement, slice | None]:
-    """How a weight is split that has heads along `dim` (1 for the columns of an embedding), and None.
+    """Return the placement of a weight with heads along `dim` (1 for the columns of an embedding), and None.
 
-    Where there are fewer key-value heads (`kv`) than ranks, it is whole on each: then the rows of the one that this
-    rank works with.
+    If there are fewer key-value heads (`kv`) than ranks, every rank has the whole weight, and the second result is the
+    slice of the head that this rank uses.
     """
     if kv:
         heads = module.weight.shape[dim] // head_dim
@@ -90,12 +90,12 @@ def split_by_heads(
 
 
 def rows_here(parameter: Tensor, rows: slice | None) -> Tensor:
-    """This rank's shard, or of a weight that it holds whole some `rows`: the gradient is a summand then."""
+    """Return this rank's shard, or `rows` of a weight that every rank has whole, whose gradient is then partial."""
     return local_part(parameter) if rows is None else local_part(parameter, partial=True)[rows]
 
 
 class OwnMaths(nn.Module):
-    """Any module on this rank's part of its weights: its own forward, arguments and result."""
+    """Runs a module's own forward, with its arguments and result, on this rank's shards of its weights."""
 
     def __init__(self, module: nn.Module, parameter_of: Callable[[Tensor], nn.Parameter]) -> None:
         super().__init__()
@@ -103,33 +103,33 @@ class OwnMaths(nn.Module):
             self.register_parameter(name, parameter_of(parameter))
         for name, buffer in module.named_buffers():
             self.register_buffer(name, buffer)
-        self._maths = (module.to("meta"),)  # in a tuple: a module whose names and (empty) weights are not the model's
+        self._maths = (module.to("meta"),)  # a tuple hides its names and (empty) weights from the model
 
     def _here(self, parameter: Tensor) -> Tensor:
-        """What the module computes with, of a parameter."""
+        """Return the local tensor of a parameter that the module computes with."""
         raise NotImplementedError
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own forward, with its arguments and result."""
+        """Call the module's own forward."""
         tensors = {name: self._here(parameter) for name, parameter in self._parameters.items() if parameter is not None}
         return functional_call(self._maths[0], tensors | dict(self.named_buffers()), args, kwargs)
 
     def train(self, mode: bool = True) -> OwnMaths:
-        """Training mode also for the module that computes, which is not a child of this one."""
+        """Set the mode also for the module that computes, which is not a child of this one."""
         self._maths[0].train(mode)
         return super().train(mode)
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
-        """The module's own count; 0 where it has none."""
+        """Return the module's own count, or 0 if it has none."""
         module: Any = self._maths[0]
         return module.flops_per_token(sequence_length, causal) if hasattr(module, "flops_per_token") else 0.0
 
 
 class Replicated(OwnMaths):
-    """A module whose weights every rank holds whole, such as a norm.
+    """A module whose weights are whole on every rank, such as a norm.
 
-    `on_shards`: with REDUCE_SCATTER in training it sees the rank's own tokens, so its gradients are summands.
-    `per_head`: it sees the rank's own heads, in every mode.
+    `on_shards`: with REDUCE_SCATTER in training it sees only the rank's own tokens, so its gradients are partial.
+    `per_head`: it sees only the rank's own heads, in every mode.
     """
 
     def __init__(
@@ -143,9 +143,9 @@ class Replicated(OwnMaths):
 
 
 class ChannelParallel(OwnMaths):
-    """A module that computes feature by feature, for the features of this rank: it holds their rows of every parameter.
+    """A module that computes feature by feature: a rank has its features' rows of every parameter.
 
-    `together` neighbouring rows stay on one rank; `kv` as in `ColumnParallelLinear`.
+    `together` adjacent rows stay on one rank; `kv` as in `ColumnParallelLinear`.
     """
 
     def __init__(self, module: nn.Module, settings: TensorParallelSettings, name: str, together: int, kv: bool) -> None:

@@ -1,6 +1,6 @@
-"""What the library needs of torch's private names: process groups, the flight recorder, flattened meshes.
+"""All uses of torch's private names: process groups, the flight recorder, flattened meshes.
 
-Everything here can move with a torch release. No other file names it, and a test lists it (tests/layouts/test_mesh.py).
+They may change with any torch release. No other file uses them, and a test lists them (tests/layouts/test_mesh.py).
 """
 
 import json
@@ -15,33 +15,33 @@ from torch.distributed.device_mesh import DeviceMesh
 
 
 def default_store() -> dist.Store:
-    """The key-value store through which the ranks of the default process group found each other."""
+    """Return the key-value store of the default process group."""
     return distributed_c10d._get_default_store()
 
 
 def process_groups() -> Mapping[str, dist.ProcessGroup]:
-    """Every process group that this rank belongs to, by torch's name for it."""
+    """Return every process group that this rank belongs to, by torch's name."""
     return {name: group for group, name in distributed_c10d._world.pg_names.items()}
 
 
 def set_timeout_of_all_groups(seconds: float) -> None:
-    """Set the timeout of every group made so far; torch gives a new group its own default of 10 or 30 minutes."""
+    """Set the timeout of all existing groups; torch gives a new group its default of 10 or 30 minutes."""
     set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout  # before torch 2.14
     for group in list(distributed_c10d._world.pg_map):
         set_timeout(timedelta(seconds=seconds), group)
 
 
 def flight_recorder_dumps() -> list[dict[str, Any]]:
-    """What torch's flight recorders (gloo's, NCCL's) have recorded in this process; empty where this torch has none."""
+    """Return the entries of torch's flight recorders (gloo's, NCCL's) in this process; empty if torch has none."""
     dumps = (getattr(_distributed_c10d, name, None) for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"))
     return [json.loads(dump(True, False) or "{}") for dump in dumps if dump is not None]
 
 
 def flatten(mesh: DeviceMesh, axes: Sequence[str]) -> DeviceMesh:
-    """One mesh axis that runs through all of `axes` in row-major order. Every rank of `mesh` calls it alike."""
+    """Return one mesh axis that combines `axes` in row-major order. Every rank of `mesh` calls it."""
     return mesh[tuple(axes)]._flatten("_x_".join(axes))
 
 
 def concatenate(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
-    """One mesh with the axes of all `meshes`, which are cut from the same larger mesh."""
+    """Return one mesh with the axes of all `meshes`, which are submeshes of the same larger mesh."""
     return type(meshes[0])._concatenate(list(meshes))
