@@ -351,12 +351,24 @@ def test_layouts_that_do_not_fit_are_ranked_by_memory(tmp_path: Path, capsys: py
     assert first.startswith("The first: parallelism.dp=")
 
 
+OFFLOAD = ("parallelism.dp=2", "optimizer.zero_stage=3", "parallelism.cpu_offload=true")
+
+
+def test_no_time_is_told_of_updates_on_the_host(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(tiny_yaml(tmp_path), "--gpu", "h100", *OFFLOAD) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("No time is known with parallelism.cpu_offload: ")
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
         (("--explain", "--json"), "error: --explain: expected without --search, --serve and --json: .*"),
         (("--search", "--rank", "0"), "error: --search: expected without --serve, --rank and --html, .*"),
         (("--search",), r"error: --search: it needs a kind of GPU whose speed is known; give --gpu rtx4090 \| .*"),
+        (
+            ("--gpu", "h100", "--search", *OFFLOAD),
+            r"error: --search: no time is known of updates on the host \(parallelism.cpu_offload\)",
+        ),
         (("--gpu", "h10"), r"error: --gpu: expected rtx4090, .*, found 'h10'; did you mean 'h100'\?"),
         (("--rank", "1"), r"error: --rank: expected ranks from 0 to 0, found 1"),
         (("parallelism.tp=3",), r"error: .*tp.*3.*"),

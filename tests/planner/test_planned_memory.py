@@ -144,6 +144,16 @@ def test_between_steps_are_weights_and_moments(
     assert plan.between_steps == pytest.approx(PARAMETERS * bytes_of_a_parameter, rel=0.03)
 
 
+def test_what_is_kept_in_host_memory_is_not_in_a_gpus(tmp_path: Path) -> None:
+    """Sharded weights, their gradients and moments: 16 bytes a parameter over four ranks."""
+    layout = ("parallelism.dp=4", "optimizer.zero_stage=3", "parallelism.cpu_offload=true")
+    (plan,) = plan_memory(tiny_config(tmp_path, *layout), GPUS["h100"])
+    (whole,) = plan_memory(tiny_config(tmp_path, *layout[:2]), GPUS["h100"])
+    assert not {"weights", "optimizer"} & plan.peak.of.keys()
+    assert plan.between_steps < 0.01 * PARAMETERS
+    assert whole.between_steps - plan.between_steps == pytest.approx(PARAMETERS * 12 / 4, rel=0.03)
+
+
 LLAMA_8B = (
     "model.model_config.hidden_size=4096",
     "model.model_config.intermediate_size=14336",

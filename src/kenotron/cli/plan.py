@@ -208,6 +208,8 @@ def _print(plan: Plan) -> None:
         print(f"The nearest that fits: {' '.join(nearest)}" if nearest else "Nothing tried fits; it takes more ranks.")
     if plan.speed is not None:
         _print_speed(plan, plan.speed)
+    elif plan.config.parallelism.cpu_offload:
+        print("No time is known with parallelism.cpu_offload: of updates on the host, and of copies to and from it.")
 
 
 def _print_speed(plan: Plan, speed: Speed) -> None:

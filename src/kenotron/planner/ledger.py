@@ -77,10 +77,11 @@ class Peak(NamedTuple):
 
 
 class Ledger(TorchDispatchMode):
-    """Within, all storages are followed. Time is a count of allocations and releases."""
+    """Within, all storages of a kind of device are followed. Time is a count of allocations and releases."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "cpu") -> None:
         super().__init__()
+        self.device = device
         self.storages: list[Storage] = []
         self.live: dict[int, Storage] = {}  # by the address of torch's storage
         self.clock = 0
@@ -151,7 +152,7 @@ class Ledger(TorchDispatchMode):
 
     def _seen(self, out: Any) -> Any:
         for each in tree_leaves(out):
-            if isinstance(each, Tensor) and each.device.type != "meta":
+            if isinstance(each, Tensor) and each.device.type == self.device:
                 storage = each.untyped_storage()
                 if storage._cdata not in self.live:
                     self._born(storage._cdata, storage.nbytes())

@@ -99,7 +99,7 @@ def follow_rank(config: Config, gpu: Gpu | None, rank: int) -> RankPlan:
         routing_in_balance(),
         nullcontext() if gpu is None else stand_in.kernels_of_a_gpu(Facts(gpu.vendor, gpu.capability)),
         use_kernels(kernels),
-        Ledger() as ledger,
+        Ledger(device.type) as ledger,
     ):
         attention, _ = attention_of_run(config, device)
         run = build_on(config, mesh, device, attention, [naming := Naming(ledger)])

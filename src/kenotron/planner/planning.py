@@ -20,7 +20,8 @@ UNITS = ((86400, "days"), (3600, "hours"), (60, "minutes"), (0, "seconds"))
 class Plan(NamedTuple):
     """Ranks of a config's layout on `gpu` (None: on CPUs).
 
-    `speed` is None where no time is known. `nearest`: overrides with which it fits; None if it does, or nothing tried.
+    `speed` is None where no time is known, as of updates on the host. `nearest`: overrides with which it fits; None if
+    it does, or nothing tried.
     """
 
     config: Config
@@ -47,8 +48,9 @@ def plan_run(
     """
     followed = plan_memory(config, gpu, ranks, report)
     verdict = verdict_of(followed, memory, gpu)
-    speed = speed_of(config, gpu, followed) if gpu is not None and gpu.flops and ranks is None else None
-    nearest = None
+    speed, nearest = None, None
+    if gpu is not None and gpu.flops and ranks is None and not config.parallelism.cpu_offload:
+        speed = speed_of(config, gpu, followed)
     if verdict.usable is not None and not verdict.fits:
         nearest = nearest_that_fits(config, changed, gpu, followed, verdict.usable, say)
     return Plan(config, gpu, followed, verdict, speed, nearest)

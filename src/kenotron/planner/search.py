@@ -49,10 +49,12 @@ def search(
     """The best of every shape on the config's number of GPUs: those that fit by speed, then the others by memory.
 
     `changed` makes a config with some overrides. `report` is told how many shapes are done, and of how many.
-    Raises InputError if no shape is a layout of this config, or the speed of `gpu` is not known.
+    Raises InputError if no shape is a layout of this config, or no time is known of it or of `gpu`.
     """
     if gpu is None or not gpu.flops:
         raise InputError(f"--search: it needs a kind of GPU whose speed is known; give --gpu {' | '.join(GPUS)}")
+    if config.parallelism.cpu_offload:
+        raise InputError("--search: no time is known of updates on the host (parallelism.cpu_offload)")
     room = usable(int(gpu.memory_gib * GIB), gpu)
     shapes = []
     for overrides in _shapes(config, gpu):
