@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
+from kenotron.config import Config
+from kenotron.planner import verdict
 from kenotron.planner.hardware import GPUS
-from kenotron.planner.memory import first_ranks, plan_memory
+from kenotron.planner.ledger import Peak
+from kenotron.planner.memory import RankPlan, first_ranks, plan_memory
+from kenotron.planner.verdict import nearest_that_fits
 from support.plans import allocated, config_of, measure, predict
 from support.ranks import run_ranks
 from support.tiny_run import tiny_config
@@ -188,6 +194,27 @@ def test_attention_on_a_gpu_keeps_no_matrix_of_scores(tmp_path: Path) -> None:
         (plan,) = plan_memory(tiny_config(tmp_path, longest, *batch, "model.dtype=bfloat16"), GPUS["h100"])
         peaks.append(plan.peak.bytes)
     assert peaks[1] == pytest.approx(peaks[0], rel=0.02)
+
+
+def test_what_is_named_as_fitting_fits_on_every_stage(tmp_path: Path) -> None:
+    """With afab the last stage is the largest, by its logits; with 1f1b the first one, by its activations."""
+    peaks = {"afab": (90, 100), "1f1b": (80, 50)}
+
+    def planned(config: Config, gpu: object, ranks: Sequence[int]) -> list[RankPlan]:
+        engine, recomputes = config.parallelism.pp_engine, config.parallelism.recompute_layer is not False
+        sizes = [peaks[engine][rank] // (1 + recomputes) for rank in ranks]
+        return [RankPlan(rank, rank, Peak(size, {}, [], {}), 0, []) for rank, size in zip(ranks, sizes, strict=True)]
+
+    def changed(overrides: list[str]) -> Config:
+        return tiny_config(tmp_path, "parallelism.pp=2", "tokens.batch_accumulation_per_replica=4", *overrides)
+
+    config = changed([])
+    with patch.object(verdict, "plan_memory", planned):
+        for usable, expected in ((90, "parallelism.pp_engine=1f1b"), (60, "parallelism.recompute_layer=elementwise")):
+            found = nearest_that_fits(config, changed, None, planned(config, None, [0, 1]), usable, lambda line: None)
+            assert found is not None
+            assert found[-1] == expected
+            assert all(plan.peak.bytes < usable for plan in planned(changed(found), None, [0, 1]))
 
 
 def test_the_first_rank_of_every_stage_is_followed(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def nearest_that_fits(
     usable: int,
     say: Callable[[str], None],
 ) -> list[str] | None:
-    """The first of `changes` with which the largest rank of `plans` holds at most `usable` bytes; None: none does.
+    """The first of `changes` with which a rank of every stage holds less than `usable` bytes; None: none does.
 
     `changed` makes a config with some overrides. `say` is told what is tried.
     """
@@ -82,8 +82,11 @@ def nearest_that_fits(
         except InputError:  # what this model or layout does not allow
             continue
         say(f"trying {' '.join(overrides)}")
-        rank = first_ranks(other)[largest.stage]
-        if plan_memory(other, gpu, [rank])[0].peak.bytes < usable:
+        ranks = first_ranks(other)
+        likely = ranks.pop(largest.stage)  # another stage may be the largest then
+        if all(
+            each.peak.bytes < usable for some in ([likely], ranks) if some for each in plan_memory(other, gpu, some)
+        ):
             return overrides
     return None
 
