@@ -8,7 +8,8 @@ from unittest.mock import patch
 
 import pytest
 
-from kenotron.config import Config
+from kenotron.config import Config, load
+from kenotron.config.errors import InputError
 from kenotron.planner import verdict
 from kenotron.planner.hardware import GPUS
 from kenotron.planner.ledger import Peak
@@ -16,7 +17,7 @@ from kenotron.planner.memory import RankPlan, first_ranks, plan_memory
 from kenotron.planner.verdict import nearest_that_fits
 from support.plans import allocated, config_of, measure, predict
 from support.ranks import run_ranks
-from support.tiny_run import tiny_config
+from support.tiny_run import REPOSITORY, tiny_config
 
 # Of every family, axis, engine, stage, optimizer and kind of recomputation; quick tests take some of them.
 QUICK = ("llama|dp=2 zero=3", "llama|pp=2 engine=interleaved_1f1b accum=8")
@@ -158,6 +159,12 @@ def test_what_is_kept_in_host_memory_is_not_in_a_gpus(tmp_path: Path) -> None:
     assert not {"weights", "optimizer"} & plan.peak.of.keys()
     assert plan.between_steps < 0.01 * PARAMETERS
     assert whole.between_steps - plan.between_steps == pytest.approx(PARAMETERS * 12 / 4, rel=0.03)
+
+
+def test_a_proxy_whose_reference_is_not_counted_is_refused() -> None:
+    proxy = load(REPOSITORY / "examples/doremi/doremi.yaml", ["doremi.ref_model_resume_checkpoint_path=x"])
+    with pytest.raises(InputError, match="the memory and time of a reference are not planned"):
+        plan_memory(proxy, None)
 
 
 LLAMA_8B = (
