@@ -243,6 +243,13 @@ def test_a_served_page_gets_the_plans_of_what_is_typed(
     assert "--serve: expected without --rank, --html and --json" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("gpu", "chosen"), [("H100", "h100"), ("my-gpu.yaml", "my-gpu.yaml"), (None, None)])
+def test_a_served_page_begins_with_the_gpu_of_the_command(gpu: str | None, chosen: str | None) -> None:
+    with Server(0, "my", "", gpu, lambda *_: None, lambda *_: None) as server:  # type: ignore[arg-type,return-value]
+        assert server.first["gpu"] == chosen
+        assert chosen in (*server.first["gpus"], None)
+
+
 @pytest.mark.slow
 def test_a_browser_changes_the_layout_on_a_served_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once the first plan is there, tp is typed and the keyboard's focus stays; then a layout that cannot be."""

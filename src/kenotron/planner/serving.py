@@ -39,7 +39,10 @@ class Server(ThreadingHTTPServer):
     def __init__(
         self, port: int, name: str, text: str, gpu: str | None, plan: Callable[..., Plan], rank: Callable[..., Any]
     ) -> None:
-        self.first = {"yaml": text, "gpu": gpu, "gpus": list(GPUS), "keys": {key: _choices(key) for key in KEYS}}
+        if gpu is not None and gpu.lower() in GPUS:
+            gpu = gpu.lower()
+        kinds = list(dict.fromkeys((*GPUS, *([gpu] if gpu else ()))))  # a file's name is one that the page may choose
+        self.first = {"yaml": text, "gpu": gpu, "gpus": kinds, "keys": {key: _choices(key) for key in KEYS}}
         self.name, self.plan, self.rank = name, plan, rank
         self.one_at_a_time = threading.Lock()
         self.planned = cache(self._planned)
