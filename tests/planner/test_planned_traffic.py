@@ -85,6 +85,23 @@ def test_experts_that_tp_splits_are_planned_too() -> None:
     assert all(group.on_machine == group.size for group in groups)
 
 
+@pytest.mark.budget(20, reason="plans of one rank each")
+@pytest.mark.parametrize(
+    ("gpu", "dtype", "head_dim"),
+    [("h100", "bfloat16", 16), ("h100", "float32", 16), ("mi300x", "bfloat16", 16), ("h100", "float32", 8)],
+)
+def test_a_sliding_window_is_all_that_attention_computes(gpu: str, dtype: str, head_dim: int) -> None:
+    """Token i sees min(i + 1, window): forward, and 2.5 times backward. By flex_attention, too; under a mask, all."""
+    shape = f"model.model_config.sliding_window=8|model.model_config.head_dim={head_dim}"
+    config = config_of(f"mistral|dp=1 accum=1|model.dtype={dtype}|{shape}")
+    model, length = config.model.decoder, max(config.sequence_lengths.values())
+    seen = length**2 if head_dim == 8 else sum(min(i + 1, 8) for i in range(length))
+    events = plan_memory(config, GPUS[gpu], [0])[0].events
+    found = [each.operator.flops for each in events if isinstance(each, Ran) and each.operator.kind == "attention"]
+    work = 4 * model.num_attention_heads * head_dim * seen * model.num_hidden_layers * config.tokens.micro_batch_size
+    assert sum(found) == pytest.approx(3.5 * work, rel=0.03)
+
+
 @pytest.mark.slow
 def test_every_method_of_context_parallelism_computes_the_same_attention() -> None:
     """Half of the square of the sequence over the ranks, whichever keys a rank has: forward, and 2.5 times backward."""

@@ -28,11 +28,12 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import backend_registration
 
-from kenotron.kernels.attentions import choice
+from kenotron.kernels.attentions import choice, packed
 from kenotron.kernels.attentions.choice import Facts
 from kenotron.optim import matrices, matrix_owners
 
 NAME = "standin"
+FLEX = f"{__name__}.flex"
 
 
 class Watcher(Protocol):
@@ -201,6 +202,9 @@ def kernels_of_a_gpu(facts: Facts) -> Iterator[None]:
         _modules({"triton": triton, "triton.language": language}, "kenotron.kernels.triton."),
         patch.object(choice, "facts_of", lambda device: facts),
         patch.object(F, "scaled_dot_product_attention", _flash),
+        patch.dict(
+            choice.IMPLEMENTATIONS, flex_attention=choice.IMPLEMENTATIONS["flex_attention"]._replace(function=FLEX)
+        ),
     ):
         yield
 
@@ -238,10 +242,16 @@ def _launch(*args: Any, **options: Any) -> None:
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, *, scale: float, **options: Any) -> Tensor:
-    """Attention by the flash kernel, which keeps no matrix of scores."""
-    out = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, False, scale=scale)[0]
+    """Attention by the flash kernel, which keeps no matrix of scores; under a mask of one's own, of all pairs."""
+    causal = options.get("attn_mask") is None
+    out = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)[0]
     assert isinstance(out, Tensor)
     return out
+
+
+def flex(*args: Any, softcap: float | None = None, **options: Any) -> Tensor:
+    """What flex_attention keeps and computes, which cannot be compiled here: as the flash kernel does with a window."""
+    return packed.torch_flash(*args, **options)
 
 
 def _with_values(function: Any) -> Any:

@@ -268,10 +268,12 @@ def _operator(name: str, tensors: list[Tensor], args: Any, kwargs: Any) -> Opera
     backward = 2.5 if "backward" in name else 1.0
     if "varlen_attn" in name:
         tokens, heads, head_dim = tensors[1 if backward > 1 else 0].shape
-        longest = next(each for each in (*args, *kwargs.values()) if isinstance(each, int))
-        return Operator(
-            "attention", "", moved, 2.0 * backward * tokens * longest * heads * head_dim, (head_dim,), dtype
-        )
+        given = *args, *kwargs.values()
+        longest = next(each for each in given if isinstance(each, int))
+        left = next((each[0] for each in given if isinstance(each, list | tuple)), -1)  # of a window; -1: all
+        seen = longest if left < 0 else min(left + 1, longest)
+        pairs = tokens * heads * (seen - seen**2 / (2 * longest))
+        return Operator("attention", "", moved, 4.0 * backward * pairs * head_dim, (head_dim,), dtype)
     if "flash_attention" in name:
         q, k = tensors[1:3] if backward > 1 else tensors[:2]
         batch, heads, length, head_dim = q.shape
