@@ -86,6 +86,20 @@ def test_experts_that_tp_splits_are_planned_too() -> None:
 
 
 @pytest.mark.budget(20, reason="plans of one rank each")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_experts_compute_the_rows_that_chose_them_in_every_dtype(dtype: str) -> None:
+    """Three products of each of the two rows of a token, forward, and twice as many backward."""
+    config = config_of(f"mixtral|dp=1 accum=1|model.dtype={dtype}")
+    model = config.model.decoder
+    rows = 2 * config.tokens.micro_batch_size * max(config.sequence_lengths.values())
+    operators = [each.operator for each in plan_memory(config, GPUS["h100"], [0])[0].events if isinstance(each, Ran)]
+    products = [each for each in operators if each.kind == "product" and each.site.startswith("kernels.experts:")]
+    work = 9 * 2 * rows * model.hidden_size * model.intermediate_size
+    assert sum(each.flops for each in products) == work * model.num_hidden_layers
+    assert {str(each.dtype) for each in products} == {f"torch.{dtype}"}
+
+
+@pytest.mark.budget(20, reason="plans of one rank each")
 @pytest.mark.parametrize(
     ("gpu", "dtype", "head_dim"),
     [("h100", "bfloat16", 16), ("h100", "float32", 16), ("mi300x", "bfloat16", 16), ("h100", "float32", 8)],

@@ -22,6 +22,7 @@ from typing import Any, ClassVar, Protocol
 from unittest.mock import patch
 
 import torch
+import torch._meta_registrations as shapes
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
@@ -202,6 +203,7 @@ def kernels_of_a_gpu(facts: Facts) -> Iterator[None]:
         _modules({"triton": triton, "triton.language": language}, "kenotron.kernels.triton."),
         patch.object(choice, "facts_of", lambda device: facts),
         patch.object(F, "scaled_dot_product_attention", _flash),
+        patch.object(shapes, "_meta_grouped_mm_common", _of_any_dtype(shapes._meta_grouped_mm_common)),
         patch.dict(
             choice.IMPLEMENTATIONS, flex_attention=choice.IMPLEMENTATIONS["flex_attention"]._replace(function=FLEX)
         ),
@@ -247,6 +249,15 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, *, scale: float, **options: Any) -> 
     out = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)[0]
     assert isinstance(out, Tensor)
     return out
+
+
+def _of_any_dtype(grouped: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """torch's function for the shapes of grouped products, which knows bf16 alone; its kernels know others, too."""
+
+    def call(a: Tensor, b: Tensor, *args: Any, **options: Any) -> Tensor:
+        return grouped(a.bfloat16(), b.bfloat16(), *args, **options).to(a.dtype)
+
+    return call
 
 
 def flex(*args: Any, softcap: float | None = None, **options: Any) -> Tensor:
