@@ -85,6 +85,14 @@ def test_experts_that_tp_splits_are_planned_too() -> None:
     assert all(group.on_machine == group.size for group in groups)
 
 
+@pytest.mark.budget(20, reason="a plan")
+def test_gradients_of_float16_are_divided_by_the_loss_scale() -> None:
+    config = config_of("llama|dp=1 accum=1|model.dtype=float16")
+    operators = [each.operator for each in plan_memory(config, GPUS["h100"], [0])[0].events if isinstance(each, Ran)]
+    scaled = sum(each.moved for each in operators if each.site == "optim.clip:scale_gradients")
+    assert scaled == 4 * sum(each.numel() for each in build(config.model).parameters())
+
+
 @pytest.mark.budget(20, reason="plans of one rank each")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_experts_compute_the_rows_that_chose_them_in_every_dtype(dtype: str) -> None:

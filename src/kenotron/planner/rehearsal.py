@@ -103,6 +103,7 @@ def build_on(
         hooks=list(hooks),
         pipeline=pipeline,
         attention=attention,
+        loss_scale=2.0 if config.model.dtype == "float16" else 1.0,
         checkpoints=Checkpoints(config),
     )
 
