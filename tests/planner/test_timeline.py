@@ -177,6 +177,19 @@ def test_a_product_of_few_blocks_leaves_processors_idle() -> None:
     assert seconds_of(large._replace(dtype=torch.float32), gpu) == pytest.approx(large.flops / (gpu.products * 67e12))
 
 
+@pytest.mark.budget(20, reason="plans of one rank each")
+def test_mfu_counts_the_scores_that_a_loss_asks_for() -> None:
+    """The headless loss tells a token from those of its sequence, not from the vocabulary: less work in the head."""
+    flops = []
+    tied = "llama|dp=1|model.model_config.tie_word_embeddings=true|model.model_config.z_loss_enabled=false"
+    for case in (tied, f"{tied}|model.loss={{name: headless}}"):
+        config, gpu = config_of(case), GPUS["h100"]
+        speed = speed_of(config, gpu, plan_memory(config, gpu))
+        flops.append(speed.mfu * gpu.flops / speed.tokens_per_second)
+    model, length = config.model.decoder, max(config.sequence_lengths.values())
+    assert flops[0] - flops[1] == pytest.approx(3 * 2 * model.hidden_size * (model.vocab_size - length))
+
+
 MEASURED = [  # case and contender of benchmarks/results/gpu.json, and the config
     ("llama-3.2-1b 4096", "kenotron", "llama-3.2-1b.yaml", "false"),
     pytest.param(

@@ -8,7 +8,7 @@ import torch
 
 from kenotron.models import build
 from kenotron.planner.timeline import Spent, play
-from kenotron.training.metrics import FlopsPerToken
+from kenotron.training.metrics import FlopsPerToken, scored_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,7 +42,7 @@ def speed_of(config: Config, gpu: Gpu, plans: Sequence[RankPlan]) -> Speed:
     seconds, length = spent[0].seconds, max(config.sequence_lengths.values())
     per_second = config.global_batch_size * length / seconds
     with torch.device("meta"):
-        flops = FlopsPerToken.of(build(config.model), length, recompute=False).flops
+        flops = FlopsPerToken.of(build(config.model), length, False, scored_tokens(config, length)).flops
     hours = ranks * seconds * tokens.train_steps / 3600
     mfu = flops * per_second / (ranks * gpu.flops)
     return Speed(seconds, per_second, per_second / ranks, mfu, hours, hours * gpu.watts / 1000, spent)

@@ -33,6 +33,7 @@ from kenotron.training.report import run_log
 from kenotron.training.run_folder import writing
 
 if TYPE_CHECKING:
+    from kenotron.config import Config
     from kenotron.models import Decoder
     from kenotron.training.run import Run
     from kenotron.training.step import StepResult
@@ -66,6 +67,12 @@ class FlopsPerToken:
         again = sum(flops_again(block, model.config, recompute, length, causal=False) for _, block in blocks)
         causal = flops_per_token(model, length, causal=True) - spared
         return cls(3 * forward, causal / forward, 1 + again / (3 * forward))
+
+
+def scored_tokens(config: Config, length: int) -> int | None:
+    """How many tokens the next one is told from, in sequences of `length` tokens; None: the vocabulary."""
+    loss = config.model.loss
+    return loss.tokens_of_a_set(config.tokens.micro_batch_size, length) if isinstance(loss, Headless) else None
 
 
 @dataclass(frozen=True)
@@ -130,11 +137,9 @@ class Metrics(Hook):
         with writing(path):
             self.file = path.open("a", buffering=1)
         recompute = run.config.parallelism.recompute_layer
-        sequences, loss = run.config.tokens.micro_batch_size, run.config.model.loss
         self.work: dict[int, FlopsPerToken] = {}
         for length in {stage.sequence_length for stage in run.data.stages}:
-            scored = loss.tokens_of_a_set(sequences, length) if isinstance(loss, Headless) else None
-            self.work[length] = FlopsPerToken.of(run.skeleton, length, recompute, scored)
+            self.work[length] = FlopsPerToken.of(run.skeleton, length, recompute, scored_tokens(run.config, length))
         self.world = run.config.parallelism.world_size
 
     def after_validation(self, run: Run, result: ValidationResult) -> None:
