@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
 from kenotron.config.errors import InputError
@@ -53,6 +56,28 @@ def test_flops_of_attention_are_half_of_those_that_torch_counts(monkeypatch: pyt
     shape = (2, 16, 64, 32)
     whole = sdpa_flop_count(shape, shape, shape) + sdpa_backward_flop_count(shape, shape, shape, shape)
     assert measuring.attention(64, 32, CPU) == whole / 2
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"memory_gib": -1}, "memory_gib: Input should be greater than 0"),
+        ({"link": 0}, "link: Input should be greater than 0"),
+        ({"in_machine": 0}, "in_machine: Input should be greater than 0"),
+        ({"attention": {}}, "attention: Dictionary should have at least 1 item"),
+        ({"network": None}, "missing network; expected a number for each beside flops"),
+    ],
+)
+def test_a_file_with_rates_that_nothing_can_have_is_refused(tmp_path: Path, change: Any, expected: str) -> None:
+    """They would be a division by zero, or a time below zero, in a plan."""
+    fields = GPUS["h100"]._asdict() | {"capability": [9, 0]} | change
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump({name: value for name, value in fields.items() if value is not None}))
+    with pytest.raises(InputError, match=re.escape(expected)):
+        gpu_called(str(path))
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(InputError, match="no valid YAML"):
+        gpu_called(str(path))
 
 
 @pytest.mark.usefixtures("quick")

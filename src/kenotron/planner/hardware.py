@@ -2,17 +2,19 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 import yaml
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from kenotron.config.errors import InputError, nearest, os_errors
 from kenotron.config.packaged import packaged
 from kenotron.config.parallelism import stays_on_cpu
 
 GIB = 1 << 30
+Positive = Annotated[float, Field(gt=0)]  # where a file has it
+RATES = ("fp32", "bandwidth", "link", "network")
 
 
 class Gpu(NamedTuple):
@@ -24,20 +26,20 @@ class Gpu(NamedTuple):
 
     name: str
     device: str
-    memory_gib: float
+    memory_gib: Positive
     vendor: str
     capability: tuple[int, int] = (0, 0)
-    flops: float = 0.0
-    fp32: float = 0.0
-    bandwidth: float = 0.0
-    processors: int = 1
-    link: float = 0.0
-    network: float = 0.0
+    flops: Positive = 0.0
+    fp32: Positive = 0.0
+    bandwidth: Positive = 0.0
+    processors: Annotated[int, Field(gt=0)] = 1
+    link: Positive = 0.0
+    network: Positive = 0.0
     watts: float = 0.0
-    in_machine: int = 8
-    products: float = 0.75
-    attention: Mapping[int, float] = {64: 0.31, 128: 0.44}
-    memory: float = 0.71
+    in_machine: Annotated[int, Field(gt=0)] = 8
+    products: Positive = 0.75
+    attention: Annotated[Mapping[int, Positive], Field(min_length=1)] = {64: 0.31, 128: 0.44}
+    memory: Positive = 0.71
 
 
 GPUS = {
@@ -57,13 +59,16 @@ def gpu_called(name: str) -> Gpu:
 
 def _described(path: Path) -> Gpu:
     with os_errors(f"--gpu: cannot read {path}"):
-        text = path.read_text(encoding="utf-8")
+        content = path.read_bytes()
     try:
-        return TypeAdapter(Gpu).validate_python(yaml.safe_load(text))
+        gpu = TypeAdapter(Gpu).validate_python(yaml.safe_load(content))
     except (ValidationError, yaml.YAMLError) as error:
         first = error.errors()[0] if isinstance(error, ValidationError) else {"loc": (), "msg": "no valid YAML"}
         key = ".".join(map(str, first["loc"]))
         raise InputError(f"--gpu: {path}: {key}: {first['msg']}; expected a file of kenotron plan --measure") from None
+    if gpu.flops and (missing := [name for name in RATES if not getattr(gpu, name)]):
+        raise InputError(f"--gpu: {path}: missing {', '.join(missing)}; expected a number for each beside flops")
+    return gpu
 
 
 def gpu_here() -> Gpu | None:
