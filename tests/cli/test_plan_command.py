@@ -376,6 +376,8 @@ def test_no_time_is_told_of_updates_on_the_host(tmp_path: Path, capsys: pytest.C
             ("--gpu", "h100", "--search", *OFFLOAD),
             r"error: --search: no time is known of updates on the host \(parallelism.cpu_offload\)",
         ),
+        (("--serve", "--port", "70000"), "error: Invalid value for '--port': .* less than or equal to 65535\n.*"),
+        (("--network", "4"), "error: --gpus-per-machine, --network: expected --gpu beside them: .*"),
         (("--gpu", "h10"), r"error: --gpu: expected rtx4090, .*, found 'h10'; did you mean 'h100'\?"),
         (("--rank", "1"), r"error: --rank: expected ranks from 0 to 0, found 1"),
         (("parallelism.tp=3",), r"error: .*tp.*3.*"),

@@ -53,7 +53,9 @@ def plan(
     serve: Annotated[
         bool, typer.Option("--serve", help="Serve a page on which the YAML and its layout can be changed.")
     ] = False,
-    port: Annotated[int, typer.Option(help="Where --serve serves its page; 0: any that is free.")] = 8420,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Where --serve serves its page; 0: any that is free.")
+    ] = 8420,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object; bytes and seconds.")] = False,
 ) -> None:
     """Predict memory and time of a run: its own code builds and steps its ranks, without memory and other ranks.
@@ -75,6 +77,8 @@ def plan(
     ranks, memory = config.parallelism.world_size, _memory(config, device)
     if not set(rank or ()) <= set(range(ranks)):
         raise InputError(f"--rank: expected ranks from 0 to {ranks - 1}, found {', '.join(map(str, rank or ()))}")
+    if device is None and (in_machine or network) and not serve:
+        raise InputError("--gpus-per-machine, --network: expected --gpu beside them: no time is known of CPUs")
     if search and (serve or rank or html):
         raise InputError("--search: expected without --serve, --rank and --html, which are for one layout")
     if serve and (rank or html or as_json):
