@@ -1,10 +1,15 @@
 """`kenotron plan` as people and programs read it."""
 
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from threading import Event, Thread
@@ -26,7 +31,7 @@ from kenotron.planner.timeline import KINDS
 from kenotron.planner.trace import LABELS
 from kenotron.planner.verdict import COLUMNS
 from support.browser import drawn, drawn_at
-from support.tiny_run import tiny_yaml
+from support.tiny_run import REPOSITORY, tiny_yaml
 
 
 def plan(*arguments: object) -> int:
@@ -356,6 +361,33 @@ def test_layouts_that_do_not_fit_are_ranked_by_memory(tmp_path: Path, capsys: py
     assert len(rows) == 4
     assert all(row.endswith("does not fit") for row in rows)
     assert first.startswith("The first: parallelism.dp=")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_ctrl_c_ends_a_search_at_once() -> None:
+    """The terminal sends it to all processes, of which the fifth is one that follows a rank."""
+    model = REPOSITORY / "examples/models/llama-3.2-1b.yaml"
+    command = [sys.executable, "-m", "kenotron", "plan", model, "--gpu", "h100", "parallelism.dp=2", "--search"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as searching:
+
+        def others() -> int:
+            stats = [path.read_text() for path in Path("/proc").glob("[0-9]*/stat") if path.exists()]
+            return sum(stat.rpartition(")")[2].split()[3] == str(searching.pid) for stat in stats)
+
+        begun = time.monotonic()
+        while others() < 5 and time.monotonic() < begun + 90:
+            time.sleep(1)
+        time.sleep(3)
+        os.killpg(searching.pid, signal.SIGINT)
+        try:
+            _, said = searching.communicate(timeout=30)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(searching.pid, signal.SIGKILL)
+    assert searching.returncode == 130
+    assert "Traceback" not in said
+    assert said.rstrip().endswith("interrupted")
 
 
 OFFLOAD = ("parallelism.dp=2", "optimizer.zero_stage=3", "parallelism.cpu_offload=true")

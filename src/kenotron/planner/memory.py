@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import chain
+from multiprocessing import resource_tracker
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -61,7 +63,13 @@ def plan_memory(
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__, "torch._dynamo"])  # which fake tensors import
     plans = []
-    with context.Pool(min(len(ranks), os.cpu_count() or 1), maxtasksperchild=1) as pool:
+    resource_tracker.ensure_running()  # which would unblock the signal
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C is for this process, which ends others
+    try:
+        started = context.Pool(min(len(ranks), os.cpu_count() or 1), maxtasksperchild=1)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    with started as pool:
         for each in pool.imap(partial(_followed, config, gpu), ranks):
             plans.append(each)
             if report is not None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.pool import ThreadPool
 from typing import TYPE_CHECKING, NamedTuple
 
 from kenotron.config.errors import InputError
@@ -65,14 +65,11 @@ def search(
     if not shapes:
         raise InputError(f"--search: no layout of {config.parallelism.world_size} ranks suits this config")
     found = []
-    pool = ThreadPoolExecutor(os.cpu_count())  # each waits for a process that plans
-    try:
-        for layout in pool.map(lambda shape: best_of(shape[0], shape[1], changed, gpu, room), shapes):
+    with ThreadPool(os.cpu_count()) as pool:  # each waits for a process that plans; none is waited for at Ctrl-C
+        for layout in pool.imap(lambda shape: best_of(shape[0], shape[1], changed, gpu, room), shapes):
             found.append(layout)
             if report is not None:
                 report(len(found), len(shapes))
-    finally:
-        pool.shutdown(cancel_futures=True)  # if whom it reports to has gone
     return sorted(found, key=lambda each: (each.speed is None, each.speed.seconds if each.speed else each.peak))
 
 
