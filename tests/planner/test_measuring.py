@@ -65,7 +65,7 @@ def test_flops_of_attention_are_half_of_those_that_torch_counts(monkeypatch: pyt
         ({"link": 0}, "link: Input should be greater than 0"),
         ({"in_machine": 0}, "in_machine: Input should be greater than 0"),
         ({"attention": {}}, "attention: Dictionary should have at least 1 item"),
-        ({"network": None}, "missing network; expected a number for each beside flops"),
+        ({"network": None}, "expected fp32, bandwidth, link and network beside flops"),
     ],
 )
 def test_a_file_with_rates_that_nothing_can_have_is_refused(tmp_path: Path, change: Any, expected: str) -> None:

@@ -53,9 +53,7 @@ def plan(
     serve: Annotated[
         bool, typer.Option("--serve", help="Serve a page on which the YAML and its layout can be changed.")
     ] = False,
-    port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Where --serve serves its page; 0: any that is free.")
-    ] = 8420,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Where --serve serves; 0: any that is free.")] = 8420,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object; bytes and seconds.")] = False,
 ) -> None:
     """Predict memory and time of a run: its own code builds and steps its ranks, without memory and other ranks.

@@ -14,7 +14,6 @@ from kenotron.config.parallelism import stays_on_cpu
 
 GIB = 1 << 30
 Positive = Annotated[float, Field(gt=0)]  # where a file has it
-RATES = ("fp32", "bandwidth", "link", "network")
 
 
 class Gpu(NamedTuple):
@@ -66,8 +65,8 @@ def _described(path: Path) -> Gpu:
         first = error.errors()[0] if isinstance(error, ValidationError) else {"loc": (), "msg": "no valid YAML"}
         key = ".".join(map(str, first["loc"]))
         raise InputError(f"--gpu: {path}: {key}: {first['msg']}; expected a file of kenotron plan --measure") from None
-    if gpu.flops and (missing := [name for name in RATES if not getattr(gpu, name)]):
-        raise InputError(f"--gpu: {path}: missing {', '.join(missing)}; expected a number for each beside flops")
+    if gpu.flops and not all((gpu.fp32, gpu.bandwidth, gpu.link, gpu.network)):
+        raise InputError(f"--gpu: {path}: expected fp32, bandwidth, link and network beside flops")
     return gpu
 
 

@@ -65,10 +65,8 @@ def plan_memory(
     plans = []
     resource_tracker.ensure_running()  # which would unblock the signal
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C is for this process, which ends others
-    try:
-        started = context.Pool(min(len(ranks), os.cpu_count() or 1), maxtasksperchild=1)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    started = context.Pool(min(len(ranks), os.cpu_count() or 1), maxtasksperchild=1)
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
     with started as pool:
         for each in pool.imap(partial(_followed, config, gpu), ranks):
             plans.append(each)

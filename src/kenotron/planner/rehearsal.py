@@ -85,9 +85,7 @@ def build_on(
     if isinstance(config.model.loss, Distillation):
         raise InputError("model.loss: the memory and time of a teacher are not planned; expected another loss")
     if config.doremi is not None and config.doremi.ref_model_resume_checkpoint_path is not None:
-        raise InputError(
-            "doremi.ref_model_resume_checkpoint_path: the memory and time of a reference are not planned; expected null"
-        )
+        raise InputError("doremi: the memory and time of a reference are not planned; expected no path of it")
     with torch.device("meta"):
         skeleton = build(config.model)
     parts, pipeline = build_parts(config, mesh, device)

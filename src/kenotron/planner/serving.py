@@ -39,9 +39,8 @@ class Server(ThreadingHTTPServer):
     def __init__(
         self, port: int, name: str, text: str, gpu: str | None, plan: Callable[..., Plan], rank: Callable[..., Any]
     ) -> None:
-        if gpu is not None and gpu.lower() in GPUS:
-            gpu = gpu.lower()
-        kinds = list(dict.fromkeys((*GPUS, *([gpu] if gpu else ()))))  # a file's name is one that the page may choose
+        gpu = gpu.lower() if gpu is not None and gpu.lower() in GPUS else gpu
+        kinds = [*GPUS, *{gpu} - {None, *GPUS}]  # a file's name is one that the page may choose
         self.first = {"yaml": text, "gpu": gpu, "gpus": kinds, "keys": {key: _choices(key) for key in KEYS}}
         self.name, self.plan, self.rank = name, plan, rank
         self.one_at_a_time = threading.Lock()

@@ -34,7 +34,7 @@ from kenotron.kernels.attentions.choice import Facts
 from kenotron.optim import matrices, matrix_owners
 
 NAME = "standin"
-FLEX = f"{__name__}.flex"
+FLEX = choice.IMPLEMENTATIONS["flex_attention"]._replace(function=f"{__name__}.flex")
 
 
 class Watcher(Protocol):
@@ -159,6 +159,9 @@ def install() -> torch.device:
     return torch.device(NAME, 0)
 
 
+_grouped: Any = shapes._meta_grouped_mm_common
+
+
 @cache
 def _values_unknown() -> FakeTensorMode:
     """One for the process: tables that modules keep belong to it."""
@@ -203,10 +206,8 @@ def kernels_of_a_gpu(facts: Facts) -> Iterator[None]:
         _modules({"triton": triton, "triton.language": language}, "kenotron.kernels.triton."),
         patch.object(choice, "facts_of", lambda device: facts),
         patch.object(F, "scaled_dot_product_attention", _flash),
-        patch.object(shapes, "_meta_grouped_mm_common", _of_any_dtype(shapes._meta_grouped_mm_common)),
-        patch.dict(
-            choice.IMPLEMENTATIONS, flex_attention=choice.IMPLEMENTATIONS["flex_attention"]._replace(function=FLEX)
-        ),
+        patch.object(shapes, "_meta_grouped_mm_common", _grouped_of_any_dtype),
+        patch.dict(choice.IMPLEMENTATIONS, flex_attention=FLEX),
     ):
         yield
 
@@ -251,13 +252,9 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, *, scale: float, **options: Any) -> 
     return out
 
 
-def _of_any_dtype(grouped: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _grouped_of_any_dtype(a: Tensor, b: Tensor, *args: Any, **options: Any) -> Tensor:
     """torch's function for the shapes of grouped products, which knows bf16 alone; its kernels know others, too."""
-
-    def call(a: Tensor, b: Tensor, *args: Any, **options: Any) -> Tensor:
-        return grouped(a.bfloat16(), b.bfloat16(), *args, **options).to(a.dtype)
-
-    return call
+    return _grouped(a.bfloat16(), b.bfloat16(), *args, **options).to(a.dtype)
 
 
 def flex(*args: Any, softcap: float | None = None, **options: Any) -> Tensor:

@@ -270,8 +270,8 @@ def _operator(name: str, tensors: list[Tensor], args: Any, kwargs: Any) -> Opera
         tokens, heads, head_dim = tensors[1 if backward > 1 else 0].shape
         given = *args, *kwargs.values()
         longest = next(each for each in given if isinstance(each, int))
-        left = next((each[0] for each in given if isinstance(each, list | tuple)), -1)  # of a window; -1: all
-        seen = longest if left < 0 else min(left + 1, longest)
+        window = (1 + each[0] for each in given if isinstance(each, list | tuple) and each[0] >= 0)
+        seen = min((longest, *window))
         pairs = tokens * heads * (seen - seen**2 / (2 * longest))
         return Operator("attention", "", moved, 4.0 * backward * pairs * head_dim, (head_dim,), dtype)
     if "flash_attention" in name:
