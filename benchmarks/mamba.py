@@ -22,7 +22,7 @@ from transformers.utils import logging
 
 from kenotron.interop.hf_config import architecture_from_hf
 from kenotron.interop.hf_weights import Stored, Weights
-from kenotron.interop.tensor_names import in_our_names
+from kenotron.interop.tensor_names import from_hf_names
 from kenotron.kernels.attention import attention
 from kenotron.models import Context, named_parameters
 from kenotron.models.decoder import Decoder
@@ -87,7 +87,7 @@ def loss_of_ours(theirs: Any, tokens: Tensor) -> Callable[[], Tensor]:
         for name, each in theirs.state_dict().items()
     }
     shapes = {name: tuple(parameter.shape) for name, parameter in named_parameters(model)}
-    weights = in_our_names(Weights(stored, "memory"), model.family, shapes)
+    weights = from_hf_names(Weights(stored, "memory"), model.family, shapes)
     with torch.no_grad():
         for name, parameter in named_parameters(model):
             parameter.copy_(weights[name])
