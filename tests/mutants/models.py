@@ -328,7 +328,7 @@ MUTANTS = [
     Mutant(
         name="rms-norm-statistics-in-bf16",
         file="kernels/rms_norm.py",
-        find="        block = x[part].float()  # fp32: the same memory\n",
+        find="        block = x[part].float()  # in fp32, a view\n",
         replace="        block = x[part].clone()\n",
         why="the mean square of a bf16 row is summed up in bf16",
         tests=("kernels/test_elementwise_kernels.py",),

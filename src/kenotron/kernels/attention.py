@@ -1,9 +1,9 @@
-"""Causal attention, by the path that was measured to be fastest for the shapes at hand.
+"""Causal attention, computed by the path that is fastest for the given shapes by measurement.
 
     softmax(scale * q k^T, keys up to the query's own position) v
 
 Grouped-query attention: query head h reads key-value head ``h // (heads / kv_heads)``. With document borders every
-document is a call of its own, so that no token sees another document and no work is spent on what a mask would hide:
+document is a separate call, so that no token attends to another document and no masked scores are computed:
 for ``cu_seqlens = (0, 4, 6, 8)`` and two sequences of 4, the calls have lengths 4, 2 and 2. Against one call with a
 boolean mask that is 4.3 times faster for 8 documents in 1024 tokens (fp32), and slower (29 ms against 26, bf16) only
 for documents of 32 tokens, where the calls themselves cost.
@@ -11,9 +11,10 @@ for documents of 32 tokens, where the calls themselves cost.
 Paths, all behind :func:`attention`:
 
 * torch's scaled_dot_product_attention (flash kernels on CPU and GPU);
-* with a sliding window shorter than the sequence, one such call per block of queries on the keys that it can see;
-* on CPU in bf16 at short length its forward, with a backward of matrix products (see `_explicit_backward_is_faster`);
-* on CPUs that emulate bf16 the whole in fp32, and rounded: forward and backward of 4 x 6 x 512 x 64 take 115 ms on one
+* with a sliding window shorter than the sequence, one such call per block of queries, on the keys in its window;
+* on CPU in bf16 at short lengths, its forward, with a backward of matrix products (`_explicit_backward_is_faster`);
+* on CPUs that emulate bf16, everything in fp32, then rounded: forward and backward of 4 x 6 x 512 x 64 take 115 ms on
+one
   core, where SDPA in bf16 takes 685 (see `kernels.products`).
 """
 
@@ -28,27 +29,27 @@ from kenotron.kernels.blockwise_attention import unit_stride
 from kenotron.kernels.products import in_fp32
 
 QUERY_BLOCK = 256  # queries of one call with a sliding window
-GROUP = 1 << 19  # scores that the explicit backward holds at once: 2 MiB in fp32, a core's second-level cache
+GROUP = 1 << 19  # scores that the explicit backward holds at a time: 2 MiB in fp32, a core's L2 cache
 
 
 class Documents(Protocol):
-    """What attention reads of the models' context."""
+    """The fields of the models' context that attention reads."""
 
     @property
     def cu_seqlens(self) -> tuple[int, ...] | None:
-        """Document borders in flat tokens, ``(0, ..., sequences * length)``; None: one document a sequence."""
+        """Document borders in flat tokens, ``(0, ..., sequences * length)``; None: one document per sequence."""
 
     @property
     def document_starts(self) -> Tensor | None:
-        """The same on the device, as `attentions.documents` makes them; None: not made yet."""
+        """`cu_seqlens` on the device, as in `attentions.documents`; None: not created yet."""
 
     @property
     def longest(self) -> int | None:
-        """No document has more tokens than this; None: not known."""
+        """An upper bound of the documents' lengths; None: unknown."""
 
 
 class Borders(NamedTuple):
-    """Documents for a caller that has no context."""
+    """Documents for callers without a context."""
 
     cu_seqlens: tuple[int, ...] | None
     document_starts: Tensor | None = None
@@ -64,25 +65,25 @@ def attention(
     scale: float | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """Causal attention within each document of each sequence.
+    """Compute causal attention within each document of each sequence.
 
     q ``[sequences, heads, length, head_dim]``, k and v the same with kv_heads, a divisor of heads; any strides.
-    Returns q's shape. `scale` is ``head_dim ** -0.5`` unless given. `window`: a query sees itself and the
-    ``window - 1`` tokens before it; None: all before it. `layer`, the calling module, is for functions with
-    memory: an object, since compiled code would guard on the value of a number, and compile every layer anew.
+    Returns q's shape. `scale` is ``head_dim ** -0.5`` by default. `window`: a query attends to itself and the
+    ``window - 1`` tokens before it; None: to all before it. `layer`, the calling module, is for functions with a cache;
+    it is an object, since compiled code would guard on the value of a number and recompile for every layer.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if in_fp32(q, k):
         return attention(q.float(), k.float(), v.float(), ctx, layer, scale, window).to(q.dtype)
     if ctx.cu_seqlens is None:
         return _causal(q, k, v, scale, window)
-    if torch.compiler.is_compiling():  # borders change with every batch: compiled in, each would compile anew
+    if torch.compiler.is_compiling():  # borders change with every batch, which would recompile
         return torch.compiler.disable(_by_document)(q, k, v, ctx, scale, window)
     return _by_document(q, k, v, ctx, scale, window)
 
 
 def _explicit_backward_is_faster(q: Tensor) -> bool:
-    """The measured rule: on CPU in bf16 up to length 512.
+    """Whether the explicit backward is faster, by measurement: on CPU in bf16 up to length 512.
 
     Forward and backward of SDPA against the explicit backward, milliseconds, head_dim 64, Xeon with AMX:
 
@@ -106,7 +107,7 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = 
 
 
 def _windowed(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Tensor:
-    """Blocks of queries, each on the keys from its first query's window to its last query.
+    """Compute blocks of queries, each with the keys from its first query's window to its last query.
 
     Milliseconds forward and backward at length 2048, window 256, 8 heads of 64 in fp32: blocks of 128 to 256 take
     55-75, one call with a boolean mask 206-226, causal attention without a window 121-128.
@@ -126,7 +127,7 @@ def _windowed(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Ten
 
 
 def _by_document(q: Tensor, k: Tensor, v: Tensor, ctx: Documents, scale: float, window: int | None) -> Tensor:
-    """One call per document. Splits and concatenations only: their backward touches every element once."""
+    """Make one call per document. It only splits and concatenates, whose backward touches every element once."""
     assert ctx.cu_seqlens is not None
     lengths = document_lengths(ctx.cu_seqlens, q.shape[0], q.shape[2])
     if all(len(row) == 1 for row in lengths):
@@ -139,7 +140,7 @@ def _by_document(q: Tensor, k: Tensor, v: Tensor, ctx: Documents, scale: float, 
 
 
 def document_lengths(cu_seqlens: tuple[int, ...], sequences: int, length: int) -> list[list[int]]:
-    """Document lengths of each sequence; a document that runs on into the next sequence is cut there."""
+    """Return the document lengths of each sequence; a document that continues in the next sequence is cut there."""
     tokens = sequences * length
     if cu_seqlens[0] != 0 or cu_seqlens[-1] != tokens:
         raise ValueError(f"cu_seqlens runs from {cu_seqlens[0]} to {cu_seqlens[-1]}, expected 0 to {tokens}")
@@ -154,7 +155,7 @@ def document_lengths(cu_seqlens: tuple[int, ...], sequences: int, length: int) -
 
 
 class _ExplicitBackward(torch.autograd.Function):
-    """Flash forward, which saves only q, k, v and one number a row; backward by batched matrix products."""
+    """Flash forward, which saves only q, k, v and one number per row; backward by batched matrix products."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -172,12 +173,12 @@ class _ExplicitBackward(torch.autograd.Function):
 def _causal_attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) for the output's gradient, a few heads at a time in buffers that stay in the cache.
+    """Return (dq, dk, dv) for the output's gradient, a few heads at a time in buffers that stay in the cache.
 
-    The probabilities P are made again from q and k: exp(scores - lse) in fp32, then divided by their own sum, because
+    The probabilities P are recomputed from q and k: exp(scores - lse) in fp32, then divided by their own sum, because
     the scores are rounded to q's dtype and lse is not. Then dV = P^T dO, dP = dO V^T,
     dS = P (dP - rowsum(P dP)), dQ = scale dS K, dK = scale dS^T Q. The queries that share a key-value head
-    are rows of one matrix, so the sums over them are the products' own.
+    are rows of one matrix, so the products sum over them.
     """
     sequences, heads, length, head_dim = q.shape
     pairs, group = sequences * k.shape[1], heads // k.shape[1]
@@ -214,7 +215,7 @@ def _fake_backward(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-# An operator of its own: torch.compile calls it whole instead of unrolling its loop. (torch.library.custom_op
+# A custom operator: torch.compile calls it as a whole instead of unrolling its loop. (torch.library.custom_op
 # would do the same, but imports the compiler at its first call, 2 s.)
 _library = torch.library.Library("kenotron", "FRAGMENT")
 _library.define(

@@ -1,4 +1,4 @@
-"""Where bfloat16 matrix products are fast, and where they are slower than float32's.
+"""Tell where bfloat16 matrix products are faster than float32's.
 
 GFLOP/s of ``[4096, 256] x [256, 768]``, 2 cores:
 
@@ -13,7 +13,7 @@ import torch
 
 
 def bfloat16_is_fast(device: torch.device) -> bool:
-    """Whether `device` multiplies bfloat16 matrices faster than float32 ones. A torch that cannot tell counts as no."""
+    """Whether `device` multiplies bfloat16 matrices faster than float32 ones. False if torch cannot tell."""
     if device.type != "cpu":
         return True
     capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}

@@ -1,6 +1,6 @@
-"""Attention over some of the keys, to be merged with attention over the others.
+"""Attention over blocks of keys, whose results are merged.
 
-Softmax needs the sum over all keys, but that sum can be kept as one number a query, the log-sum-exp of its scores.
+Softmax needs the sum over all keys, but this sum can be kept as one number per query, the log-sum-exp of its scores.
 Two blocks of the same query, with outputs o1, o2 and log-sum-exps l1, l2, merge exactly
 (Milakov and Gimelshein 2018, arXiv 1805.02867; FlashAttention, arXiv 2205.14135):
 
@@ -10,7 +10,7 @@ Two blocks of the same query, with outputs o1, o2 and log-sum-exps l1, l2, merge
     score  (0)    with value  (8)     →  o2 = 8, l2 = 0         o = 2 * 2/3 + 8 * 1/3 = 4 = (1 + 3 + 8) / 3
 
 Backward needs no merge: given the final output and log-sum-exp, each block's contributions to dq, dk and dv are
-independent sums. Torch's kernels for one block are used where they exist, else the formulas.
+independent sums. Torch's kernels for one block are used if they exist, else the formulas.
 """
 
 import torch
@@ -20,11 +20,13 @@ aten = torch.ops.aten
 
 
 def block_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention of q ``[sequences, heads, queries, head_dim]`` over k, v ``[sequences, kv_heads, keys, head_dim]``.
+    """Compute attention of q ``[sequences, heads, queries, head_dim]`` over k, v ``[sequences, kv_heads, keys,
+    head_dim]``.
 
     Returns out, like q, and the log-sum-exp of the scores ``[sequences, heads, queries]``, fp32 (fp64 for fp64).
-    `causal`: as many keys as queries, query i sees keys 0 … i. kv_heads is a divisor of heads. Strides are free but
-    for head_dim's, which must be 1 (`unit_stride`): torch's kernels take that for granted and are wrong silently.
+    `causal`: there are as many keys as queries, and query i attends to keys 0 … i. kv_heads is a divisor of heads.
+    Strides are arbitrary except head_dim's, which must be 1 (`unit_stride`): torch's kernels assume this, and are
+    silently wrong otherwise.
     """
     kernel = _kernel(q)
     if kernel == "cpu":
@@ -35,20 +37,20 @@ def block_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float)
 
 
 def unit_stride(x: Tensor) -> Tensor:
-    """x, its last dimension side by side in memory."""
+    """Return x with a contiguous last dimension."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def block_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """This block's share of (dq, dk, dv); `out`, `lse` and its gradient `grad` are those of all keys."""
+    """Return this block's contributions to (dq, dk, dv); `out`, `grad` and `lse` are those over all keys."""
     kernel = _kernel(q)
     if kernel == "cpu":
         backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
         return backward(grad, q, k, v, out, lse, 0.0, causal, scale=scale)
     if kernel == "flash":
-        lengths = (None, None, q.shape[2], k.shape[2])  # no packed sequences; queries and keys of each
+        lengths = (None, None, q.shape[2], k.shape[2])  # no packed sequences; numbers of queries and keys
         state, offset = (torch.zeros(shape, dtype=torch.uint64, device=q.device) for shape in (2, ()))  # of no dropout
         backward = aten._scaled_dot_product_flash_attention_backward
         return backward(grad, q, k, v, out, lse.contiguous(), *lengths, 0.0, causal, state, offset, scale=scale)
@@ -56,13 +58,13 @@ def block_backward(
 
 
 def merge_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Take a further block into `out` and `lse` (fp32, in place). A query that has seen nothing has lse -inf."""
+    """Merge a further block into `out` and `lse` (fp32, in place). A query without keys has lse -inf."""
     out.lerp_(part.to(out.dtype), torch.sigmoid(part_lse - lse).unsqueeze(-1))
     torch.logaddexp(lse, part_lse, out=lse)
 
 
 def _kernel(q: Tensor) -> str:
-    """Which of torch's kernels takes such a block: all of them return the log-sum-exp."""
+    """Return which of torch's kernels supports such a block; all of them return the log-sum-exp."""
     head_dim = q.shape[-1]
     if q.device.type == "cpu":
         return "cpu" if q.dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16) else "plain"
@@ -75,7 +77,7 @@ def _kernel(q: Tensor) -> str:
 
 
 def plain_block_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """`block_attention` written out: the scores as one matrix, in fp32 at least."""
+    """Compute `block_attention` by formulas, with the scores as one matrix, at least in fp32."""
     scores, _ = _scores(q, k, causal, scale)
     lse = scores.logsumexp(-1)
     values = v.to(scores.dtype).unsqueeze(2)
@@ -85,7 +87,7 @@ def plain_block_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: 
 def plain_block_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`block_backward` written out: P = e^(scores - lse), dV = P^T dO, dS = P (dO V^T - rowsum(dO O)), dQ = dS K."""
+    """Compute `block_backward`: P = e^(scores - lse), dV = P^T dO, dS = P (dO V^T - rowsum(dO O)), dQ = dS K."""
     scores, grouped = _scores(q, k, causal, scale)
     p = (scores - lse.unflatten(1, grouped).unsqueeze(-1)).exp()
     wide_grad, wide_out, wide_q = (x.to(p.dtype).unflatten(1, grouped) for x in (grad, out, q))
@@ -96,7 +98,7 @@ def plain_block_backward(
 
 
 def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> tuple[Tensor, tuple[int, int]]:
-    """``[sequences, kv_heads, group, queries, keys]``, and (kv_heads, group)."""
+    """Return scores ``[sequences, kv_heads, group, queries, keys]``, and (kv_heads, group)."""
     grouped = (k.shape[1], q.shape[1] // k.shape[1])
     dtype = torch.promote_types(q.dtype, torch.float32)
     scores = q.to(dtype).unflatten(1, grouped) @ k.to(dtype).unsqueeze(2).mT * scale

@@ -2,20 +2,20 @@
 
     y[t] = sum over j of weights[t, j] * down[e] (act(gate[e] x[t]) * up[e] x[t])        e = experts[t, j]
 
-or without a gate, down[e] act(up[e] x[t]).
+Without a gate it is down[e] act(up[e] x[t]).
 
-Tokens are sorted by expert, so each expert is three products of consecutive rows. Three tokens, two experts each:
+Tokens are sorted by expert, so each expert is three products of consecutive rows. Three tokens with two experts each:
 
     experts   [[2, 0], [0, 1], [2, 1]]          rows, sorted   0 0 │ 1 1 │ 2 2     expert
                                                                0 1 │ 1 2 │ 0 2     token
 
-Its backward keeps gate and up and nothing else of its rows. A routing weight is applied inside of the MLP, before
-`down`: its gradient then is a dot product of what backward has anyway, and no expert's output is kept.
+Backward saves only the rows of gate and up. A routing weight is applied inside the MLP, before `down`: then its
+gradient is a dot product of tensors that backward has anyway, and no expert's output is saved.
 
-Products of rows grouped by expert are torch's `grouped_mm` on accelerators: group sizes stay on the device. Its rows
-after the last group are uninitialized, so groups cover all rows here. On CPU, where the host knows the sizes at once, a
-loop over experts writes into slices of one buffer; a loop that indexes the weights under autograd makes a gradient of
-all experts for each of them, 8 to 30 times slower.
+On accelerators, products of rows grouped by expert use torch's `grouped_mm`, with group sizes on the device. Its rows
+after the last group are uninitialized, so the groups cover all rows. On CPU, where the host has the sizes at once, a
+loop over experts writes into slices of one buffer; a loop that indexes the weights under autograd would make a gradient
+of all experts for each of them, 8 to 30 times slower.
 """
 
 from collections.abc import Callable
@@ -36,21 +36,21 @@ from kenotron.kernels.token_slots import sum_of_slots
 def expert_mlp(
     x: Tensor, experts: Tensor, weights: Tensor, gate: Tensor | None, up: Tensor, down: Tensor, act: str = "silu"
 ) -> Tensor:
-    """x ``[tokens, hidden]`` → the same shape and dtype, through the MLPs of each token's experts.
+    """Apply the MLPs of each token's experts to x ``[tokens, hidden]``; return the same shape and dtype.
 
     experts ``[tokens, k]`` int64, weights ``[tokens, k]`` fp32; gate (None: there is none) and up
     ``[experts, width, hidden]``, down ``[experts, hidden, width]`` in x's dtype. `act` is a name of Hugging Face's
-    `hidden_act`. A slot that is dropped has weight 0 and, in the place of an expert, how many experts there are.
+    `hidden_act`. A dropped slot has weight 0, and the number of experts as its expert.
     """
-    if torch.compiler.is_compiling():  # group sizes are data: a compiled block has a graph break here
+    if torch.compiler.is_compiling():  # group sizes depend on data: a compiled block has a graph break here
         return torch.compiler.disable(_ExpertMLP.apply)(x, experts, weights, gate, up, down, act)
     return _ExpertMLP.apply(x, experts, weights, gate, up, down, act)
 
 
 def slots_by_expert(experts: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Slots in the order of their experts, ``[tokens * k]``, and how many each of the `count` experts has.
+    """Return slots sorted by expert, ``[tokens * k]``, and the number of slots of each of the `count` experts.
 
-    Without `torch.bincount`, for which the host waits on a GPU: the length of its result depends on the data.
+    It does not use `torch.bincount`, for which the host waits on a GPU: its result's length depends on the data.
     """
     ordered, order = torch.sort(experts.reshape(-1), stable=True)
     ends = torch.searchsorted(ordered, torch.arange(count, device=experts.device), right=True)
@@ -58,7 +58,7 @@ def slots_by_expert(experts: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def counts_on_host(counts: Tensor, total: int) -> Any:
-    """``counts.tolist()``: the last dimension adds up to `total`, of which the planner makes equal parts."""
+    """Return ``counts.tolist()``; on the planner's tensors, which have no values, `total` in equal parts."""
     return counts.tolist()
 
 
@@ -69,10 +69,10 @@ class _ExpertMLP(torch.autograd.Function):
     ) -> Tensor:
         ctx.act, ctx.slots = act, experts.shape[1]
         order, counts = slots_by_expert(experts, up.shape[0] + 1)
-        sizes, dropped = counts[:-1], counts[-1]  # whose slots are the last of `order`
+        sizes, dropped = counts[:-1], counts[-1]  # dropped slots are the last of `order`
         if reads_are_free(sizes):
             order = order[: sum(counts_on_host(sizes, len(order)))]
-        else:  # the host waits for no count: they are rows of the last expert, of weight 0
+        else:  # without waiting for counts: dropped slots are rows of the last expert, of weight 0
             sizes[-1] += dropped
         slot, w, at, room = _with_room(order, weights, sizes, x.dtype)
         groups, rows = _Groups(room), x.index_select(0, slot // ctx.slots)
@@ -105,14 +105,14 @@ class _ExpertMLP(torch.autograd.Function):
 
 
 def _with_room(order: Tensor, weights: Tensor, sizes: Tensor, dtype: torch.dtype) -> tuple[Any, ...]:
-    """The slot of each row, its routing weight ``[rows, 1]``, the row of each slot, and the rows of each expert.
+    """Return the slot of each row, its routing weight ``[rows, 1]``, the row of each slot, and each expert's rows.
 
-    Where oneDNN multiplies, these are up to an eighth more than its slots, the others of weight 0: for each number of
-    rows that it has not met it compiles a kernel for 0.4 ms, four times what the product of 256 rows takes in bf16, and
-    routing has ever new ones. Eight numbers between powers of two stay in its cache. Else the third is None.
+    With oneDNN, an expert's rows are padded by up to an eighth, with weight 0: for each new number of rows oneDNN
+    compiles a kernel in 0.4 ms, four times the time of a product of 256 rows in bf16, and routing keeps producing new
+    numbers. Eight sizes between powers of two fit its cache. Without oneDNN, the third result is None.
     """
     w = weights.reshape(-1).index_select(0, order).to(dtype)
-    if not reads_are_free(sizes):  # `grouped_mm` takes them from the device
+    if not reads_are_free(sizes):  # `grouped_mm` reads sizes on the device
         return order, w[:, None], None, sizes
     counts = counts_on_host(sizes, len(order))
     if not (dtype.itemsize == 2 or (products.ONEDNN and dtype == torch.float32)):
@@ -126,7 +126,7 @@ def _with_room(order: Tensor, weights: Tensor, sizes: Tensor, dtype: torch.dtype
 
 
 def _gate_and_weigh(g: Tensor, u: Tensor | None, w: Tensor, act: str) -> Tensor:
-    """``act(g) * u * w``, the rows that `down` multiplies; ``act(g) * w`` without a gate."""
+    """Return ``act(g) * u * w``, the rows that `down` multiplies; ``act(g) * w`` without a gate."""
     if kernel := _in_triton("gate_and_weigh", g, u, act):
         return kernel(g, u, w)
     hidden = ACTIVATIONS[act].plain(g)
@@ -134,7 +134,7 @@ def _gate_and_weigh(g: Tensor, u: Tensor | None, w: Tensor, act: str) -> Tensor:
 
 
 def _gate_and_weigh_backward(d: Tensor, g: Tensor, u: Tensor | None, w: Tensor, act: str) -> Any:
-    """dg, du (None without a gate), ``act(g) * u * w`` and dw ``[rows]`` fp32; overwrites the gradient d."""
+    """Return dg, du (None without a gate), ``act(g) * u * w`` and dw ``[rows]`` fp32; overwrite the gradient d."""
     if kernel := _in_triton("gate_and_weigh_backward", g, u, act):
         return kernel(d, g, u, w)
     activated, dg, du = ACTIVATIONS[act].plain(g), torch.empty_like(g), None
@@ -154,7 +154,7 @@ def _in_triton(name: str, g: Tensor, u: Tensor | None, act: str) -> Callable[...
 
 
 class _Groups:
-    """Consecutive rows that belong to one expert each, and the products of such rows."""
+    """Groups of consecutive rows, one per expert, and the matrix products of such rows."""
 
     def __init__(self, sizes: Tensor | list[int]) -> None:
         if isinstance(sizes, list):
@@ -165,7 +165,7 @@ class _Groups:
         self.empty = None if zeros else (sizes == 0)[:, None, None]
 
     def rows_by_matrix(self, x: Tensor, matrices: Tensor, onto: Tensor | None = None) -> Tensor:
-        """x ``[rows, in]``, matrices ``[groups, out, in]`` → x_i M_i^T, ``[rows, out]``; `onto`: added to it."""
+        """Return x_i M_i^T ``[rows, out]`` for x ``[rows, in]``, matrices ``[groups, out, in]``, added to `onto`."""
         if self.ends is not None:
             y = F.grouped_mm(x, matrices.transpose(1, 2), offs=self.ends)
             return y if onto is None else onto.add_(y)
@@ -178,7 +178,7 @@ class _Groups:
         return y
 
     def rows_by_rows(self, y: Tensor, x: Tensor) -> Tensor:
-        """y ``[rows, out]``, x ``[rows, in]`` → y_i^T x_i, ``[groups, out, in]``; zeros for a group without rows."""
+        """Return y_i^T x_i ``[groups, out, in]`` for y ``[rows, out]``, x ``[rows, in]``; zeros for empty groups."""
         if self.ends is not None:
             found = F.grouped_mm(y.t(), x, offs=self.ends)
             return found if self.empty is None else found.masked_fill_(self.empty, 0)

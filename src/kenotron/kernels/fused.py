@@ -1,15 +1,15 @@
-"""Kernels in the place of torch's compositions on a GPU, by name; found when they are first used.
+"""Fused kernels that replace torch's compositions on a GPU, by name, imported at first use.
 
     model.kernels: triton     scans and convolutions of Mamba by mamba_ssm and causal_conv1d, where these packages are
                               installed (`kernels.mamba_packages`); one launch each for RMSNorm, rotary positions,
                               SwiGLU, the same weighed in experts, the sum over a token's experts, and the softmax in
                               the loss (`kernels.triton`)
-    model.kernels: torch      torch's operators alone, those for matrices too (see `kernels.products`)
-    null                      as with triton on NVIDIA's GPUs; elsewhere the packages, and torch's operators else
+    model.kernels: torch      only torch's operators, also for matrices (see `kernels.products`)
+    null                      on NVIDIA GPUs as with triton; elsewhere the packages, and otherwise torch's operators
 
-On an H200 a step of Llama 1B takes 144 ms with those in Triton and 167 without (docs/benchmarks.md); no GPU of AMD's
-has measured them. Compiled blocks (`model.compile`) take torch's operators in any case: the compiler fuses them by
-itself. The loss and the experts are not compiled, so their kernels are used there, too.
+On an H200 a step of Llama 1B takes 144 ms with the Triton kernels and 167 without (docs/benchmarks.md); they have not
+been measured on AMD GPUs. Compiled blocks (`model.compile`) always use torch's operators, because the compiler fuses
+them itself. The loss and the experts are not compiled, so their kernels are used with `model.compile` as well.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,9 +28,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def fused(name: str, x: Tensor) -> Callable[..., Any] | None:
-    """The function `name` (``module.function`` of `kernels.triton`) if it is to compute with x, else None.
+    """Return the function `name` (``module.function`` of `kernels.triton`) if it should be used for x, else None.
 
-    Raises InputError if the config asks for what is not there.
+    Raises InputError if the config names kernels that are not available.
     """
     if not suits(x) or (chosen() or _measured(x.device)) != "triton":
         return None
@@ -38,22 +38,22 @@ def fused(name: str, x: Tensor) -> Callable[..., Any] | None:
 
 
 def suits(x: Tensor) -> bool:
-    """Whether kernels in the place of torch's compositions could compute with x."""
+    """Whether fused kernels support x."""
     return x.device.type != "cpu" and not torch.compiler.is_compiling() and x.dtype in DTYPES and x.numel() > 0
 
 
 @cache
 def _measured(device: torch.device) -> str:
-    """What is faster on `device` by measurement."""
+    """Return the choice that is faster on `device` by measurement."""
     return "triton" if device.type == "cuda" and torch.version.hip is None and find_spec("triton") else "torch"
 
 
-_chosen: str | None = None  # by `use_kernels`; no ContextVar, as backward computes in threads of autograd
+_chosen: str | None = None  # set by `use_kernels`; no ContextVar, because backward runs in autograd's threads
 
 
 @contextmanager
 def use_kernels(choice: str | None) -> Iterator[None]:
-    """Within, the process computes with the kernels that `choice`, the value of `model.kernels`, stands for."""
+    """Make the process use the kernels of `choice`, the value of `model.kernels`, within the block."""
     global _chosen
     before, _chosen = _chosen, choice
     try:
@@ -63,5 +63,5 @@ def use_kernels(choice: str | None) -> Iterator[None]:
 
 
 def chosen() -> str | None:
-    """Return the choice that `use_kernels` holds."""
+    """Return the current choice of `use_kernels`."""
     return _chosen

@@ -1,12 +1,12 @@
-"""Random numbers that are functions of what they are for, not of when they are computed.
+"""Random numbers that are functions of their purpose, not of when they are computed.
 
-A *key* names a stream (seed, parameter name, ...), a *counter* names a number in it, and the hash of both is
+A *key* identifies a stream (seed, parameter name, ...), a *counter* a number in it, and the hash of both is
 the number. Number 1,000,000 of a stream is computed without the numbers before it:
 
     key = derive_key(42, "model.norm.weight")    # the same on every machine, process and Python version
     hash64(key, 0), hash64(key, 1_000_000)       # two independent 64-bit integers
 
-Plain Python integers and numpy only, so that packages without torch can use it; `kernels.random` computes the
+It uses only Python integers and numpy, so that packages without torch can use it; `kernels.random` computes the
 same bits on tensors.
 
 The hash is splitmix64's finalizer (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators",
@@ -27,7 +27,7 @@ ZERO = np.uint64(0)
 
 
 def derive_key(*parts: int | str) -> int:
-    """A 64-bit key (0 <= key < 2**64) from integers and strings; their order, types and borders all matter.
+    """Return a 64-bit key (0 <= key < 2**64) from integers and strings; their order, types and borders all matter.
 
     ``derive_key(1, "2")``, ``derive_key("1", 2)`` and ``derive_key("12")`` are three different keys.
     """
@@ -42,7 +42,7 @@ def derive_key(*parts: int | str) -> int:
 
 
 def hash64(key: int, counter: int) -> int:
-    """Number `counter` of stream `key`: an integer, uniform in [0, 2**64); both count modulo 2**64."""
+    """Return number `counter` of stream `key`, an integer uniform in [0, 2**64); both are taken modulo 2**64."""
     z = (counter * GOLDEN + key) & MASK
     z = (((z ^ (z >> 30)) * MULTIPLIER_1) + key) & MASK
     z = ((z ^ (z >> 27)) * MULTIPLIER_2) & MASK
@@ -50,7 +50,7 @@ def hash64(key: int, counter: int) -> int:
 
 
 def mix64(x: NDArray[np.uint64], key: np.uint64 = ZERO) -> NDArray[np.uint64]:
-    """SplitMix64's finalizer: a bijection of 64 bits in which every bit moves every bit. `key` enters halfway."""
+    """Apply SplitMix64's finalizer, a bijection of 64 bits in which every bit affects all; `key` enters halfway."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(MULTIPLIER_1)
     x = x + key if key else x
     x = (x ^ (x >> np.uint64(27))) * np.uint64(MULTIPLIER_2)
@@ -58,11 +58,11 @@ def mix64(x: NDArray[np.uint64], key: np.uint64 = ZERO) -> NDArray[np.uint64]:
 
 
 def hash64_array(key: int, counters: NDArray[np.integer]) -> NDArray[np.uint64]:
-    """`hash64` of every counter of an integer array (any shape): uint64, the same bits."""
+    """Return `hash64` of every counter of an integer array (any shape) as uint64, with the same bits."""
     offset = np.uint64(key & MASK)
     return mix64(np.asarray(counters).astype(np.uint64) * np.uint64(GOLDEN) + offset, offset)
 
 
 def uniform_array(key: int, counters: NDArray[np.integer]) -> NDArray[np.float64]:
-    """Floats in [0, 1) with 53 random bits, one for each counter."""
+    """Return floats in [0, 1) with 53 random bits, one for each counter."""
     return (hash64_array(key, counters) >> np.uint64(11)).astype(np.float64) * 2.0**-53

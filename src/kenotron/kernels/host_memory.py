@@ -1,8 +1,8 @@
-"""Freed memory stays with the process: a training step on CPU asks for the same tensors again and again.
+"""Keep freed memory in the process, because training steps on CPU allocate the same tensors again and again.
 
-glibc hands blocks above a threshold back to the system when they are freed; the next step then gets fresh pages, each
-of which the kernel must fault in and zero. A step of a 17M-parameter model (bf16, 2048 tokens) took 35,000 page
-faults, 9% of its time; kept, it takes none:
+glibc returns freed blocks above a threshold to the system; the next step then gets fresh pages, each of which the
+kernel must fault in and zero. A step of a 17M-parameter model (bf16, 2048 tokens) took 35,000 page faults, 9% of its
+time; with kept memory it takes none:
 
     forward and backward, 1 thread      bf16 580 ms → 527, fp32 1458 ms → 1431; peak memory + 3%
 """
@@ -15,7 +15,7 @@ LARGEST = (1 << 31) - 1
 
 
 def keep_freed_memory() -> bool:
-    """Have glibc's malloc keep freed memory instead of returning it to the system; False where there is no glibc.
+    """Make glibc's malloc keep freed memory instead of returning it to the system; return False without glibc.
 
     It changes the whole process and cannot be undone, so only `training.train` calls it, before large tensors exist.
     """

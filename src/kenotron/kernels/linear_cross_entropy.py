@@ -1,7 +1,7 @@
-"""The head's matrix product and the cross-entropy as one function.
+"""The head's matrix product and the cross-entropy in one function.
 
-Logits ``[tokens, vocabulary]`` are the largest tensor of a small model; the plain composition makes four or five
-of them. Here one chunk of tokens at a time goes through everything, gradients included, so that one buffer serves:
+Logits ``[tokens, vocabulary]`` are the largest tensor of a small model; the plain composition makes four or five of
+them. Here one chunk of tokens at a time is processed completely, gradients included, so that one buffer suffices:
 
     logits = hidden W^T                        compute dtype
     E      = exp(logits - max)                 in place; fp32 inside, a few rows that fit the cache at a time
@@ -16,9 +16,9 @@ label's s. With a softcap c the product's s becomes ``c tanh(s / c)`` first, and
 tanh(s / c)**2`` at the end: a second buffer. For logits (0, ln 3) and label 0: s = 4/3, lse = ln 4, the loss is ln 4,
 the gradient (-3/4, 3/4).
 
-Under tensor parallelism each rank holds some rows of W, so some columns of the logits (`VocabularyRanks`). Three
-numbers a token travel in two small collectives: max is that of all ranks, s and the label's logit are sums over them;
-all else stays local, and each rank's dhidden is one summand of the whole.
+Under tensor parallelism each rank holds some rows of W, so some columns of the logits (`VocabularyRanks`). Two small
+collectives communicate three numbers per token: max over all ranks, and the sums over ranks of s and of the label's
+logit. Everything else is local, and each rank's dhidden is a partial sum.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ from torch import Tensor
 from kenotron.kernels.fused import fused
 from kenotron.kernels.products import (
     in_fp32,
-    is_ours,
+    replaces_torch,
     rows_by_matrix,
     rows_by_rows,
     wide_rows_by_rows,
@@ -40,14 +40,14 @@ from kenotron.kernels.products import (
 from kenotron.kernels.shortcuts import reads_are_free
 
 IGNORED = -100  # the label of a token without loss
-BLOCK_BYTES = 1 << 20  # rows of one elementwise pass on CPU: half of a core's second-level cache
+BLOCK_BYTES = 1 << 20  # rows of one elementwise pass on CPU: half of a core's L2 cache
 
 
 @dataclass(frozen=True)
 class VocabularyRanks:
-    """The ranks that share the vocabulary: `weight` holds rows `first`, `first` + 1, … of the logical matrix.
+    """The ranks that share the vocabulary: this rank's `weight` has rows `first`, `first` + 1, … of the whole matrix.
 
-    `max` and `sum` combine a tensor over them, in place, and return it.
+    `max` and `sum` reduce a tensor over them in place, and return it.
     """
 
     first: int
@@ -68,22 +68,23 @@ def linear_cross_entropy(
     token_weights: Tensor | None = None,
     ranks: VocabularyRanks | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``scale * sum over real tokens of (lse - logit[label] + z_loss * lse**2)`` and its z part, detached: fp32.
+    """Return ``scale * sum over tokens with a label of (lse - logit[label] + z_loss * lse**2)`` and its z part,
+    detached.
 
-    With `token_weights` ``[tokens]`` fp32 each token's summand is multiplied by its weight.
+    Both are fp32. With `token_weights` ``[tokens]`` fp32, each token's term is multiplied by its weight.
 
-    hidden ``[tokens, H]`` and weight ``[V, H]`` in one dtype, that of the matrix products; labels ``[tokens]``
-    int64, -100 where there is no loss. Rows of `weight` from `valid_rows` on pad the vocabulary and are
-    never predicted. `chunk_bytes` is the budget for one chunk's logits, counted in fp32; None is the measured choice.
-    `softcap`: bound of the logits' absolute values; None: there is none.
+    hidden ``[tokens, H]`` and weight ``[V, H]`` have the dtype of the matrix products; labels ``[tokens]`` int64 are
+    -100 for tokens without a loss. Rows of `weight` from `valid_rows` on pad the vocabulary and are never predicted.
+    `chunk_bytes` is the budget for one chunk's logits, counted in fp32; None is the measured choice. `softcap`: bound
+    of the logits' absolute values; None: no bound.
 
-    With `ranks`, `weight` is this rank's rows, `valid_rows` counts those of the logical matrix (all must pass it),
-    hidden, labels and result are the same on every rank, and the gradient of hidden is this rank's summand.
+    With `ranks`, `weight` is this rank's rows, `valid_rows` counts rows of the whole matrix (all ranks must pass it),
+    hidden, labels and result are the same on every rank, and the gradient of hidden is this rank's partial sum.
     """
     rows = weight.shape[0] if valid_rows is None else valid_rows
     if ranks is not None:
         known = (labels >= 0) & (labels < rows) | (labels == IGNORED)
-        torch._assert_async(known.all(), "a label outside the vocabulary")  # no rank would miss it
+        torch._assert_async(known.all(), "a label outside the vocabulary")  # otherwise no rank would notice
         rows = min(max(rows - ranks.first, 0), weight.shape[0])
     chunk = _tokens_in_chunk(hidden, weight.shape[0], chunk_bytes)
     for_hidden, for_weight = (torch.is_grad_enabled() and each.requires_grad for each in (hidden, weight))
@@ -105,12 +106,12 @@ class _Options:
 
 
 def _tokens_in_chunk(hidden: Tensor, rows: int, chunk_bytes: int | None) -> int:
-    """The measured rule, for CPU in milliseconds (1 thread, forward and gradients) at logits ``[2048, 8192]``:
+    """Return the measured choice. On CPU, milliseconds (1 thread, forward and gradients) at logits ``[2048, 8192]``:
 
     fp32: chunks of 16 MiB 249, 32 MiB 259, one of 64 MiB 274 (fresh pages cost), and less memory; at
           ``[1024, 32768]`` 16 MiB (128 tokens) 1104, 32 MiB 985, one chunk 1009: at least 256 tokens.
     bf16: one chunk; the weight gradients of several would have to add up in fp32, at ``[1024, 32768]`` 301
-          in one chunk, 645 in four. Where products of bf16 are those of fp32, as in fp32.
+          in one chunk, 645 in four. If products of bf16 are computed in fp32, as in fp32.
     """
     if chunk_bytes is not None:
         return max(1, chunk_bytes // (4 * rows))
@@ -122,7 +123,7 @@ def _tokens_in_chunk(hidden: Tensor, rows: int, chunk_bytes: int | None) -> int:
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Makes the gradients in forward, while the logits exist; backward hands them out."""
+    """Computes the gradients in forward, while the logits exist; backward returns them."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, options: _Options) -> Any:
@@ -135,7 +136,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor) -> Any:
         factor = upstream[0]
         grads = ctx.saved_tensors
-        if not reads_are_free(factor) or factor.item() != 1.0:  # 1.0 in training: spares a pass over both gradients
+        if not reads_are_free(factor) or factor.item() != 1.0:  # 1.0 in training saves a pass over both gradients
             grads = [None if g is None else g * factor.to(g.dtype) for g in grads]
         return *grads, None, None
 
@@ -144,9 +145,9 @@ def _loss_and_gradients(
     hidden: Tensor, weight: Tensor, labels: Tensor, options: _Options
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     tokens = hidden.shape[0]
-    valid = weight[: max(options.rows, 1)]  # a rank with nothing but padding has one row, which counts for nothing
+    valid = weight[: max(options.rows, 1)]  # a rank with only padding keeps one row, which does not count
     chunk = min(tokens, options.chunk)
-    buffer = None if is_ours(hidden, valid) else hidden.new_empty(chunk, len(valid))
+    buffer = None if replaces_torch(hidden, valid) else hidden.new_empty(chunk, len(valid))
     grad_hidden = torch.empty_like(hidden) if options.for_hidden else None
     grad_weight = _WeightGradient(weight, len(valid), several=chunk < tokens) if options.for_weight else None
     sums = torch.zeros(2, dtype=torch.float32, device=hidden.device)
@@ -167,20 +168,20 @@ def _loss_and_gradients(
             torch.mul(rows_by_matrix(logits, valid.t(), out=grad_hidden[piece]), factors, out=grad_hidden[piece])
         if grad_weight is not None:
             grad_weight.add(logits, (x * factors).to(x.dtype))
-        del logits  # its memory is that of the next chunk's
+        del logits  # the next chunk reuses its memory
     sums *= options.scale
     return sums[0] + sums[1], sums[1], grad_hidden, None if grad_weight is None else grad_weight.result()
 
 
 def _bound_(logits: Tensor, softcap: float) -> Tensor:
-    """``c tanh(logits / c)`` in place; returns its derivative, in the same dtype."""
+    """Compute ``c tanh(logits / c)`` in place; return its derivative, in the same dtype."""
     bounded = torch.tanh(logits.float() / softcap)
     logits.copy_(bounded * softcap)
     return (1.0 - bounded.square_()).to(logits.dtype)
 
 
 def _exponentials_(logits: Tensor, labels: Tensor, options: _Options) -> tuple[Tensor, Tensor]:
-    """Turns logits ``[n, rows]`` into E of the module's docstring, in place.
+    """Turn logits ``[n, rows]`` into E of the module's docstring, in place.
 
     Returns (cross-entropy, z-loss) of each token ``[n, 2]`` and the factors ``[n, 1]`` (with the scale; 0 for
     tokens without loss) that make E the gradient of the logits, all fp32.
@@ -197,7 +198,7 @@ def _exponentials_(logits: Tensor, labels: Tensor, options: _Options) -> tuple[T
     largest, shrink = own_largest, torch.ones_like(own_largest)
     if ranks is not None:
         largest = ranks.max(own_largest.clone())
-        shrink = (own_largest - largest).exp()  # makes E of this rank's largest logit E of the largest of all
+        shrink = (own_largest - largest).exp()  # rescales E from this rank's maximum to the maximum of all ranks
         picked, total = ranks.sum(torch.cat((torch.where(here[:, None], picked, 0.0), total * shrink), 1)).split(1, 1)
         shrink = torch.where(here[:, None], shrink.clamp(min=1e-20), shrink)  # the label's entry is divided by it
     lse = largest + total.log()
@@ -210,7 +211,7 @@ def _exponentials_(logits: Tensor, labels: Tensor, options: _Options) -> tuple[T
 
 
 def _exp_rows_(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """``logits[i] = exp(logits[i] - max_i)`` in place, computed in fp32; returns max and the sums, ``[n, 1]``."""
+    """Compute ``logits[i] = exp(logits[i] - max_i)`` in place, in fp32; return max and the sums, ``[n, 1]``."""
     if kernel := fused("cross_entropy.exp_rows_", logits):
         return kernel(logits)
     n, rows = logits.shape
@@ -230,7 +231,7 @@ def _exp_rows_(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _WeightGradient:
-    """``sum over chunks of E^T x`` for the valid rows, 0 for the padding; several chunks add up in fp32."""
+    """Accumulates ``sum over chunks of E^T x`` for the valid rows, 0 for padding; several chunks are added in fp32."""
 
     def __init__(self, weight: Tensor, rows: int, several: bool) -> None:
         self.dtype, self.empty = weight.dtype, True

@@ -1,16 +1,16 @@
-"""Mamba's scans and convolution by the packages mamba_ssm and causal_conv1d, with the arguments of the plain ones.
+"""Mamba's scans and convolution by the packages mamba_ssm and causal_conv1d, with the plain functions' arguments.
 
-    causal_conv         causal_conv1d_fn             [sequences, channels, length], channels side by side in memory
-    selective_scan      selective_scan_fn            [sequences, channels, length]; no documents, no state before
-    state_space_dual    mamba_chunk_scan_combined    as here
+    causal_conv         causal_conv1d_fn             [sequences, channels, length], channels contiguous in memory
+    selective_scan      selective_scan_fn            [sequences, channels, length]; no documents, no initial state
+    state_space_dual    mamba_chunk_scan_combined    the same layout
 
-Both know documents by numbers (``seq_idx``). What comes before the first token, a state or inputs, belongs to
-document 0, and goes on in the tokens that no document's start separates from it:
+The first and the last identify documents by numbers (``seq_idx``). The initial state or inputs belong to document 0,
+which includes the tokens up to the first start of a document:
 
     starts      0 0 1 0 1        1 0 0 1 0
-    numbers     0 0 1 1 2        1 1 1 2 2        the state before is forgotten at once
+    numbers     0 0 1 1 2        1 1 1 2 2        the initial state is dropped at once
 
-`packaged` finds the packages when they are first needed, and passes their functions in (`kernel`).
+`packaged` imports the packages at first use, and passes their functions as `kernel`.
 """
 
 import logging
@@ -34,9 +34,9 @@ CHUNK = 256  # tokens of a chunk in mamba_ssm's own Mamba-2, and in the publishe
 def causal_conv(
     kernel: Kernel, x: Tensor, weight: Tensor, bias: Tensor | None, starts: Tensor | None, state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """`kernels.causal_conv`, for 2 to 4 taps and channels in eights.
+    """Compute `kernels.causal_conv`, for widths 2 to 4 and multiples of 8 channels.
 
-    Inputs before the first are put before x, because the package takes them (`initial_states`) only without documents.
+    Previous inputs are prepended to x, because the package accepts them (`initial_states`) only without documents.
     """
     reach, numbers = weight.shape[2] - 1, _numbers(starts)
     inputs = x if state is None else torch.cat([state.to(x.dtype), x], dim=1)
@@ -50,7 +50,7 @@ def causal_conv(
 def selective_scan(
     kernel: Kernel, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`kernels.selective_scan` for whole sequences, in fp32 as there; its last state has no gradient."""
+    """Compute `kernels.selective_scan` for whole sequences, also in fp32; its last state has no gradient."""
     u, delta, b, c = (each.float().mT for each in (x, dt, b, c))
     y, last = kernel(u, delta, a.float(), b, c, d.float(), return_last_state=True)
     return y.mT.to(x.dtype), _WithoutGradient.apply(last)
@@ -67,7 +67,7 @@ def state_space_dual(
     starts: Tensor | None,
     state: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """`kernels.state_space_dual`; products of x's dtype, sums in fp32."""
+    """Compute `kernels.state_space_dual`, with products in x's dtype and sums in fp32."""
     return kernel(
         *(x, dt.float(), a.float(), b, c, CHUNK),
         D=d,
@@ -78,12 +78,12 @@ def state_space_dual(
 
 
 def _numbers(starts: Tensor | None) -> Tensor | None:
-    """Each token's document, as in the example above."""
+    """Return each token's document number, as in the example above."""
     return None if starts is None else starts.cumsum(1, dtype=torch.int32)
 
 
 class _WithoutGradient(torch.autograd.Function):
-    """The same tensor, whose gradient is an error: the package would leave it out without a word."""
+    """Returns the same tensor, whose gradient is an error: the package would silently omit it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ class _WithoutGradient(torch.autograd.Function):
 
 
 _OPS = "mamba_ssm.ops"
-# name → the function here, the module with the code for CUDA, the package's function
+# name → the function of this file, the module with the CUDA code, the package's function
 PACKAGES: dict[str, tuple[Kernel, str, str]] = {
     "causal_conv": (causal_conv, "causal_conv1d_cuda", "causal_conv1d.causal_conv1d_fn"),
     "selective_scan": (selective_scan, "selective_scan_cuda", f"{_OPS}.selective_scan_interface.selective_scan_fn"),
@@ -104,10 +104,10 @@ PACKAGES: dict[str, tuple[Kernel, str, str]] = {
 
 
 def packaged(name: str, x: Tensor) -> Kernel | None:
-    """The function `name` of `PACKAGES` if it is to compute with x ``[sequences, length, …]``, else None.
+    """Return the function `name` of `PACKAGES` if it should be used for x ``[sequences, length, …]``, else None.
 
-    Single tokens, as in generation, gain nothing; with deterministic algorithms it is None, because backward adds in
-    any order. Raises InputError if a package is installed and cannot be imported.
+    It is None for single tokens, as in generation, which would gain nothing, and with deterministic algorithms, because
+    backward sums in varying order. Raises InputError if a package is installed but cannot be imported.
     """
     if x.device.type != "cuda" or not suits(x) or x.shape[1] == 1 or torch.are_deterministic_algorithms_enabled():
         return None
@@ -120,6 +120,6 @@ def _from_package(name: str) -> Kernel | None:
     if find_spec(module) is None:
         logger.info("Kernel of %s: torch; %s is not installed (pip install 'kenotron[mamba]')", name, module)
         return None
-    theirs = import_dotted(path, f"{KEY}: torch does without {path.partition('.')[0]}")
+    package_function = import_dotted(path, f"{KEY}: torch does without {path.partition('.')[0]}")
     logger.info("Kernel of %s: %s", name, path)
-    return partial(function, theirs)
+    return partial(function, package_function)

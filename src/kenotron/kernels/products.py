@@ -1,15 +1,16 @@
-"""Matrix products, on CPUs in the way that is fastest there.
+"""Matrix products, on CPUs with the fastest implementation.
 
-fp32 goes through oneDNN on AMD's processors from Zen 5 on, because MKL, which torch calls, uses half of their vector
+fp32 products use oneDNN on AMD processors from Zen 5 on, because MKL, which torch calls, uses half of their vector
 width. GFLOP/s on two cores of an EPYC, 1024 tokens of 768 times a matrix of 2048: 205 with MKL, 450 with oneDNN, and
 205 -> 420, 218 -> 400 for the gradients of the two.
 
-bf16 is multiplied as fp32 and rounded once on CPUs that have no fast instruction for it (`kernels.bfloat16`), because
-torch emulates it there: 1024 tokens of 128 times a matrix of 384 take 20.7 ms on one core of an EPYC with AVX2, so 1.2.
+On CPUs without fast instructions for bf16 (`kernels.bfloat16`), it is multiplied in fp32 and rounded once, because
+torch emulates it there: 1024 tokens of 128 times a matrix of 384 take 20.7 ms on one core of an EPYC with AVX2, and 1.2
+this way.
 
-oneDNN's operator, which Inductor uses, too, is private to torch, returns new memory, and reads its first factor row by
-row: for ``dy^T x`` one of the two is transposed before. Everything else here is torch's own product; with
-``model.kernels: torch`` everything is.
+oneDNN's operator, which Inductor also uses, is private to torch, returns new memory, and needs its first factor in
+row-major order: for ``dy^T x`` one of the two is transposed first. All other products are torch's own; with
+``model.kernels: torch`` all are.
 """
 
 import re
@@ -26,37 +27,37 @@ from kenotron.kernels.bfloat16 import bfloat16_is_fast
 from kenotron.kernels.fused import chosen
 
 ZEN_5 = 26  # AMD's family of processors; later ones have higher numbers
-PART = 1 << 22  # elements of a transposed product that exist at a time
+PART = 1 << 22  # elements of a chunk of a transposed product
 SMALL = 1 << 20  # multiplications; with fewer, a call of oneDNN's operator costs as much as it saves
 
 
 def has_onednn() -> bool:
-    """Whether this torch has the operator."""
+    """Whether this torch has oneDNN's operator."""
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 def onednn(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
-    """x ``[..., in]``, matrix ``[out, in]``, bias ``[out]`` → ``x M^T + b``, ``[..., out]``."""
+    """Return ``x M^T + b`` ``[..., out]`` by oneDNN for x ``[..., in]``, matrix ``[out, in]``, bias ``[out]``."""
     if not (matrix.is_contiguous() or matrix.t().is_contiguous()):
         matrix = matrix.contiguous()  # with gaps, oneDNN would take a thousand times as long
     return torch.ops.mkldnn._linear_pointwise(x, matrix, bias, "none", [], "")
 
 
 def is_zen_5(cpuinfo: str) -> bool:
-    """Whether Linux's /proc/cpuinfo describes one of AMD's processors with vectors of 512 bits all the way."""
+    """Whether Linux's /proc/cpuinfo describes an AMD processor with full-width 512-bit vectors."""
     family = re.search(r"^cpu family\s*:\s*(\d+)", cpuinfo, re.MULTILINE)
     return "AuthenticAMD" in cpuinfo and "avx512f" in cpuinfo and family is not None and int(family[1]) >= ZEN_5
 
 
-_cpuinfo = Path("/proc/cpuinfo")  # of a processor that does not change: compiled blocks have one kind of product
+_cpuinfo = Path("/proc/cpuinfo")  # read once: compiled blocks rely on a fixed kind of product
 ONEDNN = torch.backends.mkl.is_available() and has_onednn() and _cpuinfo.exists() and is_zen_5(_cpuinfo.read_text())
 EMULATED = not bfloat16_is_fast(torch.device("cpu"))  # bf16
-_whole = True  # by `backward_in_halves`
+_whole = True  # set by `backward_in_halves`
 
 
 @contextmanager
 def backward_in_halves(halves: bool) -> Iterator[None]:
-    """Within, if `halves`, linears are torch's: a pipeline engine splits their backward, which ours does as a whole."""
+    """Use torch's linears within the block if `halves`: a pipeline engine splits their backward into two halves."""
     global _whole
     before, _whole = _whole, not halves
     try:
@@ -66,42 +67,43 @@ def backward_in_halves(halves: bool) -> Iterator[None]:
 
 
 def on_onednn(x: Tensor, matrix: Tensor) -> bool:
-    """Whether the product of x ``[..., in]`` and matrix ``[out, in]`` is computed by oneDNN here."""
+    """Whether the product of x ``[..., in]`` and matrix ``[out, in]`` is computed by oneDNN."""
     suits = x.dtype == matrix.dtype == torch.float32 and x.device.type == "cpu" and chosen() != "torch"
     return ONEDNN and suits and x.numel() * matrix.shape[0] >= SMALL
 
 
 def in_fp32(x: Tensor, matrix: Tensor) -> bool:
-    """Whether the product of x and matrix, both bf16, is computed in fp32 here, and rounded."""
+    """Whether the product of x and matrix, both bf16, is computed in fp32 and rounded."""
     return EMULATED and x.dtype == matrix.dtype == torch.bfloat16 and x.device.type == "cpu" and chosen() != "torch"
 
 
-def is_ours(x: Tensor, matrix: Tensor) -> bool:
+def replaces_torch(x: Tensor, matrix: Tensor) -> bool:
     """Whether the product of x ``[..., in]`` and matrix ``[out, in]`` is not torch's own."""
     return on_onednn(x, matrix) or in_fp32(x, matrix)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear`: x ``[..., in]``, weight ``[out, in]``, bias ``[out]`` → ``x W^T + b``, ``[..., out]``."""
-    if _whole and is_ours(x, weight) and not torch.is_autocast_enabled("cpu"):
+    """Compute `F.linear`: ``x W^T + b`` ``[..., out]`` for x ``[..., in]``, weight ``[out, in]``, bias ``[out]``."""
+    if _whole and replaces_torch(x, weight) and not torch.is_autocast_enabled("cpu"):
         return torch.ops.kenotron.rows_by_matrix(x, weight, bias)
     return F.linear(x, weight, bias)
 
 
 def rows_by_matrix(x: Tensor, matrix: Tensor, out: Tensor | None = None, onto: Tensor | None = None) -> Tensor:
-    """x ``[rows, in]``, matrix ``[out, in]`` → ``x M^T``, ``[rows, out]``, for functions with a backward of their own.
+    """Return ``x M^T`` ``[rows, out]`` for x ``[rows, in]``, matrix ``[out, in]``, in functions with their own
+    backward.
 
-    The result is in `out`, or in memory of its own where that is faster. With `onto` it is added to that.
+    The result is in `out`, or in new memory if that is faster. With `onto` it is added to `onto`.
     """
-    if is_ours(x, matrix):
+    if replaces_torch(x, matrix):
         product: Tensor = torch.ops.kenotron.rows_by_matrix(x, matrix, None)
         return product if onto is None else onto.add_(product)
     return torch.mm(x, matrix.t(), out=out) if onto is None else onto.addmm_(x, matrix.t())
 
 
 def rows_by_rows(y: Tensor, x: Tensor, out: Tensor | None = None, onto: Tensor | None = None) -> Tensor:
-    """y ``[rows, out]``, x ``[rows, in]`` → ``y^T x``, ``[out, in]``, in `out` if given, or added to `onto`."""
-    if not is_ours(y, x.t()):
+    """Return ``y^T x`` ``[out, in]`` for y ``[rows, out]``, x ``[rows, in]``, in `out` if set, or added to `onto`."""
+    if not replaces_torch(y, x.t()):
         return torch.mm(y.t(), x, out=out) if onto is None else onto.addmm_(y.t(), x)
     if onto is not None:
         return write_rows_by_rows(y, x, onto, add=True)
@@ -109,10 +111,10 @@ def rows_by_rows(y: Tensor, x: Tensor, out: Tensor | None = None, onto: Tensor |
 
 
 def wide_rows_by_rows(y: Tensor, x: Tensor, result: Tensor, add: bool) -> None:
-    """Writes ``y^T x`` of half-precision factors to `result` in fp32, or adds it; on CUDA in the product itself."""
+    """Write ``y^T x`` of half-precision factors to `result` in fp32, or add it; on CUDA inside the product."""
     if y.device.type == "cpu":
         write_rows_by_rows(y, x, result, add)
-    elif y.device.type != "cuda" or torch.version.hip is not None:  # cuBLAS has products of that kind
+    elif y.device.type != "cuda" or torch.version.hip is not None:  # cuBLAS has such products
         result.add_(rows_by_rows(y, x)) if add else result.copy_(rows_by_rows(y, x))
     elif add:
         torch.addmm(result, y.t(), x, out_dtype=torch.float32, out=result)
@@ -139,8 +141,10 @@ def _transposes_y(y: Tensor, x: Tensor) -> bool:
 
 
 def write_rows_by_rows(y: Tensor, x: Tensor, result: Tensor, add: bool = False) -> Tensor:
-    """Writes ``y^T x`` to `result`, or adds it, by parts. oneDNN's AMX product in bf16 is also twice as slow when its
-    first factor is transposed: y ``[2048, 8192]``, x ``[2048, 384]``, 1 thread 26.9 ms → 15.8, 2 threads 9.7 → 9.5.
+    """Write ``y^T x`` to `result`, or add it, in chunks, after a transpose of one factor.
+
+    oneDNN's AMX product in bf16 is twice as slow if its first factor is transposed: y ``[2048, 8192]``, x ``[2048,
+    384]``, 1 thread 26.9 ms → 15.8, 2 threads 9.7 → 9.5.
     """
     if _transposes_y(y, x):
         rows = max(1, PART // x.shape[1])
@@ -177,7 +181,7 @@ def _backward_of_rows(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
     return None if x is None else linear(x, d), None if y is None else linear(y, d.t())
 
 
-# Operators of our own: torch.compile calls them as they are (see kernels/attention.py).
+# Custom operators, which torch.compile calls as a whole (see kernels/attention.py).
 _library = torch.library.Library("kenotron", "FRAGMENT")
 _library.define("rows_by_matrix(Tensor x, Tensor matrix, Tensor? bias) -> Tensor")
 _library.define("rows_by_rows(Tensor y, Tensor x) -> Tensor")

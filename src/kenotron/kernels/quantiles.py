@@ -1,7 +1,7 @@
 """Standard normals from random integers, with the same bits on every machine.
 
 log, cos and erfinv differ in their last bits between libraries and devices; +, x, /, sqrt in float64 are
-fixed by IEEE 754. So a table of the normal quantile function is made once, with only those operations,
+defined by IEEE 754. So a table of the normal quantile function is computed once, with only these operations,
 and a number becomes a normal by looking it up:
 
     64 random bits -> 1 sign bit and u = (52 bits + 1/2) / 2**53, in (0, 1/2)
@@ -9,9 +9,9 @@ and a number becomes a normal by looking it up:
     normal = -+ (a[row] + b[row] * u)
 
 Octaves keep the tail exact: each segment is 1/256 as wide as u is small, so the straight line is within 1e-6
-of the true quantile from the middle out to 8.2 sigma (u = 2**-54), the last there is.
+of the true quantile from the center to 8.2 sigma (u = 2**-54), the smallest u.
 
-Numpy only; `kernels.random` looks numbers up in it.
+It uses only numpy; `kernels.random` looks numbers up in the table.
 """
 
 from functools import cache
@@ -23,7 +23,7 @@ Floats = NDArray[np.float64]
 
 SEGMENT_BITS = 8  # an octave has 2**8 segments
 LOWEST_EXPONENT = -54  # u >= 2**-54
-DROPPED_BITS = 52 - SEGMENT_BITS  # of a float64's 52 mantissa bits, those below the segment
+DROPPED_BITS = 52 - SEGMENT_BITS  # the mantissa bits of a float64 below the segment
 FIRST_ROW = (1023 + LOWEST_EXPONENT) << SEGMENT_BITS  # a float64's leading bits at u = 2**-54
 
 # Wichura 1988, algorithm AS 241 (PPND16): relative error 1e-16. Highest power first.
@@ -52,7 +52,7 @@ FAR_TAIL = (
 
 
 def log(x: Floats) -> Floats:
-    """Natural logarithm of positive float64, by operations that IEEE 754 fixes (error about 1e-16 relative).
+    """Return the natural logarithm of positive float64, by operations that IEEE 754 defines (relative error 1e-16).
 
     x = m * 2**e with m in [sqrt(1/2), sqrt(2)); log m = 2 atanh(s) = 2 (s + s**3/3 + s**5/5 + ...),
     s = (m - 1) / (m + 1), |s| < 0.172.
@@ -77,7 +77,7 @@ def _rational(x: Floats, coefficients: tuple[tuple[float, ...], tuple[float, ...
 
 
 def normal_quantile(u: Floats) -> Floats:
-    """The x with Phi(x) = u, for 0 < u <= 1/2 (so x <= 0), float64 (AS 241)."""
+    """Return the x with Phi(x) = u, for 0 < u <= 1/2 (so x <= 0), in float64 (AS 241)."""
     q = u - 0.5
     r = np.sqrt(-log(u))
     centre = q * _rational(0.180625 - q * q, CENTRE)
@@ -87,7 +87,7 @@ def normal_quantile(u: Floats) -> Floats:
 
 @cache
 def table() -> tuple[Floats, Floats]:
-    """Intercepts a and slopes b, each ``[octaves * segments]``: the quantile of u is a[row] + b[row] * u."""
+    """Return intercepts a and slopes b, each ``[octaves * segments]``: the quantile of u is a[row] + b[row] * u."""
     octaves = -1 - LOWEST_EXPONENT
     segments = 1 << SEGMENT_BITS
     scale = np.ldexp(1.0, np.arange(LOWEST_EXPONENT, LOWEST_EXPONENT + octaves))[:, None]

@@ -1,17 +1,17 @@
-"""Counter-based random tensors: any rank fills just its own shard, with the same bits on every device.
+"""Counter-based random tensors: a rank fills only its own shard, with the same bits on every device.
 
-Element i of a stream is a function of (key, i), never of who asks or in what order:
+Element i of a stream is a function of (key, i), independent of ranks and of the order of calls:
 
     key = derive_key(42, "model.norm.weight")
     fill_normal_(TensorShard(torch.empty(8), (8,), (0,)), key)                        # numbers 0 to 7
     fill_normal_(TensorShard(torch.empty(4, device="cuda"), (8,), (4,)), key)         # numbers 4 to 7 of the same
 
-Everything is int64 arithmetic (which wraps), a table look-up and float64 +, x, so nothing depends on a
+Everything is int64 arithmetic (which wraps), a table lookup and float64 +, x, so nothing depends on a
 device's maths library (see `kernels.hashing` and `kernels.quantiles`, the same in numpy). The float64 product
 and sum are two separate operations on purpose: a fused multiply-add would round once instead of twice.
 Torch's generators are never touched.
 
-Work goes chunk by chunk through buffers that fit a CPU core's cache.
+Work is done in chunks, in buffers that fit a CPU core's cache.
 """
 
 from functools import lru_cache
@@ -28,18 +28,18 @@ DEVICE_CHUNK = 1 << 22
 
 
 def _signed(value: int) -> int:
-    """The int64 with the same 64 bits."""
+    """Return the int64 with the same 64 bits."""
     value &= MASK
     return value - (1 << 64) if value >> 63 else value
 
 
 def _xor_shift_(z: Tensor, bits: int) -> Tensor:
-    """``z ^= z >>> bits`` in place; torch's shift copies the sign, the mask takes the copies away."""
+    """Compute ``z ^= z >>> bits`` in place; torch's shift copies the sign bit, and the mask removes the copies."""
     return z.bitwise_xor_((z >> bits).bitwise_and_((1 << (64 - bits)) - 1))
 
 
 def hash_counters(key: int, counters: Tensor) -> Tensor:
-    """`hashing.hash64` of every int64 counter: int64 of the same shape, with the same 64 bits."""
+    """Return `hashing.hash64` of every int64 counter, as int64 of the same shape with the same 64 bits."""
     z = counters * _signed(GOLDEN)
     z.add_(_signed(key))
     _xor_shift_(z, 30).mul_(_signed(MULTIPLIER_1)).add_(_signed(key))
@@ -48,7 +48,7 @@ def hash_counters(key: int, counters: Tensor) -> Tensor:
 
 
 def uniform_at(key: int, counters: Tensor) -> Tensor:
-    """Floats in [0, 1), one for each counter: float64 with 53 random bits."""
+    """Return float64 in [0, 1) with 53 random bits, one for each counter."""
     bits = (hash_counters(key, counters) >> 11).bitwise_and_((1 << 53) - 1)
     return bits.to(torch.float64).mul_(2.0**-53)
 
@@ -60,7 +60,7 @@ def _table(device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def normal_at(key: int, counters: Tensor) -> Tensor:
-    """A standard normal for each counter: float64, by the table of `quantiles`."""
+    """Return a standard normal in float64 for each counter, by the table of `quantiles`."""
     intercepts, slopes = _table(counters.device)
     bits = hash_counters(key, counters)
     u = (bits & ((1 << 52) - 1)).to(torch.float64).add_(0.5).mul_(2.0**-53)
@@ -73,7 +73,7 @@ def normal_at(key: int, counters: Tensor) -> Tensor:
 
 
 def fill_normal_(shard: TensorShard, key: int, std: float = 1.0) -> None:
-    """Fills a shard with normals of mean 0: element i of the logical tensor is number i, in every shard.
+    """Fill a shard with normals of mean 0: element i of the whole tensor is number i of the stream, in any shard.
 
     Computed in float64, rounded once to float32 and from there to the tensor's dtype.
     """

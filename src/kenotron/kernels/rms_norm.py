@@ -6,7 +6,7 @@ With r = 1 / sqrt(mean(x**2) + eps) and g = dy * weight over rows of H numbers:
 
 x = (3, 4), weight 1: r = 1 / sqrt(12.5) = 0.283, y = (0.85, 1.13).
 
-Torch has no RMSNorm kernel for CPU, its composition makes five passes forward and ten back. But its LayerNorm
+Torch has no RMSNorm kernel for CPU; its composition makes five passes forward and ten backward. But its LayerNorm
 backward kernel takes the mean and r as arguments; for mean 0 it returns dweight and ``dx - r mean(g)`` in one
 pass, so a matrix-vector product (the row sums of g) corrects it. Only x and r are saved. Forward and backward at
 ``[2048, 384]``, 1 thread: 5.0 ms → 2.0 in fp32, 5.6 → 2.6 in bf16.
@@ -24,24 +24,24 @@ from torch._subclasses.fake_tensor import FakeTensor
 from kenotron.kernels.fused import fused
 from kenotron.kernels.shortcuts import is_small
 
-BLOCK = 1 << 19  # elements of one round of passes: 2 MiB in fp32
+BLOCK = 1 << 19  # elements that are processed at a time: 2 MiB in fp32
 
 Pass = Callable[..., tuple[Tensor, Tensor]]
-PLAIN = (Tensor, FakeTensor)  # the planner's tensors take the way of real ones, those of subclasses do not
+PLAIN = (Tensor, FakeTensor)  # the planner's fake tensors are treated like real ones, other subclasses are not
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x ``[..., hidden]``, weight ``[hidden]`` → x's shape and dtype; everything inside in fp32."""
+    """Return x ``[..., hidden]`` normalized, in its dtype but computed in fp32; weight ``[hidden]``."""
     if kernel := fused("rms_norm.rms_norm", x):
         return kernel(x, weight, eps)
-    ours = x.device.type == "cpu" and x.dtype in (torch.float32, torch.bfloat16) and type(x) in PLAIN
-    if not ours or torch.compiler.is_compiling():
+    suits = x.device.type == "cpu" and x.dtype in (torch.float32, torch.bfloat16) and type(x) in PLAIN
+    if not suits or torch.compiler.is_compiling():
         return F.rms_norm(x, (x.shape[-1],), weight, eps)  # fused on CUDA; fused by the compiler on CPU
     return _of_few_rows(x, weight, eps) if is_small(x) else RMSNorm.apply(x, weight, eps, _forward, _backward)
 
 
 def _of_few_rows(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """For decoding, where every call counts: five of them, of which torch's composition has seven, and ten in bf16."""
+    """Compute by five calls for decoding, where calls cost most; torch's composition has seven, or ten in bf16."""
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
     r = torch.addcmul(_constant(eps), norm, norm, value=1 / x.shape[-1]).rsqrt_()
     return torch.mul(x, r).mul_(weight).to(x.dtype)
@@ -53,7 +53,7 @@ def _constant(eps: float) -> Tensor:
 
 
 class RMSNorm(torch.autograd.Function):
-    """By two passes over rows ``[rows, hidden]``, which are those of `_forward` and `_backward`."""
+    """RMSNorm of rows ``[rows, hidden]`` by a forward and a backward function, such as `_forward` and `_backward`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, there: Pass, back: Pass) -> Tensor:
@@ -72,11 +72,11 @@ class RMSNorm(torch.autograd.Function):
 
 
 def _forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """y ``[rows, hidden]`` and r ``[rows, 1]`` fp32."""
+    """Return y ``[rows, hidden]`` and r ``[rows, 1]`` fp32."""
     hidden = x.shape[1]
     y, r, weight = torch.empty_like(x), torch.empty(len(x), 1), weight.float()
     for part in _blocks(x):
-        block = x[part].float()  # fp32: the same memory
+        block = x[part].float()  # in fp32, a view
         norm = torch.linalg.vector_norm(block, dim=1, keepdim=True)
         torch.rsqrt(norm.mul_(norm).mul_(1 / hidden).add_(eps), out=r[part])
         out = y[part] if x.dtype == torch.float32 else block
@@ -87,7 +87,7 @@ def _forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def _backward(dy: Tensor, x: Tensor, weight: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
-    """dx ``[rows, hidden]`` in x's dtype and dweight ``[hidden]`` fp32 (block sums first: fewer rounding steps)."""
+    """Return dx ``[rows, hidden]`` in x's dtype and dweight ``[hidden]`` fp32, summed by blocks for less rounding."""
     hidden = x.shape[1]
     dx, dweight, weight = torch.empty_like(x), torch.zeros(hidden), weight.float()
     zero_mean = torch.zeros_like(r)

@@ -1,23 +1,23 @@
-"""Mamba's selective scan: a linear recurrence whose decay depends on the token, by chunks (Gu & Dao, arXiv 2312.00752).
+"""Mamba's selective scan, a linear recurrence whose decay depends on the token, by chunks (arXiv 2312.00752).
 
     h_t = exp(dt_t A) h_{t-1} + dt_t x_t B_t        state h [channels, n], one decay for every channel and state
     y_t = C_t h_t + D x_t
 
-Every token depends on the one before it, but only through h. With 12 tokens in chunks of 4, all chunks go forward at
-once from a state of zero; then the states at their ends are passed along the chunks; then all chunks go again, from
-the states that they really start in:
+Every token depends on the previous one, but only through h. With 12 tokens in chunks of 4, all chunks are first scanned
+in parallel from a state of zero; then the final states are passed along the chunks; then all chunks are scanned again,
+from their true initial states:
 
-    chunk 0   t0  t1  t2  t3 ─▶ h3 ──┐          4 steps over 3 chunks, then 3 over chunks, then 4 again,
-    chunk 1   t4  t5  t6  t7 ─▶ +────┴▶ h7 ─┐   where a loop over tokens has 12 (1024 tokens: 80 steps)
+    chunk 0   t0  t1  t2  t3 ─▶ h3 ──┐          4 steps over all chunks, 3 along chunks, 4 again, where
+    chunk 1   t4  t5  t6  t7 ─▶ +────┴▶ h7 ─┐   a loop over tokens has 12 (1024 tokens: 80 steps)
     chunk 2   t8  t9  t10 t11 ─▶ +──────────┴▶ h11
 
-Decays are exponentials of negative numbers and are multiplied one after the other, so nothing can overflow. The states
-of all tokens, ``[tokens, channels, n]``, n times the activations, exist in backward only: forward keeps one for every
-chunk, and backward makes the others again. Backward is the same recurrence with time reversed:
+Decays are exponentials of negative numbers that are multiplied one after the other, so nothing can overflow. The states
+of all tokens, ``[tokens, channels, n]``, n times the activations, exist only in backward: forward saves one per chunk,
+and backward recomputes the others. Backward is the same recurrence with time reversed:
 
     g_t = C_t dy_t + exp(dt_{t+1} A) g_{t+1}        the gradient of h_t
 
-A document that begins at t forgets the state before it: h_{t-1} counts as 0 there.
+A document that begins at t resets the state: h_{t-1} counts as 0.
 """
 
 from typing import Any
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from kenotron.kernels.mamba_packages import packaged
 
-# Tokens of a chunk. Milliseconds forward and backward of 1024 tokens, 1536 channels, 16 states (fp32, 2 cores that
+# Tokens per chunk. Milliseconds forward and backward of 1024 tokens, 1536 channels, 16 states (fp32, 2 cores that
 # other processes used too): chunks of 8, 16, 32, 64, 128, 256 take 224, 194, 169, 400, 456, 481.
 CHUNK = 32
 
@@ -43,14 +43,14 @@ def selective_scan(
     starts: Tensor | None = None,
     state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The scan of every sequence, and its state after the last token.
+    """Return the scan of every sequence, and its state after the last token.
 
     x, dt ``[sequences, length, channels]``, dt positive; a ``[channels, n]``, negative; b, c
     ``[sequences, length, n]``; d ``[channels]``. `starts` ``[sequences, length]``: True where a document begins; None:
-    at the first token alone. `state` ``[sequences, channels, n]`` before the first token; None: zeros. A token with dt
-    0 leaves the state as it is. Computed in fp32, or in float64 where x is; returns y in x's dtype and shape, and the
-    state in fp32. On a GPU by the package mamba_ssm, where it is installed and there are neither `starts` nor a
-    `state`; that last state has no gradient.
+    only at the first token. `state` ``[sequences, channels, n]`` before the first token; None: zeros. A token with dt 0
+    does not change the state. It is computed in fp32, or in float64 if x is; y has x's dtype and shape, the state is in
+    fp32. On a GPU the package mamba_ssm is used if it is installed and there are neither `starts` nor a `state`; then
+    the last state has no gradient.
     """
     if starts is None and state is None and a.shape[1] <= 256 and (kernel := packaged("selective_scan", x)):
         return kernel(x, dt, a, b, c, d)
@@ -60,7 +60,7 @@ def selective_scan(
 def scan_by_chunks(
     x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, starts: Tensor | None, state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The same in torch; the last state has a gradient."""
+    """Compute `selective_scan` in torch; the last state has a gradient."""
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     if state is None:
         state = x.new_zeros(x.shape[0], x.shape[2], a.shape[1], dtype=wide)
@@ -70,7 +70,7 @@ def scan_by_chunks(
 
 
 class _Scan(torch.autograd.Function):
-    """The two operators below as one function of u = dt x, dt, a, b, c and the state; without gradient of `starts`."""
+    """The operators `_forward` and `_backward` as one function of u = dt x, dt, a, b, c and the state."""
 
     @staticmethod
     def forward(
@@ -87,28 +87,28 @@ class _Scan(torch.autograd.Function):
 
 
 def _by_chunk(x: Tensor, length: int) -> Tensor:
-    """``[sequences, length, …]`` → ``[chunk, sequences, chunks, …]``: x[i] is token i of every chunk. Zeros behind."""
+    """Return ``[chunk, sequences, chunks, …]``, where x[i] is token i of every chunk; the last is padded with zeros."""
     chunk = min(CHUNK, length)
     padded = F.pad(x, (0, 0) * (x.dim() - 2) + (0, -length % chunk))
     return padded.unflatten(1, (-1, chunk)).movedim(2, 0).contiguous()
 
 
 def _flat(x: Tensor, length: int) -> Tensor:
-    """`_by_chunk` undone."""
+    """Invert `_by_chunk`."""
     return x.movedim(0, 2).flatten(1, 2)[:, :length]
 
 
 def _kept(starts: Tensor | None, like: Tensor, length: int) -> Tensor | None:
-    """What is left of the state at every token, 0 or 1, by chunk, to multiply a state ``[…, n, channels]``."""
+    """Return 0 at tokens that reset the state and 1 at others, by chunk, to multiply a state ``[…, n, channels]``."""
     return None if starts is None else 1 - _by_chunk(starts.to(like.dtype)[..., None], length)[..., None]
 
 
 def _forward(
     u: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor, starts: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """y ``[sequences, length, channels]``, the states in which chunks begin, and the last one.
+    """Return y ``[sequences, length, channels]``, the initial states of chunks, and the last state.
 
-    States are ``[sequences, chunks, n, channels]`` in here: long rows of channels.
+    States are ``[sequences, chunks, n, channels]`` inside, with long rows of channels.
     """
     length, a = u.shape[1], a.t().contiguous()
     keep = _kept(starts, u, length)
@@ -125,7 +125,7 @@ def _forward(
 
 
 def _advance(h: Tensor, decay: Tensor, u: Tensor, dt: Tensor, a: Tensor, b: Tensor, keep: Tensor | None) -> None:
-    """One token of every chunk: h → decay h + u b, in place; `decay` becomes exp(dt a), or 0 where documents begin."""
+    """Advance every chunk by one token in place, h = decay h + u b; set `decay` to exp(dt a), or 0 at new documents."""
     torch.mul(dt.unsqueeze(-2), a, out=decay).exp_()
     if keep is not None:
         decay.mul_(keep)
@@ -133,7 +133,7 @@ def _advance(h: Tensor, decay: Tensor, u: Tensor, dt: Tensor, a: Tensor, b: Tens
 
 
 def _fill_begins(begins: Tensor, u: Tensor, dt: Tensor, a: Tensor, b: Tensor, keep: Tensor | None) -> None:
-    """The state in which each chunk begins, from that of the first: what chunks add, and what they keep."""
+    """Compute each chunk's initial state in place, from the first chunk's, by what chunks add and multiply."""
     h, decay = torch.zeros_like(begins), torch.empty_like(begins)
     for i in range(len(u)):
         _advance(h, decay, u[i], dt[i], a, b[i], None if keep is None else keep[i])
@@ -155,7 +155,7 @@ def _backward(
     begins: Tensor,
     starts: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of u, dt, a, b, c and the first state."""
+    """Return the gradients of u, dt, a, b, c and the first state."""
     length, a = u.shape[1], a.t().contiguous()
     keep = _kept(starts, u, length)
     dy, u, dt, b, c = (_by_chunk(each, length) for each in (dy, u, dt, b, c))
@@ -182,7 +182,7 @@ def _backward(
 
 
 def _gradients_at_ends(dlast: Tensor, dy: Tensor, decay: Tensor, c: Tensor) -> Tensor:
-    """The gradient of each chunk's last state from what comes after the chunk: `_fill_begins`, time reversed."""
+    """Return the gradient of each chunk's last state from later chunks: `_fill_begins`, time reversed."""
     ends = torch.zeros_like(decay[0])
     ends[:, -1] = dlast
     if ends.shape[1] == 1:
@@ -205,11 +205,11 @@ def _fake_forward(
 
 
 def _fake_backward(dy: Tensor, dlast: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
-    """Gradients of u, dt, a, b and c, the first of `inputs`, and of the state."""
+    """Return empty gradients of u, dt, a, b and c, the first of `inputs`, and of the state."""
     return tuple(torch.empty_like(each) for each in (*inputs[:5], dlast))
 
 
-# Operators of their own: torch.compile calls them whole instead of unrolling their loops.
+# Custom operators: torch.compile calls them as a whole instead of unrolling their loops.
 _library = torch.library.Library("kenotron", "FRAGMENT")
 _library.define(
     "selective_scan(Tensor u, Tensor dt, Tensor a, Tensor b, Tensor c, Tensor state, Tensor? starts)"

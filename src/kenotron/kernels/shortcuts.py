@@ -1,16 +1,16 @@
-"""When a kernel may leave its usual way: for few numbers, and where looking at a value costs nothing."""
+"""Tell when a kernel may take a shortcut: for small tensors, and if reading a value is free."""
 
 import torch
 from torch import Tensor
 
-SMALL = 1 << 15  # numbers; kernels with several passes in a cache begin to pay beyond
+SMALL = 1 << 15  # elements up to which kernels with several cached passes do not pay off
 
 
 def is_small(x: Tensor) -> bool:
-    """Whether x is for torch's own composition: no gradient is wanted, and a pass over x takes a microsecond or two."""
+    """Whether torch's own composition is faster for x: it needs no gradient and has few elements."""
     return not torch.is_grad_enabled() and x.numel() <= SMALL
 
 
 def reads_are_free(x: Tensor) -> bool:
-    """Whether Python may look at the value of x to save work; on an accelerator it waits for all queued work."""
+    """Whether Python may read the value of x to save work; on an accelerator this would wait for all queued work."""
     return x.device.type == "cpu"

@@ -3,17 +3,17 @@
     h_t = exp(dt_t A) h_{t-1} + dt_t x_t B_t^T        state h [head_dim, n] of a head, one decay for all of it
     y_t = h_t C_t + D x_t
 
-With a decay that is one number, a sequence is attention without softmax, y = (L ∘ C B^T) (dt x), where L[t, s] is what
-is left at t of something that came in at s. Chunks of tokens do that among themselves, and hand a state on:
+With a scalar decay, a sequence is attention without softmax, y = (L ∘ C B^T) (dt x), where L[t, s] is the product of
+the decays from s to t. Tokens of a chunk are computed this way, and a state is passed to the next chunk:
 
     chunk 0 [L ∘ C B^T] ─ state ─▶ chunk 1 [L ∘ C B^T] ─ state ─▶ …       work grows with length x chunk
 
-    decays 0.5 a token, chunk of 3:   L = 1    0    0        state: 0.125 of the old one, and of the tokens' own
+    decay 0.5 per token, chunk of 3:  L = 1    0    0        state: 0.125 of the old one, and the tokens' times
                                           0.5  1    0               0.25, 0.5, 1
                                           0.25 0.5  1
 
-Every exponential is of a sum of negative numbers, masked before it is taken: nothing overflows, in no half of L.
-Backward is autograd's. A document that begins inside of a chunk cuts L and the states there.
+Every exponential is of a sum of negative numbers, and masked first, so nothing overflows in either half of L.
+Backward is autograd's. A document that begins inside a chunk masks L and the states there.
 """
 
 import math
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from kenotron.kernels.mamba_packages import packaged
 
-# Tokens of a chunk. Milliseconds of CPU time, forward and backward of 1024 tokens, 24 heads of 64, 128 states (fp32, 1
+# Tokens per chunk. Milliseconds of CPU time, forward and backward of 1024 tokens, 24 heads of 64, 128 states (fp32, 1
 # thread): chunks of 16, 32, 64, 128, 256 take 230, 133, 111, 156, 268.
 CHUNK = 64
 PACKAGED = (torch.bfloat16, torch.float16)  # dtypes for mamba_ssm: products of fp32 keep 10 bits there (TF32)
@@ -40,14 +40,14 @@ def state_space_dual(
     starts: Tensor | None = None,
     state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The scan of every sequence, and its state after the last token.
+    """Return the scan of every sequence, and its state after the last token.
 
     x ``[sequences, length, heads, head_dim]``; dt ``[sequences, length, heads]``, positive; a, d ``[heads]``, a
     negative; b, c ``[sequences, length, groups, n]``: heads ``h // (heads / groups)`` share them. `starts`
-    ``[sequences, length]``: True where a document begins; None: at the first token alone. `state`
-    ``[sequences, heads, head_dim, n]`` before the first token; None: zeros. A token with dt 0 leaves the state as it
-    is. Computed in fp32, or in float64 where x is; returns y in x's dtype and shape, and the state in fp32.
-    In bf16 and fp16 on a GPU by the package mamba_ssm, where it is installed.
+    ``[sequences, length]``: True where a document begins; None: only at the first token. `state`
+    ``[sequences, heads, head_dim, n]`` before the first token; None: zeros. A token with dt 0 does not change the
+    state. It is computed in fp32, or in float64 if x is; y has x's dtype and shape, the state is in fp32. In bf16 and
+    fp16 on a GPU, the package mamba_ssm is used if it is installed.
     """
     if x.dtype in PACKAGED and (kernel := packaged("state_space_dual", x)):
         return kernel(x, dt, a, b, c, d, starts, state)
@@ -71,12 +71,12 @@ def state_space_dual(
 
 
 def _by_chunk(x: Tensor, chunk: int) -> Tensor:
-    """``[sequences, length, …]`` → ``[sequences, chunks, chunk, …]``, zeros behind."""
+    """Return ``[sequences, length, …]`` as ``[sequences, chunks, chunk, …]``, padded with zeros at the end."""
     return F.pad(x, (0, 0) * (x.dim() - 2) + (0, -x.shape[1] % chunk)).unflatten(1, (-1, chunk))
 
 
 def _grouped(state: Tensor | None, like: Tensor, groups: int, n: int, wide: torch.dtype) -> Tensor:
-    """The first state as ``[sequences, groups, n, heads of a group, head_dim]``."""
+    """Return the first state as ``[sequences, groups, n, heads of a group, head_dim]``."""
     sequences, _, heads, head_dim = like.shape
     if state is None:
         return like.new_zeros(sequences, groups, n, heads // groups, head_dim, dtype=wide)
@@ -84,10 +84,10 @@ def _grouped(state: Tensor | None, like: Tensor, groups: int, n: int, wide: torc
 
 
 def _sums_between(rates: Tensor) -> Tensor:
-    """``[…, q]`` → ``[…, q, q]``: the sum of what comes after s, up to t, at [t, s]; 0 for s >= t.
+    """Return ``[…, q, q]`` for ``[…, q]``: at [t, s] the sum over s + 1 … t; 0 for s >= t.
 
-    Summed up for every s by itself: a difference of two sums from the start of the chunk would lose its digits where
-    decay is strong, and in backward all but the rounding.
+    It sums separately for every s: a difference of two sums from the start of the chunk would lose digits if decay is
+    strong, and in backward leave only rounding errors.
     """
     chunk = rates.shape[-1]
     after = torch.ones(chunk, chunk, dtype=torch.bool, device=rates.device).tril(-1)
@@ -95,7 +95,7 @@ def _sums_between(rates: Tensor) -> Tensor:
 
 
 def _sums_up_to(x: Tensor, dim: int) -> Tensor:
-    """cumsum; as a product where deterministic algorithms are asked for, of which torch has none for it on a GPU."""
+    """Return cumsum; as a matrix product if algorithms must be deterministic, since torch's on a GPU is not."""
     if not torch.are_deterministic_algorithms_enabled() or x.device.type == "cpu":
         return x.cumsum(dim)
     return _sums_by_product(x, dim)
@@ -107,10 +107,10 @@ def _sums_by_product(x: Tensor, dim: int) -> Tensor:
 
 
 def _masked_exp(exponent: Tensor, mask: Tensor | None) -> Tensor:
-    """exp where the mask ``[sequences, chunks, …]`` is set, 0 elsewhere; groups and heads come between.
+    """Return exp where the mask ``[sequences, chunks, …]`` is set, else 0; groups and heads are between its axes.
 
-    What is left of a state after a third power of the dtype's eps is nothing: it would only make products with numbers
-    too small to be normal, which take a CPU many times as long (Mamba-2 of 2 layers of 768: 900 ms a step → 660).
+    Factors below the third power of the dtype's eps become 0: they would only make products with subnormal numbers,
+    which take a CPU many times as long (Mamba-2 of 2 layers of 768: 900 ms a step → 660).
     """
     if mask is not None:
         exponent = exponent.masked_fill(~mask[:, :, None, None], -torch.inf)
@@ -118,7 +118,7 @@ def _masked_exp(exponent: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _among_themselves(between: Tensor, b: Tensor, c: Tensor, inputs: Tensor, documents: Tensor | None) -> Tensor:
-    """(L ∘ C B^T) inputs: what the tokens of a chunk get from one another, ``[sequences, chunks, g, r, q, p]``."""
+    """Return (L ∘ C B^T) inputs, the outputs from tokens of the same chunk, ``[sequences, chunks, g, r, q, p]``."""
     chunk = between.shape[-1]
     mask = torch.ones(1, 1, chunk, chunk, dtype=torch.bool, device=between.device).tril()
     if documents is not None:
@@ -129,7 +129,7 @@ def _among_themselves(between: Tensor, b: Tensor, c: Tensor, inputs: Tensor, doc
 def _states(
     rates: Tensor, between: Tensor, b: Tensor, inputs: Tensor, documents: Tensor | None, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The states in which chunks begin ``[sequences, chunks, g, n, r, p]``, and the last one without `chunks`."""
+    """Return chunks' initial states ``[sequences, chunks, g, n, r, p]``, and the last state without `chunks`."""
     left = _masked_exp(between[..., -1, :], None if documents is None else documents == documents[..., -1:])
     kept = _masked_exp(rates.sum(-1), None if documents is None else documents[..., -1] == 0)
     weighted = inputs.transpose(2, 3) * left.transpose(3, 4)[..., None]  # [sequences, chunks, g, q, r, p]

@@ -1,11 +1,11 @@
-"""The gate of a gated MLP: ``act(gate) * up`` (Shazeer 2020, arXiv 2002.05202; SwiGLU when act is SiLU).
+"""The gate of a gated MLP, ``act(gate) * up`` (Shazeer 2020, arXiv 2002.05202; SwiGLU if act is SiLU).
 
     dup = dy * act(gate)          dgate = dy * up * act'(gate)
 
-The plain composition saves gate, act(gate) and up for its backward; this one saves gate and up and makes
-act(gate) again, block by block in the cache. At ``[2048, 1024]`` fp32 on CPU that takes the same time (6.4 ms,
-forward and backward) and 8 MiB a layer less. In bf16 on CPU the activation is slow (6.3 ms against 4.8), so there the
-plain form stays; under torch.compile it stays because the compiler does the same by itself.
+The plain composition saves gate, act(gate) and up for its backward; this one saves gate and up and recomputes act(gate)
+block by block in the cache. At ``[2048, 1024]`` fp32 on CPU it takes the same time (6.4 ms, forward and backward) and
+8 MiB per layer less. In bf16 on CPU the activation is slow (6.3 ms against 4.8), so the plain form is used, as under
+torch.compile, where the compiler does the same itself.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from kenotron.config.errors import InputError, nearest
 from kenotron.kernels.fused import fused
 from kenotron.kernels.shortcuts import is_small
 
-BLOCK = 1 << 17  # elements of one round of passes on CPU: 512 KiB in fp32
+BLOCK = 1 << 17  # elements that are processed at a time on CPU: 512 KiB in fp32
 
 aten = torch.ops.aten
 
@@ -53,7 +53,7 @@ ACTIVATIONS["swish"] = ACTIVATIONS["silu"]
 
 
 def swiglu(gate: Tensor, up: Tensor, act: str = "silu") -> Tensor:
-    """gate and up of one shape and dtype → ``act(gate) * up``. `act` is a name of Hugging Face's `hidden_act`."""
+    """Return ``act(gate) * up`` for equal shapes and dtypes. `act` is a value of Hugging Face's `hidden_act`."""
     activation = _activation(act)
     if activation.plain is F.silu and (kernel := fused("swiglu.silu_and_multiply", gate)):
         return kernel(gate, up)
@@ -64,7 +64,7 @@ def swiglu(gate: Tensor, up: Tensor, act: str = "silu") -> Tensor:
 
 
 def activate(x: Tensor, act: str) -> Tensor:
-    """``act(x)`` by itself, for feed-forwards without a gate."""
+    """Return ``act(x)``, for feed-forwards without a gate."""
     return _activation(act).plain(x)
 
 
@@ -77,7 +77,7 @@ def _activation(name: str) -> _Activation:
 
 
 class Gate(torch.autograd.Function):
-    """``there(gate, up)``, and on the way back the two gradients, ``back(dy, gate, up)``."""
+    """Computes ``there(gate, up)``, and in backward both gradients by ``back(dy, gate, up)``."""
 
     @staticmethod
     def forward(
@@ -109,7 +109,7 @@ def _backward(act: _Activation, dy: Tensor, gate: Tensor, up: Tensor) -> tuple[T
 
 
 def _blocks(*tensors: Tensor) -> Any:
-    """Equal pieces of flat views, small enough that several passes over them stay in a CPU's cache."""
+    """Return equal chunks of flat views, so small that several passes over them stay in a CPU's cache."""
     flat = [tensor.view(-1) for tensor in tensors]
     step = BLOCK if flat[0].device.type == "cpu" else max(1, flat[0].numel())
     return zip(*(tensor.split(step) for tensor in flat))

@@ -1,13 +1,13 @@
-"""`_attn_implementation`: which attention function a run uses, by a rule over facts that needs no device to be tested.
+"""Choose the attention function of `_attn_implementation` by facts about the run, so that tests need no device.
 
     choose("auto", Facts("nvidia", (9, 0), "bfloat16", head_dim=128, documents=True))        → "flash"
     choose("auto", Facts("nvidia", (9, 0), "bfloat16", head_dim=128))                        → "sdpa"
     choose("flash_attention_3", Facts("nvidia", (8, 0), …))       InputError: … needs compute capability 9.x, found 8.0
 
-A name stands for one or several functions, of which the first is taken that computes what is asked for exactly; each
-says why it cannot. `auto`, and nanotron's default `flash_attention_2`, take the first of all. Their order on a CPU was
-measured (`kernels.attention`); that on GPUs follows from how much work a function does: kernels that skip what is
-hidden come before those that mask it (an H200's times: docs/attention.md).
+A name stands for one or several functions; the first that supports the run exactly is chosen, and the others say what
+they lack. `auto`, and nanotron's default `flash_attention_2`, choose among all functions. Their order on a CPU is
+measured (`kernels.attention`); on GPUs it follows the amount of work: kernels that skip hidden blocks come before those
+that mask them (for times on an H200 see docs/attention.md).
 """
 
 import os
@@ -30,11 +30,11 @@ from kenotron.kernels.attentions.documents import has_documents
 KEY = "model.model_config._attn_implementation"
 PACKAGES = {"flash_attn": "flash_attn", "flash_3": "flash_attn_interface", "flash_4": "flash_attn.cute"}
 HALF = ("bfloat16", "float16")
-OWN_BLOCKS = ("ring", "allgather")  # methods of context parallelism that compute attention block by block themselves
+OWN_BLOCKS = ("ring", "allgather")  # methods of context parallelism with their own blockwise attention
 
 
 class Facts(NamedTuple):
-    """What the choice depends on. `vendor`: cpu, nvidia or amd; `capability` is NVIDIA's.
+    """The facts that the choice depends on. `vendor`: cpu, nvidia or amd; `capability` is NVIDIA's.
 
     `installed`: packages of `PACKAGES`, and `triton` if it can compile.
     """
@@ -50,7 +50,7 @@ class Facts(NamedTuple):
 
 
 class Implementation(NamedTuple):
-    """`function`: a dotted path, loaded when it was chosen. `problem`: what it lacks for these facts, or None."""
+    """A `function`, by dotted path, loaded if chosen; `problem` returns what it lacks for some facts, or None."""
 
     function: str
     problem: Callable[[Facts], str | None]
@@ -73,7 +73,7 @@ def _flash(facts: Facts) -> str | None:
 
 
 def _flash_kernel(facts: Facts) -> str | None:
-    """What all versions of flash attention ask for."""
+    """Return what all versions of flash attention lack for these facts, or None."""
     if facts.vendor == "nvidia" and facts.capability < (8, 0):
         return f"needs compute capability 8.0, found {_dotted(facts.capability)}"
     if facts.dtype not in HALF:
@@ -140,13 +140,13 @@ NAMES: dict[str, tuple[str, ...]] = {
     "flex_attention": ("flex_attention",),
     "eager": ("eager",),
 }
-"""Values of the key, and what each may stand for."""
+"""Value of the key → the implementations that it may stand for."""
 
 
 def choose(name: str, facts: Facts) -> str:
-    """The first function (of `IMPLEMENTATIONS`) that `name` stands for and that computes what `facts` ask for.
+    """Return the first function (of `IMPLEMENTATIONS`) that `name` stands for and that supports `facts`.
 
-    Raises InputError with what the last one lacks, and the names that would do.
+    Raises InputError with what the last one lacks, and the names that would work.
     """
     problem = None
     for each in NAMES[name]:
@@ -158,9 +158,9 @@ def choose(name: str, facts: Facts) -> str:
 
 
 def attention_of_run(config: Config, device: torch.device) -> tuple[Callable[..., Tensor], str]:
-    """The run's attention function, for whole sequences and for packed documents, and a line that says what it is.
+    """Return the run's attention function, for whole sequences and packed documents, and a line that describes it.
 
-    For a model without attention of ours: `kernels.attention`. Raises InputError.
+    For models with their own or no attention, return `kernels.attention`. Raises InputError as `choose` does.
     """
     sdpa = import_dotted(IMPLEMENTATIONS["sdpa"].function, KEY)
     model, layout = config.model.decoder, config.parallelism
@@ -186,14 +186,14 @@ def attention_of_run(config: Config, device: torch.device) -> tuple[Callable[...
 
 
 def load(name: str) -> Callable[..., Tensor]:
-    """The function of `IMPLEMENTATIONS`; FlashAttention 3 and 4 take the place of torch's own in this process."""
+    """Import a function of `IMPLEMENTATIONS`; FlashAttention 3 and 4 replace torch's own in this process."""
     if name in ("flash_3", "flash_4"):
         import_dotted(f"{_HERE}.packed.activate", KEY)("FA3" if name == "flash_3" else "FA4")
     return import_dotted(IMPLEMENTATIONS[name].function, KEY)
 
 
 def by_documents(whole: Callable[..., Tensor], packed: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`packed` for contexts with documents, `whole` for the others."""
+    """Return a function that calls `packed` for contexts with documents, and `whole` for others."""
     if whole is packed:
         return whole
 
@@ -204,7 +204,7 @@ def by_documents(whole: Callable[..., Tensor], packed: Callable[..., Tensor]) ->
 
 
 def facts_of(device: torch.device) -> Facts:
-    """What is known of a device and this installation."""
+    """Return the facts about a device and this installation."""
     if device.type == "cpu":
         return Facts("cpu")
     vendor = "amd" if torch.version.hip else "nvidia"
@@ -214,7 +214,7 @@ def facts_of(device: torch.device) -> Facts:
 
 
 def _triton_compiles() -> bool:
-    """Whether Triton is installed, and what it compiles with."""
+    """Whether Triton and the compiler that it needs are installed."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     headers = os.path.join(sysconfig.get_paths()["include"], "Python.h")
     return compiler is not None and os.path.exists(headers) and _is_installed("triton")
@@ -223,5 +223,5 @@ def _triton_compiles() -> bool:
 def _is_installed(module: str) -> bool:
     try:
         return find_spec(module) is not None
-    except ModuleNotFoundError:  # not even the package around it
+    except ModuleNotFoundError:  # its parent package is missing, too
         return False

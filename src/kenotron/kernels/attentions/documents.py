@@ -1,4 +1,4 @@
-"""Document borders as tensors, made without waiting for the device.
+"""Document borders as tensors, created without waiting for the device.
 
 Two sequences of 4 tokens, the second of two documents:
 
@@ -17,15 +17,15 @@ from kenotron.kernels.attention import Documents, document_lengths
 
 
 def has_documents(ctx: Documents) -> bool:
-    """Whether there are borders. The tensor comes first: compiled code must not look at the host integers."""
+    """Whether there are borders. Checks the tensor first: compiled code must not read the host integers."""
     return ctx.document_starts is not None or ctx.cu_seqlens is not None
 
 
 def document_starts(ctx: Documents, sequences: int, length: int, device: torch.device) -> Tensor:
-    """Where every document begins in the flat tokens, and the end: int32 ``[documents + 1]`` on `device`.
+    """Return the flat offsets of documents, and the end, as int32 ``[documents + 1]`` on `device`.
 
-    A sequence begins a document. Code that is compiled reads the tensor that `ctx` brings: host integers would be
-    constants of the graph.
+    Every sequence begins a document. Compiled code uses the tensor in `ctx`, because host integers would be constants
+    of the graph.
     """
     if not has_documents(ctx):
         return torch.arange(0, sequences * length + 1, length, dtype=torch.int32, device=device)
@@ -37,7 +37,7 @@ def document_starts(ctx: Documents, sequences: int, length: int, device: torch.d
 
 
 def bound_of_documents(cu_seqlens: tuple[int, ...], length: int) -> int:
-    """At least the longest document's tokens: a power of two times an eighth of the sequences' `length`, or that."""
+    """Return an upper bound of the documents' lengths, rounded up to few values: powers of two times length / 8."""
     longest, bound = max(end - begin for begin, end in pairwise(cu_seqlens)), max(1, length // 8)
     while bound < longest:
         bound *= 2

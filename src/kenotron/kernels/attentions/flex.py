@@ -28,7 +28,7 @@ def flex(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """`kernels.attention`, and `softcap` as in `masked.eager`."""
+    """Compute `kernels.attention`, with `softcap` as in `masked.eager`."""
     sequences, _, length, _ = q.shape
     starts = document_starts(ctx, sequences, length, q.device)
     in_a_graph = q.device.type == "cpu" or torch.compiler.is_compiling()

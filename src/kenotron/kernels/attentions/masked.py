@@ -1,12 +1,12 @@
-"""Attention of whole sequences in one call, a mask over what a query must not see.
+"""Attention of whole sequences in one call, with a mask over the keys that a query must not attend to.
 
     documents (0, 2, 4)     mask  1 . . .        with a window of 1:   1 . . .
                                   1 1 . .                              . 1 . .
                                   . . 1 .                              . . 1 .
                                   . . 1 1                              . . . 1
 
-Work and mask grow with the square of the length, whatever the documents. It is what remains where no kernel skips
-hidden blocks; and `eager` is the plain form, which every device and dtype has, to compare the others with.
+Work and mask grow with the square of the length, for any documents. It is used if no kernel that skips hidden blocks is
+available; `eager` is the plain form, which works on every device and dtype, as a reference for the others.
 """
 
 import torch
@@ -18,9 +18,9 @@ from kenotron.kernels.attentions.documents import document_numbers, document_sta
 
 
 def visible(q: Tensor, ctx: Documents, window: int | None, rows: Tensor | None = None) -> Tensor:
-    """Which keys each query sees, bool ``[sequences or 1, 1, rows, length]``, for q as in `kernels.attention`.
+    """Return which keys each query sees, bool ``[sequences or 1, 1, rows, length]``, for q as in `kernels.attention`.
 
-    `rows`: the places of the queries; None: all.
+    `rows`: the indices of the queries; None: all.
     """
     sequences, _, length, _ = q.shape
     places = torch.arange(length, device=q.device)
@@ -44,7 +44,7 @@ def sdpa_with_mask(
     scale: float | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """`kernels.attention` by one call of torch's scaled_dot_product_attention."""
+    """Compute `kernels.attention` by one call of torch's scaled_dot_product_attention."""
     grouped = q.shape[1] != k.shape[1]
     mask = visible(q, ctx, window)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
@@ -60,7 +60,7 @@ def eager(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """`kernels.attention` by two matrix products and a softmax in fp32.
+    """Compute `kernels.attention` by two matrix products and a softmax in fp32.
 
     `softcap` c bounds the scores s: ``c tanh(s / c)`` (Gemma 2, arXiv 2408.00118).
     """

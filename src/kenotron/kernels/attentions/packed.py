@@ -1,13 +1,13 @@
-"""Flash attention over packed documents: one kernel launch, whatever their number.
+"""Flash attention over packed documents, in one kernel launch for any number of them.
 
-Sequences are laid end to end, and the kernel gets the borders (`documents.document_starts`):
+Sequences are concatenated, and the kernel receives the borders (`documents.document_starts`):
 
     [2, heads, 4, head_dim]  →  [8, heads, head_dim] and starts (0, 4, 6, 8)  →  [2, heads, 4, head_dim]
 
-Of the longest document, kernels need a bound: they launch blocks for so many tokens of each document, and those beyond
-its end do nothing. On an H200, with 42 documents of at most 771 tokens in two sequences of 4096, forward and backward
-take 1.58 ms with a bound of 4096 and 1.09 ms with 771 (32 heads of 64). It takes few values (`bound_of_documents`):
-the true number would be a new constant of a compiled model with every batch.
+Kernels need a bound of the longest document: they launch blocks for this number of tokens of each document, and those
+beyond its end do nothing. On an H200, with 42 documents of at most 771 tokens in two sequences of 4096, forward and
+backward take 1.58 ms with a bound of 4096 and 1.09 ms with 771 (32 heads of 64). The bound has few values
+(`bound_of_documents`), because the exact length would be a new constant of a compiled model in every batch.
 """
 
 from inspect import signature
@@ -21,7 +21,7 @@ from kenotron.kernels.attention import Documents
 from kenotron.kernels.attentions.documents import document_starts
 from kenotron.kernels.blockwise_attention import unit_stride
 
-# torch 2.11 computes with fewer heads of keys than of queries, too, and has no flag for it.
+# torch 2.11 also supports fewer heads of keys than of queries, but has no flag for it.
 ASKS_FOR_GROUPS = "enable_gqa" in signature(varlen_attn).parameters
 
 
@@ -34,7 +34,7 @@ def torch_flash(
     scale: float | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """`kernels.attention` by ``torch.nn.attention.varlen``: FlashAttention 2, or what `activate` put in its place."""
+    """Compute `kernels.attention` by ``torch.nn.attention.varlen``: FlashAttention 2, or the version of `activate`."""
     grouped: dict[str, Any] = {"enable_gqa": q.shape[1] != k.shape[1]} if ASKS_FOR_GROUPS else {}
     out = varlen_attn(*_flat(q, k, v, ctx), scale=scale, window_size=_left(q, window), **grouped)
     assert isinstance(out, Tensor)
@@ -51,7 +51,7 @@ def flash_attn_package(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """`kernels.attention` by the package flash_attn (extra `flash`), which has softcaps."""
+    """Compute `kernels.attention` by the package flash_attn (extra `flash`), which supports softcaps."""
     from flash_attn import flash_attn_varlen_func
 
     out = flash_attn_varlen_func(
@@ -66,14 +66,14 @@ def flash_attn_package(
 
 
 def activate(version: str) -> None:
-    """Put FlashAttention ``FA3`` or ``FA4`` in the place of torch's own, in this process."""
+    """Replace torch's own FlashAttention by ``FA3`` or ``FA4`` in this process."""
     from torch.nn.attention import activate_flash_attention_impl
 
     activate_flash_attention_impl(version)
 
 
 def _flat(q: Tensor, k: Tensor, v: Tensor, ctx: Documents) -> tuple[Any, ...]:
-    """The arguments that kernels begin with: three tensors end to end, borders twice, and their bound twice."""
+    """Return the first arguments of kernels: three flat tensors, borders twice, and their bound twice."""
     sequences, _, length, _ = q.shape
     starts = document_starts(ctx, sequences, length, q.device)
     longest = length if ctx.longest is None else ctx.longest
@@ -81,7 +81,7 @@ def _flat(q: Tensor, k: Tensor, v: Tensor, ctx: Documents) -> tuple[Any, ...]:
 
 
 def _left(q: Tensor, window: int | None) -> tuple[int, int]:
-    """Of a window, kernels count the tokens to the left and right: the query itself is one more."""
+    """Return a window as kernels count it: tokens to the left and right, without the query itself."""
     return (-1 if window is None or window >= q.shape[2] else window - 1), 0
 
 

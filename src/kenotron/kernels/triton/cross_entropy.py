@@ -1,8 +1,8 @@
-"""The passes over the logits of `kernels.linear_cross_entropy` in one launch: softmax's parts, in place.
+"""The passes of `kernels.linear_cross_entropy` over the logits, in place and in one launch.
 
-A program for each row goes through it twice, in blocks of columns: first for the maximum and the sum of exponentials,
-rescaled whenever the maximum grows (online softmax, Milakov & Gimelshein 2018, arXiv 1805.02867), then to write the
-exponentials, which are the gradient of the logits but for a factor and the label's entry.
+A program per row makes two passes in blocks of columns: the first computes the maximum and the sum of exponentials,
+rescaled whenever the maximum grows (online softmax, Milakov & Gimelshein 2018, arXiv 1805.02867); the second writes the
+exponentials, which are the gradient of the logits except for a factor and the label's entry.
 
     row 0 ln2 ln3, blocks of one     max 0 ln2 ln3     sum 1   1/2 + 1   3/2 * 2/3 + 1 = 2     row 1/3 2/3 1
 """
@@ -12,11 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 4096  # columns of one round
+BLOCK = 4096  # columns per block
 
 
 def exp_rows_(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """As `kernels.linear_cross_entropy._exp_rows_`: ``logits[i] = exp(logits[i] - max_i)`` in place, computed in fp32.
+    """Compute ``logits[i] = exp(logits[i] - max_i)`` in place, in fp32, as `linear_cross_entropy._exp_rows_`.
 
     logits ``[n, columns]``, each row contiguous; returns max and the sums, ``[n, 1]`` fp32.
     """

@@ -1,4 +1,4 @@
-"""What experts compute between their matrix products, in one launch forward and one backward; and the sum of slots.
+"""The experts' gates between matrix products, in one launch forward and one backward, and the sum of slots.
 
 The references are `kernels.experts` and `kernels.token_slots.sum_of_slots`. With s = sigmoid(gate) and d the gradient
 of the output, which has a row for each slot:
@@ -6,7 +6,7 @@ of the output, which has a row for each slot:
     hidden = w p       p = gate s up       dw = sum over the row of d p
                                            dup = d w gate s        dgate = d w up s (1 + gate (1 - s))
 
-Over rows of width F torch's operators move 29 times rows x F numbers, and these kernels 9 times.
+For rows of width F, torch's operators move 29 times rows x F elements, these kernels 9 times.
 """
 
 import torch
@@ -14,11 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 1024  # columns of one round
+BLOCK = 1024  # columns per block
 
 
 def gate_and_weigh(gate: Tensor, up: Tensor, weights: Tensor) -> Tensor:
-    """``silu(gate) * up * weights``: gate and up ``[rows, width]``, weights ``[rows, 1]`` → gate's shape and dtype."""
+    """Return ``silu(gate) * up * weights`` in gate's dtype; gate and up ``[rows, width]``, weights ``[rows, 1]``."""
     gate, up = gate.contiguous(), up.contiguous()
     rows, width = gate.shape
     hidden, block = torch.empty_like(gate), _block(width)
@@ -27,7 +27,7 @@ def gate_and_weigh(gate: Tensor, up: Tensor, weights: Tensor) -> Tensor:
 
 
 def gate_and_weigh_backward(d: Tensor, gate: Tensor, up: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
-    """dgate, dup, ``silu(gate) * up * weights`` (in the memory of d) and dweights ``[rows]`` fp32."""
+    """Return dgate, dup, ``silu(gate) * up * weights`` (in the memory of d) and dweights ``[rows]`` fp32."""
     d, gate, up = d.contiguous(), gate.contiguous(), up.contiguous()
     rows, width = gate.shape
     dgate, dup = torch.empty_like(gate), torch.empty_like(up)
@@ -37,13 +37,13 @@ def gate_and_weigh_backward(d: Tensor, gate: Tensor, up: Tensor, weights: Tensor
 
 
 def sum_of_slots(rows: Tensor, order: Tensor, tokens: int, slots: int) -> Tensor:
-    """As `kernels.token_slots.sum_of_slots`: one pass over the rows, where torch's operators make a sorted copy."""
+    """Compute `kernels.token_slots.sum_of_slots` in one pass over the rows, without torch's sorted copy."""
     rows = rows.contiguous()
     features, block = rows.shape[1], _block(rows.shape[1])
-    place = torch.full((tokens * slots,), -1, dtype=torch.int32, device=rows.device)  # -1: the slot is dropped
-    place[order] = torch.arange(len(order), dtype=torch.int32, device=rows.device)
+    row_of_slot = torch.full((tokens * slots,), -1, dtype=torch.int32, device=rows.device)  # -1: the slot is dropped
+    row_of_slot[order] = torch.arange(len(order), dtype=torch.int32, device=rows.device)
     out = rows.new_empty(tokens, features)
-    sum_kernel[(tokens, triton.cdiv(features, block))](rows, place, out, features, SLOTS=slots, BLOCK=block)
+    sum_kernel[(tokens, triton.cdiv(features, block))](rows, row_of_slot, out, features, SLOTS=slots, BLOCK=block)
     return out
 
 
@@ -83,12 +83,12 @@ def backward_kernel(d, gate, up, weights, dgate, dup, dweights, width, BLOCK: tl
 
 
 @triton.jit
-def sum_kernel(rows, place, out, features, SLOTS: tl.constexpr, BLOCK: tl.constexpr):
+def sum_kernel(rows, row_of_slot, out, features, SLOTS: tl.constexpr, BLOCK: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], dtype=tl.float32)
     for slot in range(SLOTS):
-        row = tl.load(place + token * SLOTS + slot).to(tl.int64)
+        row = tl.load(row_of_slot + token * SLOTS + slot).to(tl.int64)
         inside = (at < features) & (row >= 0)
         total += tl.load(rows + row * features + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + token * features + at, total, mask=at < features)

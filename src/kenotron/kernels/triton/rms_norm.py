@@ -1,7 +1,7 @@
 """RMSNorm in one launch forward and one backward; formulas and reference in `kernels.rms_norm`.
 
-Forward: a program for each row. Backward: a program for each group of rows, which keeps the group's sum of dweight in
-registers; the sums of the groups are added at the end. Their number depends on shapes alone, so the order of sums does.
+Forward has a program for each row. Backward has a program for each group of rows, which keeps the group's sum of
+dweight in registers; the groups' sums are added at the end. Number of groups and order of sums depend only on shapes.
 
     rows 0 … 5, 2 groups       program 0: rows 0 2 4       program 1: rows 1 3 5       dweight = sum 0 + sum 1
 """
@@ -17,7 +17,7 @@ GROUPS, WIDE = 256, 4096  # programs of the backward for rows of 4096: enough to
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As `kernels.rms_norm.rms_norm`: x ``[..., hidden]``, weight ``[hidden]`` → x's shape and dtype."""
+    """Compute `kernels.rms_norm.rms_norm` for x ``[..., hidden]``, weight ``[hidden]``, in x's shape and dtype."""
     return RMSNorm.apply(x.contiguous(), weight, eps, _forward, _backward)
 
 
@@ -40,7 +40,7 @@ def _backward(dy: Tensor, x: Tensor, weight: Tensor, r: Tensor) -> tuple[Tensor,
 
 
 def _warps(block: int) -> int:
-    """Such that a thread has 16 numbers of a row: the backward keeps four of each in registers."""
+    """Return the number of warps with 16 elements per thread: backward keeps four values of each in registers."""
     return min(16, max(1, block // 512))
 
 

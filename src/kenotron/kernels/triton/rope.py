@@ -1,6 +1,6 @@
 """Rotary positions in one launch; formulas and reference in `kernels.rope`.
 
-A program turns all heads of a token, which share its angles. The backward is the same kernel with the opposite angle.
+A program rotates all heads of a token, which share its angles. Backward is the same kernel with the opposite angle.
 The result is laid out token by token, as varlen attention reads it.
 """
 
@@ -13,7 +13,7 @@ from kenotron.kernels.rope import Rotation
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """As `kernels.rope.apply_rope`: x ``[sequences, length, heads, head_dim]``, tables ``[…, head_dim / 2]`` fp32."""
+    """Compute `kernels.rope.apply_rope` for x ``[sequences, length, heads, head_dim]`` and fp32 tables."""
     return Rotation.apply(x, cos, sin, interleaved, _turned)
 
 

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from kenotron.kernels.swiglu import Gate
 
-BLOCK = 1024  # elements of a program
+BLOCK = 1024  # elements per program
 
 
 def silu_and_multiply(gate: Tensor, up: Tensor) -> Tensor:
-    """As `kernels.swiglu.swiglu` with silu: gate and up of one shape and dtype → the same."""
+    """Compute `kernels.swiglu.swiglu` with silu, for gate and up of one shape and dtype."""
     return Gate.apply(gate, up, _forward, _backward)
 
 
