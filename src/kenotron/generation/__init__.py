@@ -1,4 +1,4 @@
-"""Decoding from a checkpoint: prompts in, texts out.
+"""Generate texts from prompts with a checkpoint.
 
 from kenotron.generation import SamplingOptions, generate
 from kenotron.generation.load import load_for_generation
@@ -6,13 +6,13 @@ from kenotron.generation.load import load_for_generation
 model, tokenizer, _ = load_for_generation("checkpoints/10")
 generate(model, tokenizer, ["def main("], SamplingOptions(max_new_tokens=32))[0].text
 
-options.py     how prompts are continued, checked
-decode.py      the loop: one for all layouts
-kv_cache.py    what it remembers; sampling.py, text.py: from logits to tokens to text
-chat.py        turns of a conversation
+options.py     the sampling options, with their checks
+decode.py      the decode loop, the same for all layouts
+kv_cache.py    its keys and values; sampling.py, text.py: from logits to tokens to text
+chat.py        conversations
 ranks.py       a model that several ranks hold together
-load.py        from a checkpoint onto a layout; layout.py: which layouts a model can be decoded on
-request.py     what `kenotron generate` asks of every rank; printing.py: what rank 0 prints
+load.py        loads a checkpoint onto a layout; layout.py: the layouts that a model can be decoded on
+request.py     the request of `kenotron generate` to every rank; printing.py: the output of rank 0
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kenotron.generation.decode import Completion, generate
     from kenotron.generation.ranks import ModelOnRanks
 
-# Imported when first used: the options are checked before torch is imported, which takes longer than the answer may.
+# Imported at first use, so that options are checked before torch is imported, which takes seconds.
 _MODULES = {"Completion": "decode", "generate": "decode", "ModelOnRanks": "ranks"}
 __all__ = ["Completion", "ModelOnRanks", "SamplingOptions", "generate"]
 

@@ -1,11 +1,11 @@
-"""A conversation in the tokenizer's chat template: each turn is the whole conversation so far, continued.
+"""A conversation in the tokenizer's chat template; each reply continues the whole conversation so far.
 
     chat = Chat(*load_for_generation("checkpoints/10")[:2], system="You are brief.")
     chat.reply("What is 2 + 2?").text          # "4"
-    chat.reply("And plus one?").text           # the model has read the turns before
+    chat.reply("And plus one?").text           # the model reads the previous turns
 
-The template (`chat_template` of the tokenizer, in jinja) writes the turns with their marks, up to where an answer is
-expected; so it also says where an answer ends:
+The template (`chat_template` of the tokenizer, in jinja) renders the turns with their markers, up to the start of the
+answer; so it also tells the marker that ends an answer:
 
     <|im_start|>user↵What is 2 + 2?<|im_end|>↵<|im_start|>assistant↵     4     <|im_end|>
 """
@@ -30,7 +30,7 @@ class Chat:
     def __init__(
         self, model: Decoder | ModelOnRanks, tokenizer: TextTokenizer | None, system: str | None = None
     ) -> None:
-        """Raises InputError if there is no tokenizer, none with a chat template, or one that takes no system turn."""
+        """Raise InputError if there is no tokenizer or chat template, or it does not support a system turn."""
         if tokenizer is None:
             raise InputError(
                 "chat: the model has no tokenizer; `kenotron generate --prompt-tokens` continues token ids"
@@ -44,16 +44,16 @@ class Chat:
         self.model, self.tokenizer, self.template = model, tokenizer, template
         self.messages = [] if system is None else [{"role": "system", "content": system}]
         turns = [*self.messages, {"role": "user", "content": "A question."}, {"role": "assistant", "content": ANSWER}]
-        mark = self._text(turns).rpartition(ANSWER)[2].strip()  # what the template writes after an answer
+        mark = self._text(turns).rpartition(ANSWER)[2].strip()  # the template's marker after an answer
         self.end_of_turn = [mark] if mark else []
 
     def reply(
         self, text: str, sampling: SamplingOptions = DEFAULTS, stream: Callable[[str], None] | None = None
     ) -> Completion:
-        """The model's answer to `text`; both are added to the conversation.
+        """Return the model's answer to `text`; both are added to the conversation.
 
         `stream` is called with the answer piece by piece.
-        Raises InputError: a conversation too long for the model; it stays as it was.
+        Raises InputError, without changing the conversation, if it is too long for the model.
         """
         messages = [*self.messages, {"role": "user", "content": text}]
         prompt = library_ids(self.tokenizer.backend, [self._text(messages, prompt=True)], special=False)

@@ -1,14 +1,14 @@
-"""Continue prompts: one packed forward pass over all of them, then one token a row and step.
+"""Continue prompts with one packed forward pass over all of them, and then one token per row and step.
 
     model, tokenizer, _ = load_for_generation("checkpoints/10")
     for completion in generate(model, tokenizer, ["def main(", "import "], SamplingOptions(max_new_tokens=16)):
         print(completion.prompt + completion.text)
 
-A row's tokens depend on the row alone: the batch around it changes neither its attention nor its random
-numbers, so any batch size gives the same texts (up to the rounding of a matrix product, which depends on its
-shape). A row that is done leaves the batch.
+A row's tokens depend only on the row: other rows change neither its attention nor its random numbers, so any batch size
+gives the same texts (up to the rounding of matrix products, which depends on their shape). A finished row leaves the
+batch.
 
-One loop for all layouts: with tp and pp every rank of a replica runs it on the same rows (`ranks.ModelOnRanks`).
+The loop is the same for all layouts: with tp and pp, all ranks of a replica run it on the same rows (`ModelOnRanks`).
 """
 
 import json
@@ -38,8 +38,9 @@ DEFAULTS = SamplingOptions()
 
 @dataclass(frozen=True)
 class Completion:
-    """`tokens` are the new ones, including an end-of-text token or those of a stop string; `text` is theirs, up to
-    there. `logprobs`, if asked for: the logarithm of the model's probability of each token.
+    """The continuation of a prompt. `tokens` are the new ones, including an end-of-text token or a stop string's.
+
+    `text` is their text before that end. `logprobs`, if requested, has the log-probability of each token.
     """
 
     prompt: str
@@ -50,9 +51,9 @@ class Completion:
 
 
 class DecodingRow:
-    """One prompt on its way. `index` is its number among all prompts, `tokens` and `text` are what followed so far.
+    """A prompt being continued. `index` is its index among all prompts, `tokens` and `text` are the new ones so far.
 
-    At most `most_new` tokens may follow it; `stops_early`: these are fewer than max_new_tokens.
+    At most `most_new` tokens may be added; `stops_early`: this is less than max_new_tokens.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class DecodingRow:
         config: DecoderArchitecture,
         sampling: SamplingOptions,
     ) -> None:
-        """Raises InputError for a prompt that the model cannot read."""
+        """Raise InputError for a prompt that the model cannot read."""
         tokens = _prompt_tokens(f"prompt {index + 1}", prompt, tokenizer, config)
         room = config.longest_text - len(tokens)
         self.index, self.prompt_tokens = index, tokens
@@ -91,14 +92,14 @@ def generate(
 ) -> list[Completion]:
     """Continue every prompt, a text or a list of token ids, and return the completions in order.
 
-    `stream` is called with (number of the prompt, new text) as the text comes; the pieces joined are the completion's
-    text. `model` may be one that is being trained: it is switched to eval for that time. Without a tokenizer, prompts
-    are ids and texts stay empty; the config's eos_token_id stops. With one, `ends_of_text` do.
+    `stream` is called with (index of the prompt, new text) as text is generated; the joined pieces are the completion's
+    text. `model` may be one that is being trained: it is in eval mode meanwhile. Without a tokenizer, prompts are ids,
+    texts stay empty, and the config's eos_token_id ends them; with one, `ends_of_text` do.
 
-    A `ModelOnRanks` is called by all its ranks, with the same arguments except `stream`, and all get all
-    completions. `stream` gets this replica's texts as they come, and then those of the others.
+    For a `ModelOnRanks`, all its ranks call this with the same arguments except `stream`, and get all completions.
+    `stream` receives this replica's texts as they are generated, and the other replicas' at the end.
 
-    Raises InputError: stop strings without a tokenizer, a prompt too long for max_position_embeddings, a token
+    Raises InputError for stop strings without a tokenizer, a prompt longer than max_position_embeddings, or a token
     outside the vocabulary.
     """
     if not isinstance(batch_size, int) or batch_size < 1:
@@ -111,7 +112,7 @@ def generate(
     ends = ends_of_text(tokenizer, ranks.config) if sampling.stop_at_eos else frozenset()
     rows = [DecodingRow(index, prompt, tokenizer, ranks.config, sampling) for index, prompt in enumerate(prompts)]
     mine = ranks.share(rows)
-    # Dynamic RoPE turns by angles that depend on the longest text of a batch: only alone is a row itself.
+    # The angles of dynamic RoPE depend on the longest text of a batch, so rows are decoded one at a time.
     together = 1 if ranks.config.depends_on_longest else batch_size
     with ranks.evaluating(), _without_gradients(ranks.parts):
         for first in range(0, len(mine), together):
@@ -126,8 +127,10 @@ def generate(
 
 
 def _without_gradients(parts: Sequence[Decoder]) -> AbstractContextManager[object]:
-    """Inference mode saves autograd's bookkeeping, a tenth of a step of a small model. What it leaves in a model, such
-    as tables of RoPE, cannot serve a backward pass, so it is for weights that are not trained.
+    """Return inference mode, or for weights that are being trained, no_grad.
+
+    Inference mode saves autograd's bookkeeping, a tenth of a step of a small model, but a backward pass cannot use
+    tensors that it leaves in a model, such as RoPE's tables.
     """
     trained = any(parameter.requires_grad for part in parts for parameter in part.parameters())
     return torch.no_grad() if trained else torch.inference_mode()
@@ -140,7 +143,7 @@ def _complete(
     ends: frozenset[int],
     stream: Callable[[int, str], None] | None,
 ) -> None:
-    """Fill the rows of one batch."""
+    """Generate the tokens of one batch's rows."""
     cache = KVCache(len(rows), max(row.position + row.most_new for row in rows), ranks.device)
     tokens = [token for row in rows for token in row.prompt_tokens]
     ctx = cache.prefill([row.position for row in rows])
@@ -167,7 +170,7 @@ def _complete(
         if ranks.config.depends_on_longest and rows[0].position > (
             getattr(ranks.config, "max_position_embeddings", None) or 0
         ):
-            # The angles of all keys follow the length, so none can be kept: the text is read anew for every token.
+            # The angles of all keys depend on the length, so no key can be cached: every token reads the whole text.
             tokens, ctx = rows[0].prompt_tokens + rows[0].tokens, cache.prefill([rows[0].position])
         else:
             tokens = [row.tokens[-1] for row in rows]
@@ -175,7 +178,7 @@ def _complete(
 
 
 def _append(row: DecodingRow, token: int, ends: frozenset[int], stream: Callable[[int, str], None] | None) -> None:
-    """Give a row its next token, and its listener the text that this completes."""
+    """Append the next token to a row, and pass the text that it completes to `stream`."""
     if token == NOT_FINITE:
         row.stopped_by = "non_finite_logits"
     else:
@@ -198,21 +201,21 @@ def _append(row: DecodingRow, token: int, ends: frozenset[int], stream: Callable
 
 
 def _completion(row: DecodingRow, logprobs: bool) -> Completion:
-    found = row.logprobs[: len(row.tokens)] if logprobs else None  # where the logits broke, a number and no token
+    found = row.logprobs[: len(row.tokens)] if logprobs else None  # broken logits have a number but no token
     return Completion(row.prompt, row.text, row.tokens, row.stopped_by or "max_new_tokens", found)
 
 
 def _prompt_tokens(
     where: str, prompt: Prompt, tokenizer: TextTokenizer | None, config: DecoderArchitecture
 ) -> list[int]:
-    """Tokens of a prompt, checked."""
+    """Return the tokens of a prompt, after checking them."""
     listed = isinstance(prompt, Sequence) and not isinstance(prompt, bytes)
     if not isinstance(prompt, str) and not (listed and all(isinstance(token, Integral) for token in prompt)):
         raise InputError(f"{where}: expected a text or a list of token ids, found {prompt!r:.60}")
     if isinstance(prompt, str) and tokenizer is None:
         raise InputError(f"{where}: there is no tokenizer here, so a prompt must be token ids, not text")
     tokens = tokenizer.encode(prompt) if isinstance(prompt, str) and tokenizer else [int(t) for t in prompt]
-    if not tokens:  # an empty text: what a document starts with
+    if not tokens:  # an empty text: use the token that starts a document
         bos = tokenizer.bos_token_id if tokenizer else config.bos_token_id
         tokens = [end_of_text(tokenizer, config) if bos is None else bos]
     outside = next((token for token in tokens if not 0 <= token < config.vocab_size), None)
@@ -228,16 +231,16 @@ def _prompt_tokens(
 
 
 def ends_of_text(tokenizer: TextTokenizer | None, config: DecoderArchitecture) -> frozenset[int]:
-    """The tokens that end a text: `end_of_text`, and those of the files of a Hugging Face model beside the tokenizer.
+    """Return the tokens that end a text: `end_of_text`, and those in a Hugging Face model's files.
 
-    Llama 3.2 and Qwen name several there, of which the tokenizer knows one.
+    The files of Llama 3.2 and Qwen, beside the tokenizer, name several, of which the tokenizer has one.
     """
     ends = {end_of_text(tokenizer, config)}
     folder = getattr(tokenizer, "folder", None)
     for file in [Path(folder, name) for name in ("generation_config.json", "config.json")] if folder else ():
         try:
             named = json.loads(file.read_text(encoding="utf-8"))["eos_token_id"]
-        except (OSError, ValueError, LookupError, TypeError):  # there need not be one
+        except (OSError, ValueError, LookupError, TypeError):  # there may be none
             continue
         ends |= {token for token in (named if isinstance(named, list) else [named]) if isinstance(token, int)}
     return frozenset(ends)

@@ -1,19 +1,19 @@
-"""Keys and values kept from step to step, so that a new token costs one token's work and not the whole text's.
+"""A cache of keys and values, so that a new token costs one token's work instead of the whole text's.
 
-The cache is an attention function with memory. A model hands every attention function the layer that calls, so
-nothing in the model changes: it gets a `Context` whose `attention` is the cache. On several ranks each has a cache
-of the layers and heads that it holds.
+The cache is an attention function with state. Models pass the calling layer to every attention function, so they need
+no change: they receive a `Context` whose `attention` is the cache. On several ranks, each has a cache for its own
+layers and heads.
 
     cache = KVCache(rows=2, capacity=8)
-    logits = model(tokens_of_both, cache.prefill([3, 2]))      # 5 tokens, packed end to end like documents
+    logits = model(tokens_of_both, cache.prefill([3, 2]))      # 5 tokens, packed like documents
     logits = model(one_token_each, cache.step([3, 2]))         # positions of the new tokens
 
     slot      0  1  2  3  4 …
-    row 0     a  b  c  d            the key of position p is in slot p, so a row's length is all
-    row 1     x  y  z               that has to be known to mask what is beyond it
+    row 0     a  b  c  d            the key of position p is in slot p, so a row's length is enough
+    row 1     x  y  z               to mask the slots beyond it
 
 Prompts of different lengths need no padding: prefill packs them with document borders, and every row then
-grows on its own.
+grows independently.
 """
 
 from collections.abc import Sequence
@@ -30,23 +30,23 @@ from kenotron.models.recurrent_states import RecurrentStates
 
 
 class KVCache:
-    """Memory of `rows` texts of at most `capacity` tokens.
+    """Keys and values of `rows` texts of at most `capacity` tokens.
 
-    Keys and values are ``[rows, kv_heads, capacity, head_dim]``, by layer; on a CPU in fp32 if the model is in bf16.
-    Without `remembers` there are none: for prompts that no step follows.
+    They are ``[rows, kv_heads, capacity, head_dim]`` per layer; on a CPU in fp32 if the model is in bf16. Without
+    `remembers` nothing is cached, for prompts that no step follows.
     """
 
     def __init__(self, rows: int, capacity: int, device: torch.device | str = "cpu", remembers: bool = True) -> None:
         self.rows, self.capacity, self.device, self.remembers = rows, capacity, device, remembers
         self.keys: dict[object, Tensor] = {}
         self.values: dict[object, Tensor] = {}
-        self.states = RecurrentStates(device)  # of layers without attention
+        self.states = RecurrentStates(device)  # states of layers without attention
         self._together: int | None = None
 
     def prefill(self, lengths: Sequence[int]) -> Context:
-        """Context of the prompts, packed end to end: ``[sum(lengths)]`` tokens in one sequence.
+        """Return the context of the concatenated prompts: ``[sum(lengths)]`` tokens in one sequence.
 
-        The logits of each prompt's last token are asked for: those of the others are never made.
+        It requests only the logits of each prompt's last token; others are never computed.
         """
         borders = [0]
         for length in lengths:
@@ -66,17 +66,17 @@ class KVCache:
         )
 
     def step(self, positions: Sequence[int]) -> Context:
-        """Context of one new token a row, at `positions`: ``[rows]`` tokens in as many sequences."""
+        """Return the context of one new token per row at `positions`: ``[rows]`` tokens in as many sequences."""
         self._row = torch.arange(self.rows, device=self.device)
         self._position = torch.tensor(positions, device=self.device)
         self._shortest, self._longest = min(positions) + 1, max(positions) + 1
-        self._together = positions[0] if self._shortest == self._longest else None  # of all new tokens
-        self._masks: dict[int | None, Tensor] = {}  # by window: made in the first layer that asks
+        self._together = positions[0] if self._shortest == self._longest else None  # the position of all new tokens
+        self._masks: dict[int | None, Tensor] = {}  # by window, made at first use
         self.states.step()
         return Context((self.rows, 1), self._position, self, states=self.states)
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Forget all rows but these."""
+        """Keep only these rows."""
         index = torch.tensor(rows, device=self.device)
         self.rows = len(rows)
         self.states.keep(index)
@@ -95,14 +95,14 @@ class KVCache:
         window: int | None = None,
         softcap: float | None = None,
     ) -> Tensor:
-        """q ``[sequences, heads, length, head_dim]``; k, v with kv_heads. Remembers k and v, returns q's shape."""
+        """Attend with q ``[sequences, heads, length, head_dim]``, and cache k and v (kv_heads); returns q's shape."""
         if self.remembers:
             keys, values = self._remember(self.keys, k, layer), self._remember(self.values, v, layer)
         if ctx.cu_seqlens is not None:
             if softcap is not None:
                 return eager(q, k, v, ctx, layer, scale, window, softcap)
             return attention(q, k, v, ctx, layer, scale, window)  # type: ignore[arg-type]
-        # Query heads that share a key head attend together, as if they were several queries of one head.
+        # Query heads that share a key head are computed together, like several queries of one head.
         grouped = q.view(self.rows, k.shape[1], -1, q.shape[-1]).to(keys.dtype)
         first = 0 if window is None else max(0, self._shortest - window)
         seen = slice(first, self._longest)
@@ -117,7 +117,7 @@ class KVCache:
         return out.reshape(q.shape).to(q.dtype)  # kernels differ in the strides of what they return
 
     def _mask(self, first: int, window: int | None) -> Tensor | None:
-        """Which slots from `first` on each row's new token sees, ``[rows, 1, 1, slots]``; None: all of them."""
+        """Return which slots from `first` on each row's new token sees, ``[rows, 1, 1, slots]``; None: all of them."""
         if self._shortest == self._longest:
             return None
         if window in self._masks:
@@ -131,7 +131,7 @@ class KVCache:
 
     def _remember(self, memory: dict[object, Tensor], new: Tensor, layer: object) -> Tensor:
         if layer not in memory:
-            # Zeros, not garbage: what a mask hides is still multiplied by 0, and 0 times NaN is NaN.
+            # Zeros, not garbage: masked values are still multiplied by 0, and 0 times NaN is NaN.
             shape = self.rows, new.shape[1], self.capacity, new.shape[-1]
             # On a CPU fp32: one query a row in bfloat16 takes 4 to 6 times as long (12 heads, 500 keys, 8 rows: 3 ms).
             dtype = torch.float32 if new.device.type == "cpu" and new.dtype == torch.bfloat16 else new.dtype

@@ -1,4 +1,4 @@
-"""The layout of a model that is decoded: chosen for the processes there are, and checked against its shapes."""
+"""Choose the layout of a model for decoding by the number of processes, and check it against its shapes."""
 
 from kenotron.config.decoder import DecoderArchitecture
 from kenotron.config.errors import InputError, counted
@@ -8,11 +8,11 @@ from kenotron.config.parallelism import Parallelism
 def choose_layout(
     dp: int | None, pp: int | None, tp: int | None, saved: Parallelism, processes: int | None, ep: int = 1
 ) -> Parallelism:
-    """The degrees that are given (not None), and the others for the `processes` that torchrun has started.
+    """Return the degrees that are not None, and choose the others for the `processes` that torchrun has started.
 
-    The others are those that the checkpoint was `saved` on, with as many replicas as there are processes for, if that
-    fits, else 1. `ep` of the replicas share the experts: dp is at least that. Raises InputError if the degrees need
-    another number of processes, or if ep does not divide dp.
+    The others are the degrees that the checkpoint was `saved` on, with as many replicas as processes allow, if that
+    fits, else 1. `ep` replicas share the experts, so dp is at least ep. Raises InputError if the degrees need another
+    number of processes, or ep does not divide dp.
 
     >>> choose_layout(None, None, None, Parallelism(dp=4, pp=2, tp=2), 8)
     Parallelism(dp=2, pp=2, tp=2)
@@ -35,7 +35,7 @@ def choose_layout(
 
 
 def check_layout(model: DecoderArchitecture, layout: Parallelism) -> None:
-    """Raise InputError if the model's shapes do not allow a degree; it is named as on the command line, ``--tp``."""
+    """Raise InputError if the model's shapes do not allow a degree, named as on the command line, ``--tp``."""
     problems = [f"--tp: {problem}" for problem in model.tp_problems(layout.tp)]
     problems += [f"--ep: {problem}" for problem in model.ep_problems(layout.expert_parallel_size)]
     problems += [f"--pp: {problem}" for problem in model.pp_problems(layout.pp) if layout.pp > 1]

@@ -1,15 +1,15 @@
-"""A model ready to decode, from a checkpoint of ours or from a Hugging Face folder, on any layout.
+"""Load a model for decoding from a Kénotron checkpoint or a Hugging Face folder, on any layout.
 
-    model, tokenizer, config = load_for_generation("checkpoints/10")      # or "checkpoints": the newest there
+    model, tokenizer, config = load_for_generation("checkpoints/10")      # or "checkpoints": the newest one
     model, tokenizer, config = load_for_generation("exported/")           # config.json and safetensors
-    model, tokenizer, config = load_for_generation(path, mesh=mesh)       # every rank of the mesh: its part
+    model, tokenizer, config = load_for_generation(path, mesh=mesh)       # every rank of the mesh: its shards
 
-A checkpoint holds whole tensors whatever layout it was saved on, and every rank reads its own blocks of them:
+A checkpoint has whole tensors on any layout, and every rank reads its own blocks of them:
 
     saved on dp 2 x pp 2 x tp 2           q_proj [64, 64]        read on tp 4: rank 1 reads rows 16 … 31
 
-It holds fp32 masters; what was trained in bf16 is decoded in bf16, with half the memory. Weights come one tensor at a
-time, so the host never holds the model twice.
+It has fp32 master weights; models trained in bf16 are decoded in bf16, with half the memory. Weights are read one
+tensor at a time, so the host never holds the model twice.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ if TYPE_CHECKING:
 
 
 class Loaded(NamedTuple):
-    """`tokenizer` is None where the checkpoint has none; `config` is the config's model section.
+    """A loaded model for `generate`, a `ModelOnRanks` if the mesh has several ranks.
 
-    `model` is for `generate`; a `ModelOnRanks` where the mesh has several ranks.
+    `tokenizer` is None if the checkpoint has none; `config` is the config's model section.
     """
 
     model: Decoder | ModelOnRanks
@@ -60,14 +60,14 @@ def load_for_generation(
 ) -> Loaded:
     """Build the model of `path` with its weights, in eval mode.
 
-    `dtype` None is the config's `model.dtype`; `device` None the accelerator, or the CPU where there is none. With a
-    `mesh` of axes pp, dp_replicate, tp and ep every rank calls this; replicas along dp_replicate share out the prompts,
-    or decode the same ones where ep of them share the experts. `ema`: the moving average of the weights instead.
-    Raises InputError: nothing at `path` (names what is near), not a checkpoint, damaged, not a family that
-    can decode, or of a shape that the mesh does not divide.
+    `dtype` None is the config's `model.dtype`; `device` None is the accelerator, or without one the CPU. With a `mesh`
+    of axes pp, dp_replicate, tp and ep every rank calls this; replicas along dp_replicate split the prompts, or decode
+    the same ones if ep of them share the experts. `ema` loads the moving average of the weights instead.
+    Raises InputError if `path` does not exist (with a near name), is no checkpoint or damaged, or if its family cannot
+    decode or the mesh does not divide its shapes.
     """
     mesh = mesh or Mesh()
-    # An error of one is then an error of all.
+    # An error of one rank is then an error of all.
     on_all: Callable[[Callable[[], Any]], Any] = raise_on_any_rank if mesh.world_size > 1 else lambda work: work()
     source = on_all(lambda: open_source(path, verify=mesh.is_first, ema=ema))
     decoded_in = dtype_of(dtype or source.model.dtype)
@@ -89,14 +89,14 @@ def load_for_generation(
 
 
 def layout_of(mesh: Mesh) -> Parallelism:
-    """What splits a model on `mesh`; replicas do not."""
+    """Return the degrees that split a model on `mesh`, without replicas."""
     return Parallelism(pp=mesh.degree("pp"), tp=mesh.degree("tp"), expert_parallel_size=mesh.degree("ep"))
 
 
 def _on_mesh(
     model: Model, dtype: torch.dtype, mesh: Mesh, device: torch.device
 ) -> tuple[list[Decoder], Pipeline | None]:
-    """This rank's parts of the model in `dtype` on `device`, weights undefined, and with pp what runs them."""
+    """Return this rank's parts of the model in `dtype` on `device`, uninitialized, and with pp their pipeline."""
     if mesh.degree("pp") == 1:
         return [_part(model, None, dtype, mesh, device)], None
     from kenotron.parallel.pipeline import Pipeline, parts_here
@@ -121,7 +121,7 @@ def _part(model: Model, part: ModelPart | None, dtype: torch.dtype, mesh: Mesh, 
     built.set_compute_dtype(dtype)
     untrained = [parameter for parameter in built.parameters() if not parameter.requires_grad]
     built.to(dtype)
-    for parameter in untrained:  # the router's biases, in fp32 as in training: in bf16 their steps are lost
+    for parameter in untrained:  # the router's biases, in fp32 as in training, since bf16 would lose their steps
         parameter.data = parameter.data.float()
     materialize(built, device)
     return built.requires_grad_(False).eval()
@@ -129,7 +129,7 @@ def _part(model: Model, part: ModelPart | None, dtype: torch.dtype, mesh: Mesh, 
 
 @torch.no_grad()
 def fill(part: Decoder, source: Source) -> None:
-    """Read this rank's block of every parameter of `part`, a copy of a tied weight where its owner is, and buffers."""
+    """Read this rank's block of every parameter of `part`, copies of tied weights from their owners, and buffers."""
     copies = part.tied_copies()
     for name, parameter in part.named_parameters(remove_duplicate=True):
         rows = part.config.vocab_size if name in part.vocab_parameters else None
@@ -140,7 +140,7 @@ def fill(part: Decoder, source: Source) -> None:
 
 
 def _read(name: str, shard: TensorShard, rows: int | None, source: Source) -> None:
-    """Tensor `name` of the source, cast, into the block that `shard` is of it. Beyond `rows` is padding: zeros."""
+    """Read the block `shard` of the source's tensor `name`, cast to its dtype; rows beyond `rows` are zeros."""
     real = shard if rows is None else shard.up_to(rows)
     check_shape(source, name, real.shape)
     if len(real.tensor):
@@ -149,9 +149,9 @@ def _read(name: str, shard: TensorShard, rows: int | None, source: Source) -> No
 
 
 def dtype_of(dtype: str | torch.dtype) -> torch.dtype:
-    """The torch dtype of a name.
+    """Return the torch dtype of a name.
 
-    Raises InputError: a dtype that decoding does not support.
+    Raises InputError for a dtype that decoding does not support.
     """
     if isinstance(dtype, torch.dtype):
         return dtype

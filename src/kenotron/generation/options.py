@@ -1,10 +1,10 @@
-"""How prompts are continued: defined, given defaults and checked here for `kn.generate`, `kenotron generate` and chat.
+"""The sampling options of `kn.generate`, `kenotron generate` and chat, with their defaults and checks.
 
     SamplingOptions(max_new_tokens=16)                      # greedy
     SamplingOptions(temperature=0.8, top_p=0.95, seed=4, stop=["\\n\\n"])
     SamplingOptions(top_k=50)                               # InputError: changes nothing at temperature 0
 
-A new option is a field here, a keyword of `kn.generate`, and an option of the two commands.
+A new option needs a field here, a keyword of `kn.generate`, and an option of both commands.
 """
 
 from collections.abc import Sequence
@@ -19,16 +19,16 @@ _KINDS: dict[type, tuple[type, str]] = {
     int: (Integral, "an integer"),
     float: (Real, "a number"),
     tuple: (tuple, "a list of texts"),
-}  # type of the default → what is accepted for it, and its name in messages
+}  # type of the default → accepted types, and their name in messages
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
-    """`temperature` 0 is greedy; `top_k` 0, `top_p` 1.0 and `min_p` 0.0 cut nothing; `repetition_penalty` 1.0: none.
+    """Options. `temperature` 0 is greedy; `top_k` 0, `top_p` 1.0, `min_p` 0.0, `repetition_penalty` 1.0 are off.
 
-    A text ends before the first of the strings `stop` (one string will do), with `stop_at_eos` also at the
-    end-of-text token, at the latest after `max_new_tokens`. `logprobs`: completions have the log-probabilities of
-    their tokens. Raises InputError when a value is out of range or changes nothing.
+    A text ends before the first of the strings `stop` (or a single string), with `stop_at_eos` also at the end-of-text
+    token, and at the latest after `max_new_tokens`. `logprobs` adds the tokens' log-probabilities to completions.
+    Raises InputError if a value is out of range or has no effect.
     """
 
     max_new_tokens: int = 64

@@ -1,4 +1,4 @@
-"""What `kenotron generate` prints on rank 0: text on stdout, warnings on stderr."""
+"""Print the results of `kenotron generate` on rank 0: text on stdout, warnings on stderr."""
 
 import json
 import sys
@@ -13,7 +13,7 @@ STOPS = {
 
 
 def print_json(completions: Sequence[Completion]) -> None:
-    """One object a prompt and line."""
+    """Print one JSON object per prompt, each on a line."""
     for completion in completions:
         found: dict[str, object] = {
             "prompt": completion.prompt,
@@ -27,7 +27,7 @@ def print_json(completions: Sequence[Completion]) -> None:
 
 
 def print_texts(completions: Sequence[Completion]) -> None:
-    """Prompt and text as one, a blank line between two; ids where there is no tokenizer."""
+    """Print each prompt with its text, separated by blank lines; without a tokenizer, print ids."""
     for number, completion in enumerate(completions):
         text = completion.prompt + completion.text
         print("\n" * (number > 0) + (text or " ".join(map(str, completion.tokens))))
@@ -35,7 +35,7 @@ def print_texts(completions: Sequence[Completion]) -> None:
 
 
 def warn_of_stops(completions: Sequence[Completion]) -> None:
-    """A line on stderr for every text that ended for another reason than its end or max_new_tokens."""
+    """Print a line on stderr for every text that ended for another reason than its end or max_new_tokens."""
     for number, completion in enumerate(completions):
         _warn(number, completion)
 
@@ -46,7 +46,7 @@ def _warn(number: int, completion: Completion) -> None:
 
 
 class StreamPrinter:
-    """Prints texts as they come; prompts too, each before its text, also where no text follows."""
+    """Prints texts as they are generated, each after its prompt; prompts without text are printed as well."""
 
     def __init__(self, prompts: Sequence[str]) -> None:
         self.prompts, self.printed = prompts, 0
@@ -57,7 +57,7 @@ class StreamPrinter:
         print(text, end="", flush=True)
 
     def finish(self) -> None:
-        """Print the prompts that no text came for, and end the line."""
+        """Print the prompts without text, and end the line."""
         self._print_prompts(len(self.prompts))
         print()
 

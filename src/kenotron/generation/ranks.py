@@ -1,18 +1,18 @@
-"""A model that several ranks hold together, as decoding sees it: tokens in, the next tokens out, the same on all ranks.
+"""A model on several ranks, with the interface of decoding: tokens in, the same next tokens out on all ranks.
 
-Every rank runs the whole decode loop on the same rows, with the same tokens; what it holds is its own: its layers,
-its heads, and the keys and values of these.
+Every rank runs the whole decode loop on the same rows, with the same tokens; it has its own layers and heads, with
+their keys and values.
 
     tp 2    rank 0   tokens ─ half of every layer ─┬─ logits ─ choose ─┐
-            rank 1   tokens ─ half of every layer ─┘  (whole)          └─▶ tokens       one broadcast a step
+            rank 1   tokens ─ half of every layer ─┘  (whole)          └─▶ tokens       one broadcast per step
 
     pp 2    rank 0   tokens ─ layers 0 … 3 ─┐                          ┌─▶ tokens
             rank 1                          └─ layers 4 and 5 ─ logits ─ choose
 
-    dp 2    replica 0: prompts 0 … 3      replica 1: prompts 4 … 6      each by itself, gathered at the end
+    dp 2    replica 0: prompts 0 … 3      replica 1: prompts 4 … 6      independent, gathered at the end
 
-One rank of a replica chooses: ranks that each sampled from their own logits could differ in a last bit, and then in
-how many rows are left, and wait for each other forever.
+One rank of a replica chooses the tokens: if all ranks sampled from their own logits, these could differ in a last bit,
+then in the number of remaining rows, and the ranks would wait for each other forever.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ if TYPE_CHECKING:
     from kenotron.parallel.pipeline import Pipeline
 
 T = TypeVar("T")
-# Not cuDNN's, torch's first choice in half precision on Hopper and Blackwell: it plans anew for every number of keys,
-# which on an H200 takes 59 ms a token and layer, flash 0.4 ms.
+# Without cuDNN, torch's first choice in half precision on Hopper and Blackwell: it replans for every number of keys,
+# which on an H200 takes 59 ms per token and layer, instead of 0.4 ms with flash.
 OF_ANY_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 @dataclass(frozen=True)
 class ModelOnRanks:
-    """A model on the layout of `mesh`: this rank's `parts` of it, and with pp the `pipeline` that runs those of all.
+    """A model on the layout of `mesh`: this rank's `parts`, and with pp the `pipeline` that runs all ranks' parts.
 
-    `lockstep` False: data-parallel replicas share out the prompts. True: all ranks of the mesh decode the same ones;
-    so it must be where data parallelism shards the weights, which all ranks then gather together, and where some of
-    them share the experts, to which each sends its tokens.
+    With `lockstep` False, data-parallel replicas split the prompts. With True, all ranks of the mesh decode the same
+    ones, which is required if data parallelism shards the weights, which all ranks gather together, or if ranks share
+    experts, to which they send tokens.
     """
 
     parts: Sequence[Decoder]
@@ -60,17 +60,17 @@ class ModelOnRanks:
 
     @staticmethod
     def alone(model: Decoder) -> ModelOnRanks:
-        """A whole model in this process."""
+        """Return a model that is whole in this process."""
         return ModelOnRanks([model], Mesh(), next(model.parameters()).device)
 
     @property
     def config(self) -> DecoderArchitecture:
-        """The model's architecture."""
+        """Return the model's architecture."""
         return self.parts[0].config
 
     @sdpa_kernel(OF_ANY_LENGTH)
     def logits(self, tokens: Tensor, ctx: Context) -> Tensor | None:
-        """Logits ``[logits_to_keep, vocab]`` of flat tokens; None on pipeline ranks without the head."""
+        """Return logits ``[logits_to_keep, vocab]`` of flat tokens; None on pipeline ranks without the head."""
         if self.pipeline is None:
             return self.parts[0](tokens, ctx)
         found = self.pipeline.forward(MicroBatch(tokens, None, ctx))
@@ -78,9 +78,9 @@ class ModelOnRanks:
         return found
 
     def agree(self, chosen: list[T] | None, rows: int, dtype: torch.dtype = torch.int64) -> list[T]:
-        """The tokens (or numbers) of `rows` rows that the choosing rank has, on every rank that decodes these rows.
+        """Broadcast the choosing rank's tokens (or numbers) of `rows` rows to every rank that decodes these rows.
 
-        The chooser is the rank of the last pipeline stage that is first along every other axis.
+        The choosing rank is in the last pipeline stage, and first along every other axis.
         """
         ranks = "world" if self.lockstep else "model"
         group = self.mesh.group(ranks)
@@ -97,7 +97,7 @@ class ModelOnRanks:
         return tokens.tolist()
 
     def share(self, prompts: Sequence[T]) -> Sequence[T]:
-        """The prompts that this rank's replica decodes: consecutive ones, none where there are fewer than replicas."""
+        """Return the consecutive prompts that this rank's replica decodes, none if there are fewer than replicas."""
         if self.lockstep:
             return prompts
         rank, degree = self.mesh.rank("batch"), self.mesh.degree("batch")
@@ -105,7 +105,7 @@ class ModelOnRanks:
         return prompts[first:last]
 
     def gather(self, mine: list[T]) -> list[T]:
-        """What `share` dealt out, together again and in order, on every rank."""
+        """Gather the results of the prompts that `share` split, in order, on every rank."""
         group = self.mesh.group("batch")
         if group is None or self.lockstep:
             return mine
@@ -115,7 +115,7 @@ class ModelOnRanks:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Within, the model is in eval mode, and blocks compiled for training shapes run uncompiled."""
+        """Put the model in eval mode within the block, and run blocks compiled for training shapes uncompiled."""
         compiled = any(module._compiled_call_impl is not None for part in self.parts for module in part.modules())
         roots = self.parts if self.pipeline is None else self.pipeline.stages
         with (

@@ -1,4 +1,4 @@
-"""What `kenotron generate` asks of every rank: a section as those of a config are, so that ranks get it the same way.
+"""The request of `kenotron generate` to every rank, a section like those of a config, so that it is sent alike.
 
 sampling = SamplingOptions(max_new_tokens=16)
 request = Request(parallelism=Parallelism(tp=2), path="checkpoints/10", prompts=["def main("], sampling=sampling)
@@ -23,12 +23,12 @@ from kenotron.parallel.ranks import run_on_rank0
 
 
 class Request(Section):
-    """A model, a layout, prompts (rank 0's are those of all) and how to continue them: see `generate`."""
+    """A model, a layout, prompts (rank 0's are used by all ranks) and sampling options: see `generate`."""
 
     parallelism: Parallelism
     path: str
     prompts: list[str | list[int]]
-    built_in: bool = False  # the prompts are the command's own: no user named them
+    built_in: bool = False  # the prompts are the command's defaults, not a user's
     dtype: str | None = None
     ema: bool = False
     show: Literal["text", "json", "stream"] = "text"
@@ -37,25 +37,25 @@ class Request(Section):
 
     @field_validator("sampling", mode="before")
     @classmethod
-    def _from_plain_data(cls, given: SamplingOptions | dict[str, Any]) -> SamplingOptions:
-        """Other ranks get a dict, which a strict section does not take for a dataclass."""
-        return SamplingOptions(**given) if isinstance(given, dict) else given
+    def _from_plain_data(cls, value: SamplingOptions | dict[str, Any]) -> SamplingOptions:
+        """Convert the dict that other ranks receive, which a strict section does not accept for a dataclass."""
+        return SamplingOptions(**value) if isinstance(value, dict) else value
 
     @property
     def zero_stage(self) -> int:
-        """0: nothing is sharded among replicas."""
+        """Return 0: nothing is sharded over replicas."""
         return 0
 
     @property
     def expert_sizes(self) -> tuple[int, ...]:
-        """Empty: ZeRO splits nothing."""
+        """Return no sizes: ZeRO shards nothing."""
         return ()
 
 
 def decode_on_ranks(request: Request, mesh: Mesh, device: torch.device) -> None:
-    """Continue the prompts of `request` on every rank of the mesh; rank 0 prints.
+    """Continue the prompts of `request` on every rank of the mesh; rank 0 prints the texts.
 
-    Raises InputError: text without a tokenizer, and those of `load_for_generation` and `generate`.
+    Raises InputError for text without a tokenizer, and as `load_for_generation` and `generate` do.
     """
     prompts = run_on_rank0(lambda: request.prompts)
     model, tokenizer, _ = load_for_generation(request.path, request.dtype, device, mesh, request.ema)

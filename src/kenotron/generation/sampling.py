@@ -1,12 +1,12 @@
-"""From logits to the next token: greedy, or drawn from a tempered and cut distribution.
+"""Choose the next token from logits: greedily, or sampled with temperature, top-k, top-p and min-p.
 
-All in the order of `transformers`: repetition penalty (Keskar et al. 2019, arXiv 1909.05858), temperature, top-k, top-p
-(nucleus sampling, Holtzman et al. 2019, arXiv 1904.09751), min-p (Nguyen et al. 2024, arXiv 2407.01082). With
+The order is that of `transformers`: repetition penalty (Keskar et al. 2019, arXiv 1909.05858), temperature, top-k,
+top-p (nucleus sampling, Holtzman et al. 2019, arXiv 1904.09751), min-p (Nguyen et al. 2024, arXiv 2407.01082). With
 probabilities 0.5, 0.3, 0.15, 0.05 and top_p 0.7, the smallest set that reaches 0.7 is the first two, so the next token
-is drawn from 0.625, 0.375; with min_p 0.2 it is drawn from those of at least 0.2 x 0.5, the first three.
+is drawn from 0.625, 0.375; with min_p 0.2 it is drawn from tokens of at least 0.2 x 0.5, the first three.
 
-The number that decides is a function of (seed, request, position), so a request gives the same text whatever
-else is in its batch, and the global generators of torch are never touched.
+The random number is a function of (seed, request, position), so a request gives the same text in any batch, and torch's
+global generators are never used.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from torch import Tensor
 from kenotron.generation.options import SamplingOptions
 from kenotron.kernels.hashing import derive_key, uniform_array
 
-NOT_FINITE = -1  # in place of a token: the logits held NaN or infinity
+NOT_FINITE = -1  # returned instead of a token if the logits have NaN or infinity
 
 
 def next_tokens(
@@ -28,10 +28,10 @@ def next_tokens(
     positions: Sequence[int],
     texts: Sequence[Sequence[int]] = (),
 ) -> list[int]:
-    """The next token of every row of logits ``[rows, vocab]``, or `NOT_FINITE` where the logits are broken.
+    """Return the next token of every row of logits ``[rows, vocab]``, or `NOT_FINITE` if its logits are broken.
 
-    `requests` number the rows among all prompts, `positions` are those that the new tokens will take. `texts` are the
-    rows' tokens so far, for the repetition penalty; without, there is none.
+    `requests` are the rows' indices among all prompts, `positions` the new tokens' positions. `texts` are the rows'
+    tokens so far, for the repetition penalty; without them there is no penalty.
     """
     logits = logits.float()
     finite = logits.sum(-1).isfinite()  # one pass; isfinite of every logit is 20 times as slow on a CPU
@@ -47,7 +47,7 @@ def next_tokens(
 
 
 def penalized(logits: Tensor, texts: Sequence[Sequence[int]], penalty: float) -> Tensor:
-    """Logits ``[rows, vocab]`` in fp32, less for tokens of the row's text: x / penalty above 0, x * penalty below."""
+    """Return fp32 logits ``[rows, vocab]``; tokens x of the row's text become x / penalty, or x * penalty if x < 0."""
     used = torch.zeros_like(logits, dtype=torch.bool)
     for row, text in enumerate(texts):
         used[row, torch.tensor(text, device=logits.device)] = True
@@ -55,17 +55,17 @@ def penalized(logits: Tensor, texts: Sequence[Sequence[int]], penalty: float) ->
 
 
 def log_probabilities(logits: Tensor, tokens: Sequence[int]) -> list[float]:
-    """The natural logarithm of the model's probability of each row's token, before penalty, temperature and cuts."""
-    chosen = torch.tensor(tokens, device=logits.device).clamp_min(0)  # NOT_FINITE: the logarithm is NaN anyway
+    """Return the model's log-probability of each row's token, before penalty, temperature and cuts."""
+    chosen = torch.tensor(tokens, device=logits.device).clamp_min(0)  # for NOT_FINITE the result is NaN anyway
     return logits.float().log_softmax(-1).gather(-1, chosen[:, None])[:, 0].tolist()
 
 
 def cut(logits: Tensor, sampling: SamplingOptions) -> Tensor:
-    """Logits ``[rows, vocab]`` in fp32, divided by the temperature, with -inf where top-k, top-p or min-p cuts."""
+    """Return fp32 logits ``[rows, vocab]`` divided by the temperature, with -inf where top-k, top-p or min-p cut."""
     logits = logits / sampling.temperature
     if 0 < sampling.top_k < logits.shape[-1]:
         kth = logits.topk(sampling.top_k).values[:, -1:]
-        logits = logits.masked_fill(logits < kth, -torch.inf)  # equals of the k-th stay
+        logits = logits.masked_fill(logits < kth, -torch.inf)  # ties with the k-th stay
     if sampling.top_p < 1:
         ascending, order = logits.sort(dim=-1)
         tail = ascending.softmax(-1).cumsum(-1) <= 1 - sampling.top_p
@@ -79,18 +79,18 @@ def cut(logits: Tensor, sampling: SamplingOptions) -> Tensor:
 
 
 def draw(probabilities: Tensor, uniforms: Tensor) -> Tensor:
-    """Invert the distribution function: the first token whose cumulated probability exceeds the uniform number.
+    """Return the first token whose cumulative probability exceeds the uniform number (inverse transform sampling).
 
     probabilities ``[rows, vocab]`` need not sum to exactly one; uniforms ``[rows]`` in [0, 1). A token of
     probability 0 is never drawn.
     """
     cumulated = probabilities.double().cumsum(-1)
     total = cumulated[:, -1:]
-    # A product rounded up to the total itself would exceed every entry.
-    wanted = torch.minimum(uniforms[:, None] * total, total.nextafter(torch.zeros_like(total)))
-    return torch.searchsorted(cumulated, wanted, right=True)[:, 0]
+    # A product rounded up to the total would exceed every entry.
+    target = torch.minimum(uniforms[:, None] * total, total.nextafter(torch.zeros_like(total)))
+    return torch.searchsorted(cumulated, target, right=True)[:, 0]
 
 
 def uniform(seed: int, request: int, position: int) -> float:
-    """A number in [0, 1) that belongs to this token of this request."""
+    """Return the number in [0, 1) of this position of this request."""
     return float(uniform_array(derive_key("sample", seed, request), np.array([position]))[0])

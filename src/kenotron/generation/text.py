@@ -1,15 +1,15 @@
-"""Tokens into text as they come, never half a character.
+"""Decode tokens into text as they are generated, without incomplete characters.
 
-A byte-level token may be a part of a character: "é" is two bytes, and while only the first has come, decoding
-shows the replacement mark "\N{REPLACEMENT CHARACTER}". Such a piece is held back until it is complete:
+A byte-level token may be a part of a character: "é" is two bytes, and after only the first, decoding gives the
+replacement character "\N{REPLACEMENT CHARACTER}". Such a piece is held back until it is complete:
 
     tokens     "caf"   0xC3    0xA9    " au"
     pieces     "caf"   ""      "é"     " au"
 
-Some tokenizers write a blank only between words, so a token's text depends on the one before it. A piece is
-therefore what decoding *with* the tokens before it adds. The pieces joined are the text, whole.
+Some tokenizers write a space only between words, so a token's text depends on the previous token. A piece is therefore
+the text that decoding *with* the preceding tokens adds. The joined pieces are the complete text.
 
-A text may also end at a stop string. Its beginning is held back until it is known whether the rest follows:
+A text may also end at a stop string. Its possible beginning is held back until the following text decides:
 
     stop       "\n\n"
     pieces     "one"   "\n"   "two"      "\n"   "\nthree"
@@ -24,15 +24,15 @@ UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
 
 class TextStream:
-    """The text that follows `prompt`, piece by piece."""
+    """Decodes the text after `prompt` piece by piece."""
 
     def __init__(self, tokenizer: TextTokenizer, prompt: Sequence[int]) -> None:
         self.tokenizer = tokenizer
-        # tokens[before:shown] gave text that is out; they are the context in which the rest is decoded.
+        # tokens[before:shown] gave text that was returned already; they are the context for decoding the rest.
         self.tokens, self.before, self.shown = list(prompt), 0, len(prompt)
 
     def push(self, token: int) -> str:
-        """The text that `token` completes, often a word, sometimes nothing."""
+        """Return the text that `token` completes, often a word, sometimes nothing."""
         self.tokens.append(token)
         text = self._new_text()
         if not text or text.endswith(UNFINISHED):
@@ -41,25 +41,25 @@ class TextStream:
         return text
 
     def finish(self) -> str:
-        """What was held back and will no longer be completed, replacement marks included."""
+        """Return the text that was held back and will not be completed, including replacement characters."""
         return self._new_text()
 
     def _new_text(self) -> str:
         known = self.tokenizer.decode(self.tokens[self.before : self.shown])
         both = self.tokenizer.decode(self.tokens[self.before :])
-        # Where a prompt of ids ends within a character, `known` ends in a mark that `both` no longer has.
+        # If a prompt of ids ends within a character, `known` ends in a replacement character that `both` lacks.
         same = next((i for i, (a, b) in enumerate(zip(known, both)) if a != b), min(len(known), len(both)))
         return both[same:]
 
 
 class StopStrings:
-    """Passes a text on, piece by piece, up to the first of `stops`; `found` is then true."""
+    """Passes on a text piece by piece up to the first of `stops`; then `found` is true."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self.stops, self.held, self.found = stops, "", False
 
     def push(self, piece: str) -> str:
-        """What of the text so far can no longer be part of a stop string."""
+        """Return the text so far that can no longer be part of a stop string."""
         text = self.held + piece
         starts = [start for stop in self.stops if (start := text.find(stop)) >= 0]
         if starts:
@@ -71,6 +71,6 @@ class StopStrings:
         return text[:border]
 
     def finish(self) -> str:
-        """What was held back: the text ends here."""
+        """Return the text that was held back, at the end of the text."""
         held, self.held = self.held, ""
         return held
