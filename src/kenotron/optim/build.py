@@ -1,4 +1,4 @@
-"""Makes the optimizer that the config names.
+"""Build the optimizer that the config names.
 
     optimizer_factory: {name: adamW, adam_beta1: 0.9, adam_beta2: 0.95, adam_eps: 1.0e-8}
     optimizer_factory: {name: sgd, momentum: 0.9, nesterov: true}
@@ -6,8 +6,8 @@
     optimizer_factory: {name: lion}
     optimizer_factory: {name: torch.optim.Adagrad, kwargs: {eps: 1.0e-10}}
 
-Whatever it is, it is one `torch.optim.Optimizer` over the groups of `parameter_groups`, of several where groups differ
-in their update rule (`CombinedOptimizer`); the trainer sets its learning rates before every step (`set_learning_rates`)
+It is always one `torch.optim.Optimizer` over the groups of `parameter_groups`, made of several if groups differ in
+their update rule (`CombinedOptimizer`). The trainer sets its learning rates before every step (`set_learning_rates`)
 and saves its state by parameter name (`state_tensors`).
 
 Fused kernels make one pass over memory instead of a dozen. AdamW on 17M parameters, fp32, one thread: fused
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from kenotron.config.optimizer import Optimizer
     from kenotron.models.parametrization import Factors
 FACTORY = "optimizer.optimizer_factory"
-# Imported where a config asks for them.
+# Imported only if a config uses them.
 LION = "kenotron.optim.lion.Lion"
 MUON = "kenotron.optim.muon.Muon"
 NORMUON = "kenotron.optim.muon.NorMuon"
@@ -50,13 +50,13 @@ def build_optimizer(
     dtype: str = "float32",
     factors: Mapping[str, Factors] | None = None,
 ) -> torch.optim.Optimizer:
-    """The optimizer of `config.optimizer` over the model's (name, parameter) pairs.
+    """Return the optimizer of `config.optimizer` over the model's (name, parameter) pairs.
 
-    `all_names` are those of the whole model, of which this rank may have a part; `padded`: some parameters have rows
-    that pad the vocabulary; `dtype`: `model.dtype`, in which Muon computes, too; `factors`: of the parametrization, by
-    name. Raises `InputError` for a pattern without parameters, for a dotted path that is not an optimizer, does not
-    take the keyword arguments of the config or needs whole matrices where there are none, and for a schedule's path
-    that is not a function.
+    `all_names` are the whole model's names, of which this rank may have some; `padded`: some parameters have rows that
+    pad the vocabulary; `dtype`: `model.dtype`, which Muon also computes in; `factors`: the parametrization's, by name.
+    Raises `InputError` for a pattern without parameters, for a dotted path that is not an optimizer, does not accept
+    the config's keyword arguments or needs whole matrices that are not available, and for a schedule's path that is not
+    a function.
     """
     check_schedules(optimizer_config)
     named_parameters = list(named_parameters)
@@ -76,7 +76,7 @@ def build_optimizer(
 
 
 def _build(factory: Any, groups: list[dict[str, Any]], padded: bool, dtype: str) -> torch.optim.Optimizer:
-    """The optimizer of one section, which its name tells from the others, over the groups that have it."""
+    """Return the optimizer of one section, identified by its name, over the groups that use it."""
     if factory.name == "adamW":
         return torch.optim.AdamW(groups, **_adam(factory), fused=factory.torch_adam_is_fused)
     if factory.name == "sgd":

@@ -1,18 +1,17 @@
-"""The global gradient norm, and clipping by it.
+"""Compute the global gradient norm, and clip gradients by it.
 
-The norm is that of the whole model's gradient as one long vector, whatever the layout. Two parameters on a
+On any layout, the norm is that of the whole model's gradient as one vector. For two parameters on a
 two-way shard:
 
     rank 0 holds  a[:2], b          rank 1 holds  a[2:], b           a is sharded, b is replicated
     sum of squares of a: local, then all-reduced over the axis that shards it
     sum of squares of b: local, already the same on both
 
-So gradients are grouped by the mesh axes that shard them; each group costs one sum and one small all-reduce
-per axis, and pipeline stages add their totals at the end. Nothing waits for the device: the norm is returned
-as a tensor.
+So gradients are grouped by the mesh axes that shard them; each group costs one sum and one small all-reduce per axis,
+and pipeline stages add their totals at the end. Nothing waits for the device: the norm is returned as a tensor.
 
-torch's fused Adam on an accelerator divides gradients by a number and leaves out a step by itself (`decides_alone`):
-there the update is queued before the host knows the norm (`step_where_finite`).
+On an accelerator, torch's fused Adam can divide gradients by a number and skip a step itself (`decides_alone`), so the
+update is queued before the host has the norm (`step_where_finite`).
 """
 
 from __future__ import annotations
@@ -32,17 +31,17 @@ if TYPE_CHECKING:
     from kenotron.parallel.mesh import Mesh
 
 Sharding = tuple[Any, tuple[int, ...]]
-CHUNK_ELEMENTS = 2**18  # numbers added in one chain of float32 additions
-EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_: a gradient of zero norm stays as it is
+CHUNK_ELEMENTS = 2**18  # elements that are added in one chain of float32 additions
+EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_: a gradient of zero norm stays unchanged
 
 
 @torch.no_grad()
 def clip_gradients(parameters: Iterable[Tensor], max_norm: float | None, mesh: Mesh | None = None) -> Tensor:
-    """Scales all gradients so that their global L2 norm is at most `max_norm`, in place.
+    """Scale all gradients in place so that their global L2 norm is at most `max_norm`.
 
-    `max_norm` of None leaves them as they are. `mesh` is needed only for the sum over pipeline stages.
+    `max_norm` None leaves them unchanged. `mesh` is needed only for the sum over pipeline stages.
     Returns the norm before clipping, a 0-dim float32 tensor on the gradients' device, equal on every rank.
-    A norm that is not finite makes the gradients worthless: the caller reads it and skips the step.
+    If the norm is not finite, the gradients are useless, and the caller must skip the step.
     """
     shards = _local_gradients(parameters)
     norm = _global_norm(shards, mesh)
@@ -57,13 +56,13 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float | None, mesh: M
 
 @torch.no_grad()
 def scale_gradients(parameters: Iterable[Tensor], factor: float) -> None:
-    """Multiplies all gradients, in place."""
+    """Multiply all gradients by `factor` in place."""
     for gradients in _local_gradients(parameters).values():
         torch._foreach_mul_(gradients, factor)
 
 
 def decides_alone(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `step_where_finite` is possible: a fused Adam(W) with all its parameters whole, on an accelerator."""
+    """Whether `step_where_finite` is possible: for a fused Adam(W) on an accelerator with only whole parameters."""
     if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
         return False
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -72,9 +71,9 @@ def decides_alone(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def step_where_finite(optimizer: Any, numbers: Tensor, norm: Tensor, max_norm: float | None) -> None:
-    """Queues ``optimizer.step()`` on gradients clipped to `max_norm`, without waiting for `norm`, that of all of them.
+    """Queue ``optimizer.step()`` with gradients clipped to `max_norm`, without waiting for their global `norm`.
 
-    Where one of `numbers` is not finite, the device leaves weights and optimizer state as they are.
+    If one of `numbers` is not finite, the device leaves weights and optimizer state unchanged.
     """
     optimizer.found_inf = numbers.isfinite().all().logical_not().float()
     optimizer.grad_scale = None if max_norm is None else ((norm + EPSILON) / max_norm).clamp(min=1.0)
@@ -85,9 +84,9 @@ def step_where_finite(optimizer: Any, numbers: Tensor, norm: Tensor, max_norm: f
 
 
 def _local_gradients(parameters: Iterable[Tensor]) -> dict[Sharding, list[Tensor]]:
-    """Local shards of all gradients, by how they are sharded."""
+    """Return the local shards of all gradients, by sharding."""
     shards: dict[Sharding, list[Tensor]] = defaultdict(list)
-    parameter: Any  # a tensor, or a DTensor, whose class is not imported for runs that have none
+    parameter: Any  # a tensor or a DTensor, whose class runs without DTensors do not import
     for parameter in parameters:
         gradient = parameter.grad
         if gradient is None:
@@ -96,7 +95,7 @@ def _local_gradients(parameters: Iterable[Tensor]) -> dict[Sharding, list[Tensor
             shards[sharding_of(gradient)].append(gradient)
             continue
         if any(placement.is_partial() for placement in gradient.placements):
-            # A weight that worked on sequence shards or on some heads: its gradient is still one summand per rank.
+            # The gradient of a weight used on sequence shards or some heads is still a partial sum on each rank.
             gradient = gradient.redistribute(placements=parameter.placements)
             parameter.grad = gradient
         shards[sharding_of(gradient)].append(gradient.to_local())
@@ -104,7 +103,7 @@ def _local_gradients(parameters: Iterable[Tensor]) -> dict[Sharding, list[Tensor
 
 
 def sharding_of(tensor: Any) -> Sharding:
-    """The device mesh of a DTensor and its dimensions that shard it; (None, ()) for a plain tensor."""
+    """Return a DTensor's device mesh and the mesh dimensions that shard it; (None, ()) for a plain tensor."""
     if not hasattr(tensor, "placements"):
         return None, ()
     mesh = tensor.device_mesh
@@ -126,17 +125,17 @@ def _global_norm(shards: dict[Sharding, list[Tensor]], mesh: Mesh | None) -> Ten
 
 
 def _sum_of_squares(gradients: list[Tensor]) -> Tensor:
-    """In float32, of a list of plain tensors."""
+    """Return the sum of squares of plain tensors in float32."""
     on_cpu = gradients[0].device.type == "cpu"
     return _sum_of_squares_by_dot(gradients) if on_cpu else _sum_of_squares_by_norm(gradients)
 
 
 def _sum_of_squares_by_dot(gradients: list[Tensor]) -> Tensor:
-    """For CPUs, whose norm kernel adds in one long chain: BLAS' dot of short chunks is 100x closer, and as fast."""
+    """Compute on CPUs, whose norm kernel adds in one chain, by BLAS' dot of chunks: 100x more exact, and as fast."""
     chunks = [chunk for gradient in gradients for chunk in gradient.reshape(-1).split(CHUNK_ELEMENTS)]
     return torch.stack([torch.dot(chunk, chunk) for chunk in map(Tensor.float, chunks)]).sum()
 
 
 def _sum_of_squares_by_norm(gradients: list[Tensor]) -> Tensor:
-    """For accelerators: one kernel for all gradients, each added as a tree."""
+    """Compute on accelerators, with one kernel for all gradients, each summed as a tree."""
     return torch.stack(torch._foreach_norm(gradients, 2.0, dtype=torch.float32)).square().sum()

@@ -1,4 +1,4 @@
-"""Several optimizers over parameters of their own, which train as one, and the moving average of what they train."""
+"""Several optimizers over separate parameters as one optimizer, and the moving average of the weights."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -13,10 +13,10 @@ from kenotron.parallel.shards import local_tensor
 
 
 class CombinedOptimizer(torch.optim.Optimizer):
-    """Steps all of `optimizers`; its groups are theirs, and it holds the state of all parameters.
+    """Steps all of `optimizers`; it has their groups, and the state of all parameters.
 
-    With `ema_decay` d a parameter's state has `ema` besides, in fp32: its value after the first step, and d times that
-    before and 1 - d times the new value after every other. In bf16 an average that moves by 0.1% would stay.
+    With `ema_decay` d a parameter's state also has `ema` in fp32: its value after the first step, and after every later
+    one ``d * ema + (1 - d) * value``. In bf16 an average that moves by 0.1% would not change.
     """
 
     def __init__(self, optimizers: Iterable[torch.optim.Optimizer], ema_decay: float | None = None) -> None:
@@ -25,12 +25,12 @@ class CombinedOptimizer(torch.optim.Optimizer):
         self.param_groups = [group for each in self.optimizers for group in each.param_groups]
         self.state: defaultdict[Tensor, Any] = defaultdict(dict)
         for each in self.optimizers:
-            self.state.update(each.state)  # some optimizers of torch make theirs at once
+            self.state.update(each.state)  # some torch optimizers create state in their constructor
             each.state = self.state
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # the argument is for torch's helpers
-        """One step of each, and of the average."""
+        """Step every optimizer, and then the average."""
         for each in self.optimizers:
             each.step()
         if self.ema_decay is None:
@@ -43,20 +43,20 @@ class CombinedOptimizer(torch.optim.Optimizer):
             torch._foreach_lerp_(averages, [local_tensor(parameter).float() for parameter in old], 1 - self.ema_decay)
 
     def init_state(self) -> None:
-        """Creates the state of all, as `optim.state.init_state` does."""
+        """Create the state of all optimizers, as `optim.state.init_state` does."""
         for each in self.optimizers:
             init_state(each)
         if self.ema_decay is not None:
             self.begin_average(self._parameters())
 
     def begin_average(self, parameters: Iterable[Tensor]) -> None:
-        """Let the averages of `parameters` be their values."""
+        """Set the averages of `parameters` to their values."""
         for parameter in parameters:
             self.state[parameter]["ema"] = parameter.detach().to(torch.float32, copy=True)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Within this block the parameters have the values of their averages; before its first step one has none."""
+        """Give the parameters their averages' values within the block; before its first step, a parameter has none."""
         averages = {parameter: state["ema"] for parameter, state in self.state.items() if "ema" in state}
         before = [local_tensor(parameter).detach().clone() for parameter in averages]
         for parameter, average in averages.items():

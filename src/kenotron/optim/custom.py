@@ -1,8 +1,8 @@
-"""Any optimizer of torch, of another package or of one's own, checked so that no key is ignored and no state lost.
+"""Build optimizers of torch, other packages or users, checked so that no key is ignored and no state is lost.
 
-An optimizer may compute something over a whole matrix, such as a norm or row means. It then needs whole matrices,
-without the rows that pad the vocabulary, and is refused where they are not available; `elementwise = True` in its class
-promises that it updates each number from that number's own gradients alone.
+An optimizer may compute something over a whole matrix, such as a norm or row means. Then it needs whole matrices,
+without rows that pad the vocabulary, and is refused if they are not available. `elementwise = True` in its class
+promises that it updates each element only from this element's own gradients.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kenotron.config.optimizer import Optimizer
 FACTORY = "optimizer.optimizer_factory"
 NAMES_OF_ELEMENTWISE = "Adadelta Adagrad Adam Adamax AdamW ASGD NAdam RAdam RMSprop SGD"
-# Of torch; Adafactor and Muon are not, and Rprop fails on DTensors.
+# Elementwise optimizers of torch; Adafactor and Muon are not elementwise, and Rprop fails on DTensors.
 ELEMENTWISE = tuple(getattr(torch.optim, name) for name in NAMES_OF_ELEMENTWISE.split())
 OF_THE_CONFIG = {
     "params": "the model",
@@ -32,7 +32,7 @@ OF_THE_CONFIG = {
 def build_custom(
     groups: list[dict[str, Any]], path: str, kwargs: dict[str, Any], padded: bool
 ) -> torch.optim.Optimizer:
-    """The class at `path` over `groups`, checked so that no key is ignored and no state is lost."""
+    """Return the optimizer at `path` over `groups`, checked so that no key is ignored and no state is lost."""
     make, kwargs = _checked(path, kwargs, groups[0]["lr"])
     _check_elementwise(make, path, groups, padded)
     optimizer = _construct(make, path, groups, kwargs)
@@ -42,7 +42,7 @@ def build_custom(
 
 
 def check_optimizer(config: Optimizer) -> None:
-    """Raise `InputError` where the class behind a dotted ``optimizer_factory.name`` cannot train, or not as asked."""
+    """Raise `InputError` if the class of a dotted ``optimizer_factory.name`` cannot train with this config."""
     factory: Any
     for _, factory in config.factories:
         if "." in factory.name:
@@ -69,8 +69,8 @@ def _check_elementwise(
 ) -> None:
     """Raise InputError if `make` may need whole matrices, and parameters are shards or padded.
 
-    Torch's Adafactor fails on DTensors in its first step, and on a padded vocabulary the rows of padding change its
-    means in silence.
+    Torch's Adafactor fails on DTensors in its first step, and with a padded vocabulary the padding silently changes its
+    means.
     """
     if make in ELEMENTWISE or getattr(make, "elementwise", False) is True:
         return
@@ -89,7 +89,7 @@ def _check_elementwise(
 
 
 def load_optimizer(path: str) -> type[torch.optim.Optimizer]:
-    """The class behind a dotted ``optimizer_factory.name``. Raises `InputError` where there is none at `path`."""
+    """Return the class of a dotted ``optimizer_factory.name``. Raises `InputError` if there is none at `path`."""
     found = import_dotted(path, f"{FACTORY}.name")
     if isinstance(found, type) and issubclass(found, torch.optim.Optimizer):
         return found
@@ -106,10 +106,10 @@ def _construct(
 
 
 def _probe(make: type[torch.optim.Optimizer], path: str, kwargs: dict[str, Any]) -> None:
-    """Takes two steps on one small parameter, to find out now what would go wrong later.
+    """Take two steps on one small parameter, to find problems now that would occur later.
 
-    The trainer calls `step()` without a closure and steers through `lr`; checkpoints hold what an optimizer
-    keeps for each parameter, and nothing of what it may keep in its groups.
+    The trainer calls `step()` without a closure and sets `lr`; checkpoints have the state of each parameter, but no
+    state in groups.
     """
     parameter = nn.Parameter(torch.ones(2, 2))
     optimizer = _construct(make, path, [parameter], kwargs)
@@ -120,7 +120,7 @@ def _probe(make: type[torch.optim.Optimizer], path: str, kwargs: dict[str, Any])
         parameter.grad = torch.full_like(parameter, scale)
         try:
             optimizer.step()
-        except Exception as error:  # it is a user's choice of class: whatever it raises, it cannot train here
+        except Exception as error:  # a user's class may raise anything; then it cannot train
             raise InputError(f"{FACTORY}.name: {path} cannot take a plain step(): {error}") from error
     changed = [key for key, value in _settings(optimizer).items() if before.get(key) != value]
     if changed:

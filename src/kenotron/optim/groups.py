@@ -1,4 +1,4 @@
-"""Parameter groups: which parameter learns at which rate and with which weight decay.
+"""Parameter groups, with the learning rate, weight decay and update rule of each parameter.
 
 The config's `param_groups` is a list of patterns; for each parameter the first pattern that matches its
 name wins:
@@ -14,13 +14,13 @@ name wins:
     model.layers.0.self_attn.q_proj.weight      rate         weight decay 0.1
     model.layers.0.input_layernorm.weight       rate         weight decay 0
 
-All patterns are regular expressions tried on the parameter's own name and nothing else: those of
-`param_groups` anywhere in it (`re.search`), those of the exclusion from its start (`re.match`, nanotron's
-rule). A parameter excluded from weight decay has none, whatever a group says.
+All patterns are regular expressions for the parameter's own name: patterns of `param_groups` match anywhere
+(`re.search`), patterns of the exclusion at its start (`re.match`, nanotron's rule). A parameter excluded from weight
+decay has none, even if its group has one.
 
-Groups are uniform in mesh as well: plain tensors and DTensors of different meshes never meet in one group,
-because fused and foreach kernels take a list of one kind. Order is the model's own, groups in order of
-their first parameter.
+Groups are uniform in mesh as well: plain tensors and DTensors of different meshes are never in one group, because fused
+and foreach kernels need a list of one kind. Parameters are in the model's order, groups in the order of their first
+parameter.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ def parameter_groups(
     all_names: Sequence[str] | None = None,
     factors: Mapping[str, Factors] | None = None,
 ) -> list[dict[str, Any]]:
-    """Splits the trainable parameters into groups uniform in settings and mesh.
+    """Split the trainable parameters into groups that are uniform in settings and mesh.
 
-    Patterns are checked against `all_names`, those of the whole model where this rank has a part of it (pp); None:
-    those of the parameters.
+    Patterns are checked against `all_names`, the whole model's names if this rank has a part of it (pp); None: the
+    parameters' names.
 
-    `factors` of the parametrization multiply a parameter's rate, weight decay and epsilon, whatever a pattern gives it.
+    `factors` of the parametrization multiply a parameter's rate, weight decay and epsilon, also those set by a pattern.
 
     Each group is `{"params", "lr", "learning_rate_scale", "weight_decay", "factory"}`; with `factors` also `"eps"`, and
-    with a schedule of its own also `"schedule"`. `"factory"` is the section of its update rule: AdamW's beside hidden
-    matrices where the config asks for an optimizer of matrices. `named_parameters` has a tied parameter once.
+    with its own schedule also `"schedule"`. `"factory"` is the section of its update rule: if the config has an
+    optimizer of matrices, AdamW's for other parameters. `named_parameters` has a tied parameter once.
 
-    Raises `InputError` for a pattern that has no effect, or that gives an optimizer of matrices something else.
+    Raises `InputError` for a pattern that has no effect, or that assigns other parameters to an optimizer of matrices.
     """
     parameters = list(named_parameters)
     names = [name for name, _ in parameters] if all_names is None else all_names
@@ -74,7 +74,7 @@ def parameter_groups(
             continue
         rule = optimizer_config.group_of(name)
         scale, schedule = rule.learning_rate_scale, rule.learning_rate_scheduler
-        # One of several sections, which differ in name.
+        # Sections are identified by their names.
         factory: Any = rule.optimizer_factory or optimizer_config.optimizer_factory
         if rule.optimizer_factory and factory.name in OF_MATRICES and not is_hidden_matrix(name, parameter):
             raise InputError(
@@ -91,8 +91,8 @@ def parameter_groups(
         if factory.name in OF_MATRICES and not is_hidden_matrix(name, parameter):
             factory = AdamW(**{key: getattr(factory, key) for key in AdamW.model_fields if key != "name"})
         scale *= getattr(factory, "muon_learning_rate_scale", 1.0)
-        given = {"learning_rate_scale": scale, "weight_decay": weight_decay, "eps": eps, "schedule": schedule}
-        settings = {key: value for key, value in given.items() if value is not None} | {"factory": factory}
+        options = {"learning_rate_scale": scale, "weight_decay": weight_decay, "eps": eps, "schedule": schedule}
+        settings = {key: value for key, value in options.items() if value is not None} | {"factory": factory}
         mesh = getattr(parameter, "device_mesh", None)
         key = (*(repr(value) for value in settings.values()), mesh)
         group = groups.setdefault(key, {"params": [], **settings})
@@ -112,7 +112,7 @@ def set_learning_rates(
 ) -> float:
     """Give every group the rate of `step` by its own schedule or `schedule`, times its `learning_rate_scale`.
 
-    Returns the rate by `schedule`.
+    Returns the rate of `schedule`.
     """
     rate = learning_rate(schedule, step, train_steps)
     for group in optimizer.param_groups:
@@ -122,9 +122,9 @@ def set_learning_rates(
 
 
 def is_hidden_matrix(name: str, parameter: torch.Tensor) -> bool:
-    """Whether Muon's update suits this parameter: the weight of a linear map inside a numbered layer.
+    """Whether this parameter is the weight of a linear map in a numbered layer, for which Muon is meant.
 
-    `model.layers.3.mlp.up_proj.weight` is one, and `model.layers.3.mlp.experts.up_proj.weight` is one for each expert;
+    `model.layers.3.mlp.up_proj.weight` is one, and `model.layers.3.mlp.experts.up_proj.weight` is one per expert;
     embeddings (`model.layers.3.self_attn.value_embedding.weight`, too), the output head, norms and biases are not.
     """
     *path, leaf = name.split(".")
@@ -134,7 +134,7 @@ def is_hidden_matrix(name: str, parameter: torch.Tensor) -> bool:
 
 
 def _check_patterns(patterns: list[str], names: Sequence[str]) -> None:
-    """Raise InputError for a pattern that is first for none of the names."""
+    """Raise InputError for a pattern that is the first match of no name."""
     key = "optimizer.param_groups"
     taken: set[str] = set()
     for pattern in patterns:
@@ -150,7 +150,7 @@ def _check_patterns(patterns: list[str], names: Sequence[str]) -> None:
 
 
 def _excluded(patterns: list[str], names: Sequence[str]) -> set[str]:
-    """The names that some pattern matches from their start."""
+    """Return the names that a pattern matches at their start."""
     key = "optimizer.weight_decay_exclude_named_params"
     excluded: set[str] = set()
     for pattern in patterns:
@@ -164,7 +164,7 @@ def _excluded(patterns: list[str], names: Sequence[str]) -> set[str]:
 
 
 def _nearest(pattern: str, names: Sequence[str]) -> str:
-    """The name, or the end or part of one, that is nearest to the pattern without its special characters."""
+    """Return the name, or the end or part of a name, nearest to the pattern without special characters."""
     plain = pattern.replace("\\", "").replace(".*", "").strip("^$")
     ends = [name.split(".", i)[-1] for name in names for i in range(name.count(".") + 1)]
     parts = [part for name in names for part in name.split(".")]

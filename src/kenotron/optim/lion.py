@@ -1,4 +1,4 @@
-"""Lion: every number moves by the learning rate, in the direction of an interpolated momentum.
+"""Lion moves every element by the learning rate, in the direction of an interpolated momentum.
 
     W  <-  W (1 - lr * weight_decay) - lr * sign(beta1 M + (1 - beta1) G)
     M  <-  beta2 M + (1 - beta2) G                                              momentum of the gradient G
@@ -24,11 +24,11 @@ class Lion(OwnOptimizer):
     defaults_of_class = {"lr": 1e-4, "weight_decay": 0.0, "betas": (0.9, 0.99)}  # noqa: RUF012
 
     def new_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-        """The state of a parameter before its first step."""
+        """Return the state of a parameter before its first step."""
         return {"exp_avg": torch.zeros_like(parameter)}
 
     def update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        """One step of the parameters of a group."""
+        """Take one step for the parameters of a group."""
         weights = [local_tensor(parameter) for parameter in parameters]
         gradients = [local_tensor(parameter.grad) for parameter in parameters]
         momenta = [local_tensor(self.state[parameter]["exp_avg"]) for parameter in parameters]

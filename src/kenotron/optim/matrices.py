@@ -1,15 +1,15 @@
-"""Optimizers whose updates need whole matrices, on shards of any kind.
+"""The base of optimizers whose updates need whole matrices, with any sharding.
 
-A matrix that one rank has alone is updated there, in a batch with others of its shape. One whose parts are on several
-ranks is put together on one of them, its owner, with whatever state the update needs besides, and every rank gets its
-part of the result (`matrix_owners.Exchange`):
+A matrix that is whole on a rank is updated there, in a batch with others of its shape. A matrix that is sharded over
+ranks is gathered on one of them, its owner, with the state that the update needs, and every rank receives its shard of
+the result (`matrix_owners.Exchange`):
 
     rank 0   upper half ─┐               ┌─▶ upper half
                          ├─▶ owner: f ───┤                     updates do not depend on the layout
     rank 1   lower half ─┘               └─▶ lower half
 
-The weights of experts, ``[experts, rows, columns]``, are a matrix each. Ranks that share them by experts have whole
-matrices, and update those.
+The weights of experts, ``[experts, rows, columns]``, are one matrix per expert. Ranks that shard them by experts have
+whole matrices, and update them locally.
 """
 
 import math
@@ -24,11 +24,11 @@ from kenotron.optim.matrix_owners import Exchange, balance, in_rounds, mesh_grou
 from kenotron.optim.own import OwnOptimizer
 from kenotron.parallel.shards import block_of, local_tensor
 
-BATCH_ELEMENTS = 2**22  # of matrices that are updated together: 8 MB in bfloat16
+BATCH_ELEMENTS = 2**22  # limit of elements that are updated together: 8 MB in bfloat16
 
 
 class Batch:
-    """Matrices that are updated together: of one shape, each whole here; or, with `owner`, in ranks of `group`.
+    """Matrices that are updated together: whole and of one shape, or with `owner`, sharded over ranks of `group`.
 
     `parameters` are ``[rows, columns]`` or ``[experts, rows, columns]``; the i-th belongs to rank ``owner[i]``.
     """
@@ -38,9 +38,9 @@ class Batch:
         self._exchanges: dict[str, Exchange] = {}
 
     def wholes(self, kind: str, like: list[Tensor], shards: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-        """This rank's `shards` of tensors `like` those → stacks ``[n, rows, columns]`` of what it updates, in `dtype`.
+        """Return stacks ``[n, rows, columns]`` in `dtype` of the whole tensors that this rank updates.
 
-        A batch always has the same `like` for a `kind`.
+        `shards` are this rank's shards of tensors that are sharded like `like`, always the same for a `kind`.
         """
         if not self.owner:
             one = [shard.to(dtype) for shard in shards]
@@ -50,7 +50,7 @@ class Batch:
         return [whole if whole.ndim == 3 else whole[None] for whole in self._exchanges[kind].gather(shards)]
 
     def shards(self, kind: str, stacks: list[Tensor]) -> list[Tensor]:
-        """The inverse of `wholes`, of stacks in the same order."""
+        """Return this rank's shards of all ranks' stacks, the inverse of `wholes`."""
         if not self.owner:
             experts = local_tensor(self.parameters[0]).shape[0] if self.parameters[0].ndim == 3 else None
             return list(stacks[0].unbind() if experts is None else stacks[0].split(experts))
@@ -60,32 +60,32 @@ class Batch:
 
 
 class MatrixOptimizer(OwnOptimizer):
-    """The base of such optimizers: a subclass says what state a parameter has, and updates a batch.
+    """The base class: a subclass defines the state of a parameter, and updates a batch.
 
-    Parameters must have two dimensions, or three whose first counts experts. They may be DTensors, those of a group
+    Parameters must have two dimensions, or three of which the first counts experts. They may be DTensors, in a group
     over one mesh: then every rank of the mesh must step.
     """
 
     def __init__(self, params: Any, **settings: Any) -> None:
         super().__init__(params, **settings)
         self._planned: dict[tuple[int, ...], list[Batch]] = {}
-        self._groups: dict[Any, Any] = {}  # one of each mesh: restoring state asks for one matrix at a time
+        self._groups: dict[Any, Any] = {}  # one per mesh: restoring state uses one matrix at a time
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.ndim not in (2, 3):
                     raise ValueError(f"{type(self).__name__}: expected matrices, found shape {tuple(parameter.shape)}")
 
     def update_batch(self, batch: Batch, group: dict[str, Any]) -> None:
-        """One step of the parameters of a batch."""
+        """Take one step for the parameters of a batch."""
         raise NotImplementedError
 
     def update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        """One step of the parameters of a group, by batches."""
+        """Take one step for the parameters of a group, in batches."""
         for batch in self._batches(parameters):
             self.update_batch(batch, group)
 
     def states(self, batch: Batch, key: str) -> list[Tensor]:
-        """One kind of state of a batch's parameters."""
+        """Return the state `key` of a batch's parameters."""
         return [self.state[parameter][key] for parameter in batch.parameters]
 
     def _batches(self, parameters: list[Tensor]) -> list[Batch]:
@@ -96,7 +96,7 @@ class MatrixOptimizer(OwnOptimizer):
         return self._planned[key]
 
     def _rounds(self, parameters: list[Tensor]) -> Iterator[Batch]:
-        """Rounds in which every rank of the mesh owns equal work, and at most `BATCH_ELEMENTS` or one matrix."""
+        """Yield rounds in which all ranks own about equal work, at most `BATCH_ELEMENTS` elements or one matrix."""
         if not parameters:
             return
         mesh: Any = parameters[0].device_mesh  # type: ignore[attr-defined]
@@ -108,7 +108,7 @@ class MatrixOptimizer(OwnOptimizer):
 
 
 def whole_here(parameter: Tensor) -> bool:
-    """Whether this rank has all of each matrix that it has any of."""
+    """Whether each matrix that this rank has a shard of is whole on this rank."""
     mesh: Any = getattr(parameter, "device_mesh", None)
     if mesh is None or mesh.size() == 1:
         return True
@@ -117,9 +117,9 @@ def whole_here(parameter: Tensor) -> bool:
 
 
 def zeros_beside(parameter: Tensor, rows: int, columns: int) -> Tensor:
-    """State ``[rows, columns]`` for each matrix of `parameter`: cut by experts and rows as that is, never by columns.
+    """Return zeros ``[rows, columns]`` per matrix, sharded like `parameter` by experts and rows, never by columns.
 
-    A cut of the matrix that leaves it other numbers of rows than the state has cuts the state's rows evenly.
+    If the matrix has another number of rows than the state, a split of its rows splits the state's rows evenly.
     """
     shape = (*parameter.shape[:-2], rows, columns)
     if not hasattr(parameter, "placements"):
@@ -141,7 +141,7 @@ def zeros_beside(parameter: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def _same_shape(parameters: list[Tensor]) -> Iterator[Batch]:
-    """Batches of one local shape, of at most `BATCH_ELEMENTS` elements or one parameter."""
+    """Yield batches of one local shape, of at most `BATCH_ELEMENTS` elements or one parameter."""
     by_shape: dict[torch.Size, list[Tensor]] = defaultdict(list)
     for parameter in parameters:
         if local_tensor(parameter).numel():

@@ -1,14 +1,14 @@
-"""Whole matrices made of shards, each on one rank, for updates that need all of a matrix at once.
+"""Gather sharded matrices, each on one owner rank, for updates that need the whole matrix.
 
-Two ranks hold the upper and lower halves of A and B; rank 0 owns A, rank 1 owns B:
+Two ranks have the upper and lower halves of A and B; rank 0 owns A, rank 1 owns B:
 
     rank 0   A0 B0  ──▶  A0 A1 = A ─ work ─▶ A'  ──▶  A0' B0'
                  all-to-all                  all-to-all
     rank 1   A1 B1  ──▶  B0 B1 = B ─ work ─▶ B'  ──▶  A1' B1'
 
-Every matrix is worked on once, by one rank, as the plain tensor that one process would have, so the result does not
-depend on the layout; and no rank works more than its share. A matrix that is replicated besides (hybrid) has one owner
-among all ranks that hold any of it.
+Every matrix is updated once, by one rank, as a plain tensor like in a single process, so the result does not depend on
+the layout; the work is balanced over ranks. A matrix that is also replicated (hybrid) has one owner among all ranks
+that hold any of it.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ Block = tuple[slice, ...]
 
 
 def balance(costs: Sequence[float], owners: int) -> list[int]:
-    """An owner for each cost: the largest first, to the least loaded owner. Costs 5 3 3 2 over two: 0 1 1 0."""
+    """Assign each cost to an owner: largest first, to the least loaded owner. Costs 5 3 3 2 over two give 0 1 1 0."""
     load = [0.0] * owners
     chosen = [0] * len(costs)
     for index in sorted(range(len(costs)), key=lambda i: -costs[i]):
@@ -35,9 +35,9 @@ def balance(costs: Sequence[float], owners: int) -> list[int]:
 
 
 def in_rounds(sizes: Sequence[int], owner: Sequence[int], limit: int) -> list[list[int]]:
-    """Indices in rounds, in each of which no owner gets more than `limit` numbers, or one matrix if that is more."""
+    """Return indices in rounds, in which no owner gets more than `limit` elements, unless it is a single matrix."""
     rounds: list[list[int]] = []
-    at: dict[int, tuple[int, int]] = {}  # owner → its round and how full that is
+    at: dict[int, tuple[int, int]] = {}  # owner → its current round, and the elements in it
     for index, (size, who) in enumerate(zip(sizes, owner, strict=True)):
         number, filled = at.get(who, (0, 0))
         if filled and filled + size > limit:
@@ -52,8 +52,8 @@ def in_rounds(sizes: Sequence[int], owner: Sequence[int], limit: int) -> list[li
 class Exchange:
     """The two all-to-alls for some DTensors of one mesh, the i-th owned by rank ``owner[i]`` of `group`.
 
-    `group` holds the ranks of the tensors' mesh, and every one of them must call `gather` and then `scatter`. What
-    travels has `dtype`, whatever the tensors have.
+    `group` has the ranks of the tensors' mesh, all of which must call `gather` and then `scatter`. Messages have the
+    dtype `dtype`, for any dtype of the tensors.
     """
 
     def __init__(
@@ -113,12 +113,12 @@ def mesh_group(mesh: DeviceMesh) -> dist.ProcessGroup:
 
 
 def _places(mesh: Tensor, group: dist.ProcessGroup) -> list[list[int]]:
-    """The coordinates of each rank of `group` in the mesh."""
+    """Return the coordinates of each rank of `group` in the mesh."""
     return [(mesh == rank).nonzero()[0].tolist() for rank in dist.get_process_group_ranks(group)]
 
 
 def _blocks(tensor: Any, places: list[list[int]]) -> list[Block]:
-    """What each rank holds of `tensor`, as slices of it."""
+    """Return each rank's block of `tensor`, as slices."""
     degrees = tensor.device_mesh.shape
     blocks = []
     for place in places:
@@ -128,7 +128,7 @@ def _blocks(tensor: Any, places: list[list[int]]) -> list[Block]:
 
 
 def _senders(blocks: list[Block], owner: int) -> set[int]:
-    """Ranks whose blocks make the tensor whole without one coming twice: the owner, where it has what others have."""
+    """Return ranks whose distinct blocks make up the tensor, preferring the owner among ranks with the same block."""
     holders: dict[tuple[tuple[int, int], ...], int] = {}
     for rank in [owner, *range(len(blocks))]:
         holders.setdefault(tuple((part.start, part.stop) for part in blocks[rank]), rank)

@@ -1,4 +1,4 @@
-"""What the optimizers of this package have in common: state that is made, not stepped into being."""
+"""The base of this package's optimizers, whose state can be created without a step."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
@@ -8,14 +8,14 @@ from torch import Tensor
 
 
 class OwnOptimizer(torch.optim.Optimizer):
-    """A subclass says what state a parameter begins with, and updates those of a group that have a gradient.
+    """The base class: a subclass defines a parameter's initial state, and updates parameters with gradients.
 
-    `params` are group dictionaries, as `parameter_groups` makes them; `settings` are for those that do not override
-    them. Raises TypeError for one that is none of the class's.
+    `params` are group dictionaries, as `parameter_groups` returns them; `settings` are the defaults of groups. Raises
+    TypeError for a setting that the class does not have.
     """
 
     defaults_of_class: ClassVar[Mapping[str, Any]] = {}
-    """Every setting, and its value where none is given."""
+    """All settings, with their default values."""
 
     def __init__(self, params: Iterable[dict[str, Any]], **settings: Any) -> None:
         if unknown := sorted(settings.keys() - self.defaults_of_class.keys()):
@@ -23,21 +23,21 @@ class OwnOptimizer(torch.optim.Optimizer):
         super().__init__(params, {**self.defaults_of_class, **settings})
 
     def new_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-        """The state of a parameter before its first step."""
+        """Return the state of a parameter before its first step."""
         raise NotImplementedError
 
     def update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        """One step of `parameters`, which have gradients and state; at least one."""
+        """Take one step for `parameters` (at least one), which have gradients and state."""
         raise NotImplementedError
 
     def init_state(self) -> None:
-        """Makes the state of every parameter that has none."""
+        """Create the state of every parameter that has none."""
         for group in self.param_groups:
             self._make_state(group["params"], group)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # the argument is for torch's helpers
-        """One update of every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             self._make_state(parameters, group)

@@ -1,4 +1,4 @@
-"""The learning rate of every step: a function of (config, step, train_steps) and nothing else.
+"""The learning rate of every step, a function of only (config, step, train_steps).
 
     rate
     peak   |      ___________
@@ -9,14 +9,14 @@
            0      W           S        S + D
 
 W is `lr_warmup_steps`; S is `lr_decay_starting_step`, by default W (a later S makes warm-up, stable,
-decay); D is `lr_decay_steps`, by default what is left of the run, `train_steps` - S. Past S + D the rate
-stays where it is, so D = 0 is a run without decay. Steps count from 1, and step t of training runs at the
+decay); D is `lr_decay_steps`, by default the rest of the run, `train_steps` - S. After S + D the rate
+stays constant, so D = 0 is a run without decay. Steps count from 1, and step t of training has the
 rate of t. For 3e-4, two linear warm-up steps and 13 cosine steps down to 1e-5:
 
     t     1        2       3         4         …   14        15
     rate  0.00015  0.0003  0.000296  0.000283  …   1.42e-05  1e-05
 
-There is no state: a resumed run reads the same curve, and a changed config takes effect at the next step.
+There is no state: a resumed run follows the same curve, and a changed config takes effect at the next step.
 
 Decays, for S < t, with u = (t - S) / D, peak = `learning_rate`, floor = `min_decay_lr`:
 
@@ -27,10 +27,10 @@ Decays, for S < t, with u = (t - S) / D, peak = `learning_rate`, floor = `min_de
     step       peak * lr_step_gamma ** ((t - S) // lr_step_size), never under floor
     constant   peak
 
-Without `min_decay_lr` the floor of linear, cosine and 1-sqrt is the peak: no decay (nanotron's rule). That
-of sqrt, step and a function of yours is 0, because their pace does not come from the floor.
+Without `min_decay_lr` the floor of linear, cosine and 1-sqrt is the peak: no decay (nanotron's rule). The floor
+of sqrt, step and your own function is 0, because their pace does not depend on the floor.
 
-`lr_decay_style` may be the dotted path of a function of yours. `elapsed` counts from 1 to D and stays there:
+`lr_decay_style` may be the dotted path of your own function. `elapsed` counts from 1 to D and then stays at D:
 
     def half_every_1000(elapsed: int, decay_steps: int) -> float:
         return 0.5 ** (elapsed / 1000)                           the factor on peak; never under floor
@@ -53,7 +53,7 @@ STYLE = "optimizer.learning_rate_scheduler.lr_decay_style"
 
 
 def learning_rate(schedule: LearningRateScheduler, step: int, train_steps: int) -> float:
-    """The rate of training step `step` (1, 2, …) in a run of `train_steps` steps."""
+    """Return the rate of training step `step` (1, 2, …) in a run of `train_steps` steps."""
     if step < schedule.lr_warmup_steps and schedule.lr_warmup_style == "linear":
         return schedule.learning_rate * step / schedule.lr_warmup_steps
     decay_steps = schedule.decay_steps(train_steps)
@@ -67,7 +67,7 @@ def learning_rate(schedule: LearningRateScheduler, step: int, train_steps: int) 
 
 
 def _remaining(style: str, u: float) -> float:
-    """What is left between peak and floor when the share u of the decay is over: from 1 down to 0."""
+    """Return the share of peak - floor that remains after the fraction u of the decay: from 1 down to 0."""
     if style == "linear":
         return 1 - u
     if style == "cosine":
@@ -76,20 +76,20 @@ def _remaining(style: str, u: float) -> float:
 
 
 def check_schedules(config: Optimizer) -> None:
-    """Raise `InputError` where an `lr_decay_style` is a dotted path without a function that returns a factor."""
+    """Raise `InputError` if the dotted path of an `lr_decay_style` is not a function that returns a factor."""
     for _, schedule in config.schedules:
         if "." in schedule.lr_decay_style:
             _custom_pace(schedule.lr_decay_style, 1, 1)
 
 
 def _custom_pace(path: str, elapsed: int, decay_steps: int) -> float:
-    """What the function at `path` returns. Raises `InputError` unless that is a finite number of at least 0."""
+    """Return the result of the function at `path`. Raises `InputError` unless it is a finite number >= 0."""
     function = import_dotted(path, STYLE)
     if not callable(function):
         raise InputError(f"{STYLE}: expected a function at '{path}', found {function!r}")
     try:
         factor = function(elapsed, decay_steps)
-    except Exception as error:  # it is a user's choice of function: whatever it raises, it is no schedule
+    except Exception as error:  # a user's function may raise anything
         raise InputError(f"{STYLE}: {path}({elapsed}, {decay_steps}) failed: {error}") from error
     if not isinstance(factor, int | float) or not math.isfinite(factor) or factor < 0:
         raise InputError(
@@ -100,7 +100,7 @@ def _custom_pace(path: str, elapsed: int, decay_steps: int) -> float:
 
 
 def _pace(schedule: LearningRateScheduler, elapsed: int, decay_steps: int) -> float:
-    """The rate over the peak, `elapsed` steps into a decay that has no floor to come from."""
+    """Return rate / peak after `elapsed` steps of a decay whose pace does not depend on the floor."""
     if "." in schedule.lr_decay_style:
         return _custom_pace(schedule.lr_decay_style, elapsed, decay_steps)
     if schedule.lr_decay_style == "sqrt":

@@ -1,14 +1,14 @@
-"""SOAP: Adam in the eigenbasis of Shampoo's preconditioner.
+"""SOAP, which runs Adam in the eigenbasis of Shampoo's preconditioner.
 
     L  <-  beta2 L + (1 - beta2) G G^T        R  <-  beta2 R + (1 - beta2) G^T G        of the gradient G
     G' =  Q_L^T G Q_R                         Q_L, Q_R: eigenvectors of L and R
     M  <-  beta1 M + (1 - beta1) G            V  <-  beta2 V + (1 - beta2) G'^2
     W  <-  W (1 - lr * weight_decay) - lr * Q_L [ M' / (sqrt(V) + eps) ] Q_R^T          M' = Q_L^T M Q_R, bias-corrected
 
-Eigenvectors are found once, and followed every `precondition_frequency` steps by one step of power iteration and a QR
-decomposition. The first step only begins L and R, so that a gradient never meets a basis made of itself. Everything is
-fp32, on whole matrices: state and gradients of sharded ones travel to the owner and back at every step, which costs
-more than Muon's two halves of a gradient.
+Eigenvectors are computed once, and updated every `precondition_frequency` steps by one step of power iteration and a QR
+decomposition. The first step only initializes L and R, so that a gradient is never projected on a basis made of itself.
+Everything is fp32, on whole matrices: state and gradients of sharded ones are sent to the owner and back at every step,
+which costs more than Muon's two transfers of half a gradient.
 
 Source: Vyas et al., "SOAP: Improving and stabilizing Shampoo using Adam" (arXiv 2409.11321), algorithm 3.
 """
@@ -40,7 +40,7 @@ class Soap(MatrixOptimizer):
     }
 
     def new_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-        """Zeros of all kinds."""
+        """Return zeros for all state."""
         rows, columns = parameter.shape[-2:]
         moments = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
         left = {key: zeros_beside(parameter, rows, rows) for key in ("left", "left_basis")}
@@ -48,7 +48,7 @@ class Soap(MatrixOptimizer):
         return {"step": torch.zeros(()), **moments, **left, **right}
 
     def update_batch(self, batch: Batch, group: dict[str, Any]) -> None:
-        """One step of the parameters of a batch, which have taken equally many."""
+        """Take one step for the parameters of a batch, which have equal step counts."""
         steps = self.states(batch, "step")
         for each in steps:
             each += 1
@@ -77,7 +77,7 @@ def whole_update(
     left_basis: Tensor,
     right_basis: Tensor,
 ) -> Tensor:
-    """The direction of step 1, 2, … of a stack ``[n, rows, columns]``; its state is changed in place."""
+    """Return the direction of step 1, 2, … for a stack ``[n, rows, columns]``, and update its state in place."""
     beta1, beta2 = group["betas"]
     direction = torch.zeros_like(gradient)
     if step > 1:
@@ -98,7 +98,7 @@ def whole_update(
 
 
 def _follow(covariance: Tensor, basis: Tensor, square: Tensor) -> Tensor:
-    """Moves `basis` towards the eigenvectors of `covariance`, the largest first; returns `square` with rows so ordered.
+    """Move `basis` towards the eigenvectors of `covariance`, largest first; return `square` with reordered rows.
 
     ``[n, size, size]``, ``[n, size, size]``, ``[n, size, columns]``.
     """

@@ -1,17 +1,17 @@
-"""Optimizer state by parameter name, so that a checkpoint depends neither on groups nor on the layout.
+"""Optimizer state by parameter name, so that a checkpoint does not depend on groups or layout.
 
     state_tensors(model.named_parameters(), optimizer)
     {"state.model.norm.weight.step": tensor(10.),
      "state.model.norm.weight.exp_avg": tensor([...]),
      "state.model.norm.weight.exp_avg_sq": tensor([...]), ...}
 
-The tensors are the optimizer's own, not copies: what loads in place needs nothing else. Numbers that an optimizer keeps
-beside its tensors appear as 0-dim tensors.
+The tensors are the optimizer's own, not copies, so they can be loaded in place. Python numbers in an optimizer's state
+appear as 0-dim tensors.
 
-Hyper-parameters are not part of it. Learning rate, betas and weight decay come from the config at every start, so
-an edited config is never overruled by an old checkpoint.
+Hyper-parameters are not included. Learning rate, betas and weight decay come from the config at every start, so an old
+checkpoint never overrides an edited config.
 
-To resume: build the optimizer, `init_state`, fill what `state_tensors` shows, `load_numbers`.
+To resume: build the optimizer, call `init_state`, fill the tensors of `state_tensors`, and call `load_numbers`.
 """
 
 from collections.abc import Iterable
@@ -25,28 +25,28 @@ from kenotron.config.errors import InputError
 
 @torch.no_grad()
 def init_state(optimizer: torch.optim.Optimizer) -> None:
-    """Creates the optimizer's state without a step of training: weights, gradients and rates stay as they are.
+    """Create the optimizer's state without a step of training: weights, gradients and rates stay unchanged.
 
-    AdamW, SGD and our own get exactly the state that they start from. What another optimizer gets has the right names
-    and shapes, to be loaded over, but its counters may have counted a step. Does nothing when there is state already.
+    AdamW, SGD and Kénotron's own get exactly their initial state. Other optimizers get state with the right names and
+    shapes, to be overwritten by a load, whose counters may have counted a step. Does nothing if there is state already.
     """
-    if hasattr(optimizer, "init_state"):  # of this package
+    if hasattr(optimizer, "init_state"):  # one of this package
         optimizer.init_state()
         return
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if any(optimizer.state.get(parameter) for parameter in parameters):
         return
-    # A step at rate 0 leaves their weights alone, and a state of zeros is that before the first step.
+    # A step at rate 0 does not change their weights, and zeros are their state before the first step.
     well_known = type(optimizer) in (torch.optim.AdamW, torch.optim.SGD)
     gradients = [parameter.grad for parameter in parameters]
-    weights = [] if well_known else [parameter.detach().clone() for parameter in parameters]  # to put back
+    weights = [] if well_known else [parameter.detach().clone() for parameter in parameters]  # to restore
     rates = [group["lr"] for group in optimizer.param_groups]
     for parameter in parameters:
         parameter.grad = None
     for group in optimizer.param_groups:
         group["lr"] = 0.0
     try:
-        # Each alone, the largest first: zeros for all at once would be as much memory again as the weights.
+        # One parameter at a time, largest first: zero gradients for all would need as much memory as the weights.
         largest_first = sorted(parameters, key=torch.numel, reverse=True)
         for some in ([each] for each in largest_first) if well_known else [parameters]:
             for parameter in some:
@@ -71,7 +71,7 @@ Named = Iterable[tuple[str, nn.Parameter]]
 
 
 def state_tensors(named_parameters: Named, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """All state of these parameters as `state.<parameter>.<key>`; a tied one under its first name."""
+    """Return all state of these parameters as `state.<parameter>.<key>`; tied ones under their first name."""
     return {
         f"state.{name}.{key}": _as_tensor(f"{name}.{key}", value)
         for name, parameter in named_parameters
@@ -81,9 +81,9 @@ def state_tensors(named_parameters: Named, optimizer: torch.optim.Optimizer) -> 
 
 
 def load_numbers(named_parameters: Named, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
-    """Give the optimizer the numbers among `tensors`, which `state_tensors` has shown and a load has filled.
+    """Write the Python numbers among `tensors`, which `state_tensors` returned and a load has filled, back.
 
-    The others are its own.
+    All other tensors are the optimizer's own.
     """
     for name, parameter in named_parameters:
         state = optimizer.state.get(parameter, {})

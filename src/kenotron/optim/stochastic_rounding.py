@@ -1,12 +1,12 @@
-"""AdamW on bf16 weights, with updates that are rounded up or down at random, in proportion.
+"""AdamW on bf16 weights, with stochastic rounding of updates.
 
-A bf16 number has eight significant bits: the next one after 1 is 1 + 2^-7. To the nearest, a step of 0.001 is lost each
-time; rounded at random, it moves the weight once in eight steps, and by the right amount on average:
+A bf16 number has eight significant bits: the next number after 1 is 1 + 2^-7. Rounding to nearest loses a step of 0.001
+every time; stochastic rounding moves the weight about once in eight steps, by the right amount on average:
 
-    1 + 0.001    to the nearest  1, 1, 1, 1, 1, 1, 1, 1        at random  1, 1, 1, 1.0078, 1, 1, 1, 1
+    1 + 0.001    to nearest  1, 1, 1, 1, 1, 1, 1, 1        stochastic  1, 1, 1, 1.0078, 1, 1, 1, 1
 
-Weights and moments are bf16, the update is computed in fp32. Random bits are a function of step, parameter and element,
-never of the rank, so any layout rounds alike, and so does a run that goes on from a checkpoint.
+Weights and moments are bf16, and the update is computed in fp32. Random bits are a function of step, parameter and
+element, not of the rank, so all layouts and resumed runs round alike.
 
 Source: Gupta et al., "Deep learning with limited numerical precision" (arXiv 1502.02551).
 """
@@ -22,13 +22,13 @@ from kenotron.kernels.random import hash_counters
 from kenotron.optim.own import OwnOptimizer
 from kenotron.parallel.shards import local_tensor, shard_of
 
-AT_ONCE = 1 << 18  # elements, for which fp32 copies and 64-bit numbers of each are made
+AT_ONCE = 1 << 18  # elements that are updated at a time, with fp32 copies and 64-bit random numbers
 
 
 class StochasticAdamW(OwnOptimizer):
-    """AdamW (Loshchilov & Hutter, 2019), its results rounded stochastically to the dtype of the weights.
+    """AdamW (Loshchilov & Hutter, 2019), with results rounded stochastically to the dtype of the weights.
 
-    `names` are those of all parameters, which may be DTensors. State: `step`, `exp_avg`, `exp_avg_sq`.
+    `names` are the names of all parameters, which may be DTensors. State: `step`, `exp_avg`, `exp_avg_sq`.
     """
 
     defaults_of_class = {"lr": 1e-3, "weight_decay": 0.0, "betas": (0.9, 0.95), "eps": 1e-8}  # noqa: RUF012
@@ -38,12 +38,12 @@ class StochasticAdamW(OwnOptimizer):
         self.names = names
 
     def new_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-        """The state of a parameter before its first step; the counter is on the host, which reads it."""
+        """Return the state of a parameter before its first step; the counter is on the host, which reads it."""
         moments = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
         return {"step": torch.zeros(()), **moments}
 
     def update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        """One step of the parameters of a group, one by one."""
+        """Take one step for the parameters of a group, one by one."""
         for parameter in parameters:
             self._update(parameter, group)
 
@@ -68,9 +68,9 @@ class StochasticAdamW(OwnOptimizer):
 
 
 def rounded(value: Tensor, bits: Tensor, dtype: torch.dtype) -> Tensor:
-    """fp32 `value` as a number of bf16 below or above it, the nearer the likelier; `bits`: 16 random ones for each.
+    """Round fp32 `value` stochastically to bf16, the nearer number more likely; `bits` has 16 random bits for each.
 
-    Of another `dtype` than bf16 nothing is rounded.
+    If `dtype` is not bf16, nothing is rounded.
     """
     if dtype != torch.bfloat16:
         return value
