@@ -173,7 +173,7 @@ MUTANTS = [
     Mutant(
         name="tools-do-not-reach-the-chat-template",
         file="text/sft.py",
-        find="special_tokens(tokenizer) | (given or {})",
+        find="special_tokens(tokenizer) | (variables or {})",
         replace="special_tokens(tokenizer)",
         why="rows of tool use train on a text without their tools, in silence",
         tests=("text/test_sft.py",),

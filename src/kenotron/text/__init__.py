@@ -1,1 +1,1 @@
-"""Documents and tokenizers: text to tokens. No torch."""
+"""Read documents and tokenize them, without torch."""

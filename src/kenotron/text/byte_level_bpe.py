@@ -1,4 +1,4 @@
-"""Training a tokenizer: a byte-level BPE, as GPT-2's."""
+"""Train a tokenizer, a byte-level BPE like GPT-2's."""
 
 from collections.abc import Iterable, Iterator
 
@@ -7,8 +7,8 @@ from kenotron.text.tokenizer import TextTokenizer, all_cores
 
 END_OF_TEXT = "<|endoftext|>"
 
-# Words take one leading blank or mark (`_name`, `.name`), numbers are cut in threes, and a run of blank lines with
-# the indentation of the next line stays in one chunk, which matters for code. (The split of Llama 3 and of cl100k.)
+# The split of Llama 3 and cl100k: words include one leading space or mark (`_name`, `.name`), numbers are cut in
+# threes, and blank lines with the indentation of the next line stay in one chunk, which matters for code.
 SPLIT_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -16,7 +16,7 @@ SPLIT_PATTERN = (
 
 
 def first_characters(texts: Iterable[str], characters: int) -> Iterator[str]:
-    """The first of `texts`, until they have so many characters."""
+    """Yield the first of `texts`, until they have `characters` characters."""
     for text in texts:
         if characters <= 0:
             return
@@ -25,7 +25,7 @@ def first_characters(texts: Iterable[str], characters: int) -> Iterator[str]:
 
 
 def train_byte_level_bpe(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
-    """A byte-level BPE of at most `vocab_size` tokens, the first of which ends documents.
+    """Train a byte-level BPE of at most `vocab_size` tokens, the first of which ends documents.
 
     Sennrich et al. 2016 (arXiv 1508.07909) on bytes as in GPT-2; no text is out of vocabulary.
     """

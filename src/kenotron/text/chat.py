@@ -1,4 +1,4 @@
-"""The chat template of a tokenizer: a conversation as text, for fine-tuning and for `kenotron chat`.
+"""Render a conversation as text by a tokenizer's chat template, for fine-tuning and for `kenotron chat`.
 
 [{role: user, content: Hi}]  ──render_chat──▶  <|im_start|>user↵Hi<|im_end|>↵
 """
@@ -12,7 +12,7 @@ from kenotron.text.tokenizer import TextTokenizer
 
 
 def chat_template(tokenizer: TextTokenizer) -> str | None:
-    """The jinja template by which a conversation becomes text; of several the default. None: it has none."""
+    """Return the tokenizer's jinja chat template, the default one of several, or None if it has none."""
     file = tokenizer.folder / "chat_template.jinja" if tokenizer.folder else None
     if file is not None and file.is_file():
         try:
@@ -29,7 +29,7 @@ def chat_template(tokenizer: TextTokenizer) -> str | None:
 
 
 def special_tokens(tokenizer: TextTokenizer) -> dict[str, str]:
-    """The texts of bos_token, eos_token and the like, which a chat template may use."""
+    """Return the texts of bos_token, eos_token and other special tokens, which a chat template may use."""
     named = {key: value for key, value in tokenizer.config.items() if re.fullmatch(r"[a-z]+_token", key)}
     texts = {key: value.get("content") if isinstance(value, dict) else value for key, value in named.items()}
     return {key: text for key, text in texts.items() if isinstance(text, str)}
@@ -37,8 +37,9 @@ def special_tokens(tokenizer: TextTokenizer) -> dict[str, str]:
 
 @lru_cache
 def template_variables(template: str) -> frozenset[str]:
-    """Names that a chat template reads and does not set itself. Nothing of one that jinja cannot parse, which is
-    reported when it renders.
+    """Return the names that a chat template reads but does not set itself.
+
+    It is empty for a template that jinja cannot parse; rendering reports that.
     """
     import jinja2
     from jinja2 import meta
@@ -54,11 +55,11 @@ def template_variables(template: str) -> frozenset[str]:
 def render_chat(
     template: str, variables: dict[str, Any], where: str, messages: list[Any], prompt: bool = False, mask: bool = False
 ) -> tuple[str, Any]:
-    """The text of a conversation; with `prompt` up to where an answer begins, with `mask` also its answers' ranges."""
+    """Return a conversation's text; `prompt`: up to the start of an answer; `mask`: also the answers' ranges."""
     import jinja2
     from transformers.utils import chat_template_utils
 
-    library: Any = chat_template_utils  # its stubs lack the mask
+    library: Any = chat_template_utils  # its type stubs lack the mask
     try:
         texts, answers = library.render_jinja_template(
             [messages],

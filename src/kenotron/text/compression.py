@@ -1,4 +1,4 @@
-"""Compressed files as streams."""
+"""Read compressed files as streams."""
 
 import gzip
 import io
@@ -8,18 +8,18 @@ from typing import IO, Any
 SUFFIXES = (".gz", ".zst")
 
 DAMAGE = (gzip.BadGzipFile, zlib.error, EOFError)
-"""What reading a damaged file raises."""
+"""Errors of reading a damaged file."""
 
 
 def decompressed(raw: IO[bytes], suffix: str) -> IO[bytes]:
-    """The content of a file that is compressed by its suffix, as a stream. Raises `DAMAGE`."""
+    """Return the decompressed content of a file as a stream, by its suffix. Reading it may raise `DAMAGE`."""
     if suffix == ".gz":
         return gzip.GzipFile(fileobj=raw)  # type: ignore[return-value]
     return io.BufferedReader(_Zstd(raw), 1 << 17) if suffix == ".zst" else raw  # type: ignore[return-value]
 
 
 class _Zstd(io.RawIOBase):
-    """What a zstd file unpacks to, by Arrow (Python has zstd from 3.14 on)."""
+    """The decompressed content of a zstd file, by Arrow (Python has zstd from 3.14 on)."""
 
     def __init__(self, raw: IO[bytes]) -> None:
         import pyarrow
@@ -34,7 +34,7 @@ class _Zstd(io.RawIOBase):
         try:
             data = self._stream.read(len(buffer))
         except OSError as error:
-            if error.errno is not None:  # the disk's, not Arrow's
+            if error.errno is not None:  # an error of the disk, not Arrow's
                 raise
             raise EOFError(str(error)) from None
         buffer[: len(data)] = data

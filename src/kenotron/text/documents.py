@@ -1,8 +1,8 @@
-"""What a set of documents is, whatever it is read from.
+"""The interface of a set of documents, for all formats.
 
-Every source of documents has the same few methods: what it is (`name`), whether it changed (`signature`, cheap, and
-`content_hash`, by reading), its `size`, and the documents in an order that never varies. Files and datasets are also
-read by ranges, each of which is found without reading those before it:
+Every source of documents has its `name`, keys that change with the content (`signature`, which is cheap, and
+`content_hash`, which reads it), its `size`, and the documents in a fixed order. Files and datasets are also read by
+ranges, each of which is found without reading the previous ones:
 
     a.jsonl   |--------|--------|----|      cut at line ends near multiples of the requested size
     b.jsonl.gz, b.jsonl.zst, c.txt          one range each
@@ -20,26 +20,26 @@ from typing import Any, NamedTuple, Protocol
 from kenotron.config.errors import InputError, nearest
 
 LONGEST_CHUNK = 1 << 19
-"""Characters of a document that are encoded at once: an encoding takes some hundred bytes for each."""
+"""Characters of a document that are encoded at a time; an encoding takes some hundred bytes per character."""
 
 YOUNG = 2.0
-"""Seconds within which a second change of a file may leave its time unchanged, so that the time proves nothing."""
+"""Seconds within which a second change of a file may not change its time, so that the time proves nothing."""
 
 LINE_END = re.compile(r"\r\n|\r|\n")
 
 RowHook = Callable[[dict[str, Any], str], list[str]]
-"""The documents of a row (all its columns) of the file so named; raises NoText."""
+"""(row with all columns, file name) → its documents; raises NoText."""
 
 
 class NoText(InputError):
-    """A row has no text where a hook keeps it; the message says what it has."""
+    """A row has no text in the expected column; the message says what it has instead."""
 
 
 # ---- chunks and sources ------------------------------------------------------------------------------------
 
 
 class DocumentChunk(NamedTuple):
-    """A document or a chunk of one: its text, the work done once it is read, and whether it is the document's last."""
+    """A document or a chunk of one: its text, the work done after reading it, and whether it is the last chunk."""
 
     text: str
     done: int
@@ -48,7 +48,7 @@ class DocumentChunk(NamedTuple):
 
 @dataclass(slots=True)
 class TextChunk:
-    """A chunk of text as it is encoded: with the work `done` so far, and whether a document starts and ends with it."""
+    """A chunk of text to encode, with the work `done` so far, and whether a document starts and ends with it."""
 
     text: str
     done: int
@@ -57,10 +57,10 @@ class TextChunk:
 
 
 class ByteRange(NamedTuple):
-    """Documents that are read by themselves: of file or dataset number `part`, from `start` to `stop`.
+    """A range of documents that is read independently: from `start` to `stop` in file or dataset number `part`.
 
-    `start` and `stop` count bytes of a jsonl file, row groups of a parquet file, rows of a dataset; `stop` None: all of
-    it. `size`: bytes, of a dataset an estimate.
+    `start` and `stop` count bytes of a jsonl file, row groups of a parquet file, or rows of a dataset; `stop` None: the
+    end. `size` is in bytes, estimated for a dataset.
     """
 
     part: int
@@ -76,31 +76,32 @@ class DocumentSource(Protocol):
     skip_bad: bool
     skipped: int
     first_skipped: list[str]
-    """Whether documents that cannot be read are left out; how many were since the last call of `documents` (lines, ends
-    of files), and what was wrong with the first of them, and where."""
+    """`skip_bad`: whether unreadable documents are left out. Since the last call of `documents`, `skipped` counts those
+    left out (lines, ends of files), and `first_skipped` has the problems of the first ones, with their positions."""
 
     @property
     def size(self) -> int:
-        """All the work, in the unit that `DocumentChunk.done` counts: bytes or rows."""
+        """Return the total work in the unit of `DocumentChunk.done`, bytes or rows."""
 
     def signature(self) -> str | None:
-        """Cheap to get, and another one when the content may be another; None when nothing cheap is known."""
+        """Return a cheap key that changes if the content may have changed; None if there is no cheap key."""
 
     def content_hash(self) -> str:
-        """Names the content; equal for equal documents."""
+        """Return a hash of the content, equal for equal documents."""
 
     def documents(self) -> Iterator[DocumentChunk]:
-        """Every document, in chunks where it is long."""
+        """Yield every document; long ones come in chunks."""
 
 
 class MayBeBad:
-    """Documents are the `column` of rows, or what `hook` makes of a row. Of those that cannot be read the first one is
-    an error, or all are left out and counted.
+    """Documents that are the `column` of rows, or the result of `hook` for a row. The first one that cannot be read is
+    an error, or all such documents are left out and counted.
 
-    `tell`, if it is set, gets a line about the first few of them, the 10th, the 100th and so on: a stream has no end.
+    `tell`, if set, is called with a line about the first few of them, the 10th, the 100th and so on, as streams are
+    endless.
     """
 
-    FIRST = 3  # so many are named
+    FIRST = 3  # the number of documents that are named
 
     def __init__(self, column: str, hook: RowHook | None, skip: bool, advice: str) -> None:
         self.column, self.hook = column, hook
@@ -109,11 +110,11 @@ class MayBeBad:
         self.count_anew()
 
     def count_anew(self) -> None:
-        """Nothing has been left out yet."""
+        """Reset the count of documents that were left out."""
         self.skipped, self.first_skipped = 0, list[str]()
 
     def bad(self, problem: str) -> None:
-        """Leaves a document out. Raises InputError where that was not asked for."""
+        """Leave a document out and count it. Raises InputError unless documents may be left out."""
         if not self.skip_bad:
             raise InputError(f"{problem}{self._advice}") from None
         self.skipped += 1
@@ -124,7 +125,7 @@ class MayBeBad:
 
     @contextmanager
     def no_text_is_bad(self, where: str) -> Iterator[None]:
-        """Within, a row without text is `bad`: the one at `where`."""
+        """Treat a row without text, the one at `where`, as `bad` within the block."""
         try:
             yield
         except NoText as error:
@@ -132,25 +133,25 @@ class MayBeBad:
 
 
 class StreamableDocuments(DocumentSource, Protocol):
-    """Documents that can be read by ranges, and in several parts each from a place in it; `tell` as in `MayBeBad`."""
+    """Documents that can be read by ranges, and from any position in their files or shards; `tell`: see `MayBeBad`."""
 
     tell: Callable[[str], None] | None
 
     def byte_ranges(self, size: int) -> Iterator[ByteRange]:
-        """All documents, in byte_ranges of at most `size` bytes where their form allows to cut them so."""
+        """Yield ranges that cover all documents, of at most `size` bytes if the format can be cut."""
 
     def read(self, byte_range: ByteRange) -> Iterator[DocumentChunk]:
-        """The documents of a byte_range; `DocumentChunk.done` counts its bytes."""
+        """Yield the documents of a range; `DocumentChunk.done` counts its bytes."""
 
     @property
     def parts(self) -> int:
-        """How many parts (files, shards) a stream reads one after the other."""
+        """The number of files or shards that a stream reads one after the other."""
 
     def chunks_from(self, part: int, place: int) -> Iterator[DocumentChunk]:
-        """The chunks of a part from `place` on; `done` of each is the place behind it. A part begins at place 0."""
+        """Yield a file's or shard's chunks from position `place` (0: the start) on; `done`: the position after each."""
 
     def fingerprint(self, times: bool) -> str:
-        """Another one where names or sizes of the parts are others, or (with `times`) when they changed last."""
+        """Return a key of the names and sizes of the files or shards, with `times` also of their last changes."""
 
 
 # ---- text --------------------------------------------------------------------------------------------------
@@ -158,7 +159,7 @@ class StreamableDocuments(DocumentSource, Protocol):
 
 def cut(lines: Iterable[str], chunk: int) -> Iterator[str]:
     """Cut a text after `chunk` characters at a blank line, after twice as many at any line end, and never inside a
-    line shorter than `chunk`. `lines` keep their ends; a longer one than `chunk` comes in parts of that length."""
+    line shorter than `chunk`. `lines` keep their line ends; a line longer than `chunk` comes in pieces of this size."""
     waiting: list[str] = []
     length = 0
     for line in lines:
@@ -172,7 +173,7 @@ def cut(lines: Iterable[str], chunk: int) -> Iterator[str]:
 
 
 def _lines_of(text: str, longest: int) -> Iterator[str]:
-    """The lines of `text`, as a stream's `readline(longest)` gives them; a stream would copy all of it."""
+    """Yield the lines of `text` like a stream's `readline(longest)`, without the copy that a stream would make."""
     start = 0
     while start < len(text):
         end = LINE_END.search(text, start, start + longest)
@@ -182,7 +183,7 @@ def _lines_of(text: str, longest: int) -> Iterator[str]:
 
 
 def split_long_chunk(chunk: DocumentChunk, longest: int) -> Iterator[DocumentChunk]:
-    """A chunk of more than `longest` characters in shorter ones."""
+    """Split a chunk of more than `longest` characters into shorter ones."""
     if len(chunk.text) <= longest:
         yield chunk
         return
@@ -195,7 +196,7 @@ def split_long_chunk(chunk: DocumentChunk, longest: int) -> Iterator[DocumentChu
 
 
 def whole_characters(text: str) -> str:
-    """`text` with a question mark for half a surrogate pair, which JSON may escape and no UTF-8 holds."""
+    """Replace lone surrogates, which JSON may escape but UTF-8 cannot encode, by question marks."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -204,7 +205,7 @@ def whole_characters(text: str) -> str:
 
 
 def texts_of_row(row: object, column: str, hook: RowHook | None, file: str) -> list[str]:
-    """The documents of a row: its `column`, or what `hook` makes of it. Raises NoText."""
+    """Return the documents of a row: its `column`, or the result of `hook`. Raises NoText."""
     if hook is not None and isinstance(row, dict):
         return [whole_characters(text) for text in hook(row, file)]
     text = row.get(column) if isinstance(row, dict) else None
@@ -214,7 +215,7 @@ def texts_of_row(row: object, column: str, hook: RowHook | None, file: str) -> l
 
 
 def missing_column(column: str, row: object) -> str:
-    """What to say of a row whose text column is not a string."""
+    """Return the message about a row whose text column is not a string."""
     if not isinstance(row, dict):
         return f"expected a JSON object with a text column {column!r}, found {type(row).__name__}"
     if column in row:

@@ -1,13 +1,13 @@
-"""Text to token ids on several processes, in order and in bounded memory.
+"""Encode text to token ids on several processes, in order and in bounded memory.
 
 This process reads documents and writes tokens; in between, batches of about a megabyte go to workers:
 
     documents ──▶ batch 0 ──▶ worker A ──▶ ids of batch 0 ──▶
                   batch 1 ──▶ worker B ──▶ ids of batch 1 ──▶  (in the order of the documents)
 
-A worker is a fresh Python with a pipe in and a pipe out: no fork of a process that holds threads, no second
-run of the user's script, and it ends by itself when its pipe closes, also when this process is killed. With one
-process no worker is started: the library's own threads do the work here.
+A worker is a new Python process with an input and an output pipe: no fork of a process with threads, no second run of
+the user's script, and it ends when its pipe closes, also if this process is killed. With one process no worker is
+started: the library's own threads do the work in this process.
 """
 
 import os
@@ -35,10 +35,9 @@ BATCH_CHARACTERS = 1 << 20
 
 
 class Answer(NamedTuple):
-    """Ids of a batch of texts end to end ``[tokens]``, and of each text how many ids and UTF-8 bytes it has
-    ``[texts]``.
+    """Concatenated ids of a batch of texts ``[tokens]``, and the numbers of ids and UTF-8 bytes of each ``[texts]``.
 
-    For fine-tuning also whether each token is in the loss ``[tokens]``.
+    For fine-tuning it also has whether each token is in the loss ``[tokens]``.
     """
 
     ids: NDArray[np.uint32]
@@ -52,12 +51,12 @@ AnyChunk = TypeVar("AnyChunk", bound=TextChunk)
 
 @dataclass(frozen=True)
 class EncodeRules:
-    """How a document becomes tokens: cut to `max_tokens`, then ended by `eos` unless it ends so already.
+    """The rules of tokenization: a document is cut to `max_tokens`, and `eos` is appended unless it ends so already.
 
-    With `examples` a document is one of text/sft.py, and each of its tokens has a loss or none.
+    With `examples` a document is an example of text/sft.py, whose tokens have a loss mask.
 
-    With a cut to `max_tokens` every chunk of a long text counts as a document. With `bare`, the tokens that the
-    tokenizer adds around a text are left out, and every document begins with `bos` unless that is None.
+    With `max_tokens` every chunk of a long text counts as a document. With `bare`, the tokens that the tokenizer adds
+    around a text are left out, and every document begins with `bos` unless that is None.
     """
 
     eos: int | None
@@ -70,7 +69,7 @@ class EncodeRules:
 def encode_documents(
     chunks: Iterable[AnyChunk], tokenizer_json: str, rules: EncodeRules, processes: int
 ) -> Iterator[tuple[list[AnyChunk], Answer]]:
-    """Encode `chunks` batch by batch, in order; with one process by the library's threads."""
+    """Encode `chunks` in batches, in order; with one process by the library's threads."""
     batches = in_batches(chunks)
     if processes > 1:
         yield from encode_batches(batches, tokenizer_json, rules, processes)
@@ -85,10 +84,10 @@ def encode_documents(
 def encode_batches(
     batches: Iterable[list[AnyChunk]], tokenizer_json: str, rules: EncodeRules, processes: int
 ) -> Iterator[tuple[list[AnyChunk], Answer]]:
-    """Every batch with its ids, in order, by `processes` workers; at most two batches a worker are under way."""
+    """Yield every batch with its ids, in order, from `processes` workers; at most two batches per worker in flight."""
     with ExitStack() as stack:
         idle: queue.Queue[subprocess.Popen] = queue.Queue()
-        workers = [stack.enter_context(_worker()) for _ in range(processes)]  # they import at the same time
+        workers = [stack.enter_context(_worker()) for _ in range(processes)]  # they import concurrently
         for worker in workers:
             with _end_reported(worker):
                 _send(worker.stdin, (tokenizer_json, rules))
@@ -111,7 +110,7 @@ def encode_chunks(
     ends: list[bool],
     rules: EncodeRules,
 ) -> Answer:
-    """Ids of all `texts`, from `encode(texts, add_special_tokens)`.
+    """Return the ids of all `texts`, from `encode(texts, add_special_tokens)`.
 
     Special tokens are added around documents, not around their chunks; none but bos and eos with `rules.bare`.
     """
@@ -137,7 +136,7 @@ def _end_to_end(parts: list[list[int]], sizes: list[int], loss: NDArray[np.bool_
 
 
 def _answerer(tokenizer_json: str, rules: EncodeRules) -> Callable[[list[str], list[bool], list[bool]], Answer]:
-    """What makes ids of texts, of which it is told where documents start and end."""
+    """Return a function (texts, starts, ends of documents) → Answer."""
     import tokenizers
 
     backend = tokenizers.Tokenizer.from_str(tokenizer_json)
@@ -161,7 +160,7 @@ def _texts(batch: Sequence[TextChunk]) -> tuple[list[str], list[bool], list[bool
 
 
 def in_batches(chunks: Iterable[AnyChunk]) -> Iterator[list[AnyChunk]]:
-    """Batches of about a megabyte."""
+    """Yield batches of about a megabyte."""
     batch: list[AnyChunk] = []
     characters = 0
     for chunk in chunks:
@@ -181,7 +180,7 @@ def in_batches(chunks: Iterable[AnyChunk]) -> Iterator[list[AnyChunk]]:
 def _worker() -> Iterator[subprocess.Popen]:
     environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-P", "-c", "from kenotron.text.encode import main; main()"]
-    # A process group of its own: Ctrl-C is this process' affair, the worker ends with its pipe.
+    # A separate process group: Ctrl-C stops only this process, and the worker ends with its pipe.
     worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, process_group=0)
     try:
         yield worker
@@ -208,7 +207,7 @@ def _ask(idle: queue.Queue[subprocess.Popen], texts: tuple[list[str], list[bool]
 
 @contextmanager
 def _end_reported(worker: subprocess.Popen) -> Iterator[None]:
-    """Raises InputError where the worker has ended, or answers with something else."""
+    """Raise InputError if the worker has ended, or sends an invalid answer."""
     try:
         yield
     except (EOFError, BrokenPipeError, pickle.UnpicklingError):
@@ -232,7 +231,7 @@ def _send(pipe, message: object) -> None:
 def main() -> None:
     """Encode batches until the pipe closes."""
     requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a library prints is no answer
+    os.dup2(2, 1)  # prints of libraries must not mix with answers
     tokenizer_json, rules = pickle.load(requests)
     answer_to = _answerer(tokenizer_json, rules)
     while True:

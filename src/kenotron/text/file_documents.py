@@ -1,13 +1,13 @@
-"""Documents of files: text, jsonl, compressed or not, parquet, arrow, folders of them, and Python's own library.
+"""Read documents from files: text, jsonl, compressed or not, parquet, arrow, folders, and Python's own library.
 
-What a document is:
+A document is:
 
     .jsonl .json .ndjson .jsonlines    the text column of a line
     .parquet .arrow                    the text column of a row
-    any other file (.gz .zst)          the file; a long one comes in chunks of about 64 KiB, cut at blank lines, else
-                                       line ends: memory stays bounded, part of a book can be held out
+    any other file (.gz .zst)          the file; a long one is cut into chunks of about 64 KiB, at blank lines or else
+                                       line ends, to bound memory, and so that part of a book can be held out
 
-A line or row of more than half a million characters comes in chunks, too.
+A line or row of more than half a million characters is cut into chunks, too.
 """
 
 import hashlib
@@ -45,25 +45,25 @@ from kenotron.text.json_lines import json_documents
 from kenotron.text.tables import ROW_READERS, RowReader
 
 CHUNK_CHARACTERS = 64 * 1024
-"""Characters after which a text file is cut at the next good place."""
+"""Characters after which a text file is cut at the next blank line or line end."""
 
 ROW = 1 << 24
-"""More chunks than a row has."""
+"""An upper bound of the chunks of a row."""
 
 JSON_SUFFIXES = (".jsonl", ".json", ".ndjson", ".jsonlines")
 TABLES = (".csv", ".tsv", ".xlsx")
 FOREIGN_SUFFIXES = (".xz", ".bz2", ".zip", ".tar", ".tgz")
 FIRST_BYTES = {b"\x1f\x8b": ".gz", b"(\xb5/\xfd": ".zst", b"PAR1\x15": ".parquet", b"ARROW1\0\0": ".arrow"}
-"""How files that are no plain text begin, whatever their names are."""
+"""First bytes of files that are not plain text → the suffix that they should have."""
 TEXT_SUFFIXES = (".txt", ".md", ".text", *JSON_SUFFIXES)
 
 
 class FileDocuments(MayBeBad):
     """Documents of text, jsonl, parquet and arrow files.
 
-    `chunk` is the length from which a text file is cut (None: never). With `skip_bad`, a line that is no such JSON, and
-    a file from where it is no UTF-8 or damaged, are left out and counted; otherwise they are errors. `hook` makes the
-    documents of a row, instead of its `column`. `advice` ends the errors: how to leave out what is bad.
+    `chunk` is the length from which a text file is cut (None: never). With `skip_bad`, invalid lines, and the rest of a
+    file from where it is not UTF-8 or damaged, are left out and counted; otherwise they are errors. `hook` returns the
+    documents of a row, instead of its `column`. `advice`, the end of errors, says how to leave out bad documents.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class FileDocuments(MayBeBad):
                 )
 
     def signature(self) -> str | None:
-        """By path, size and time of every file; None if one changed so recently that its time proves nothing."""
+        """Return a key of path, size and time of every file; None if one changed too recently for its time to tell."""
         digest = hashlib.blake2b(self._rules(), digest_size=16)
         for file in self.files:
             stat = _stat(file)
@@ -97,7 +97,7 @@ class FileDocuments(MayBeBad):
         return digest.hexdigest()
 
     def content_hash(self) -> str:
-        """By the bytes of every file."""
+        """Return a hash of the bytes of every file."""
         digest = xxhash.xxh3_128(self._rules())
         for file in self.files:
             digest.update(f"\n{is_json(file)} {_stat(file).st_size}\n".encode())
@@ -107,18 +107,18 @@ class FileDocuments(MayBeBad):
         return digest.hexdigest()
 
     def documents(self) -> Iterator[DocumentChunk]:
-        """Every document, file after file; `done` counts bytes."""
+        """Yield every document, file after file; `done` counts bytes."""
         done = 0
         self.count_anew()
         for part, file in enumerate(self.files):
             for whole in self.read(ByteRange(part, 0, None, self._sizes[file])):
-                uncut = self.chunk is None or self.hook is not None  # a hook's may be JSON (text/sft.py)
+                uncut = self.chunk is None or self.hook is not None  # a hook's documents may be JSON (text/sft.py)
                 for chunk in [whole] if uncut else split_long_chunk(whole, LONGEST_CHUNK):
                     yield chunk._replace(done=done + chunk.done)
             done += self._sizes[file]
 
     def byte_ranges(self, size: int) -> Iterator[ByteRange]:
-        """JSON lines are cut near multiples of `size` bytes, files of rows between groups; others stay in one range."""
+        """Yield ranges: JSON lines are cut near multiples of `size` bytes, tables between row groups, others never."""
         for part, file in enumerate(self.files):
             whole = self._sizes[file]
             if whole > size and _suffix(file) in JSON_SUFFIXES:
@@ -131,7 +131,7 @@ class FileDocuments(MayBeBad):
                 yield ByteRange(part, 0, None, whole)
 
     def read(self, byte_range: ByteRange) -> Iterator[DocumentChunk]:
-        """The documents of a range. Raises InputError: not readable, damaged."""
+        """Yield the documents of a range. Raises InputError if the file is unreadable or damaged."""
         file = self.files[byte_range.part]
         if (rows := ROW_READERS.get(_suffix(file))) is not None:
             for found in rows.read(file, byte_range.start, byte_range.stop, self):
@@ -144,18 +144,18 @@ class FileDocuments(MayBeBad):
             for text, last in (self._rows if is_json(file) else self._chunks)(stream, raw, file, byte_range):
                 yield DocumentChunk(text, min(raw.tell() - byte_range.start, byte_range.size), last)
 
-    # ---- part by part, for a stream ----
+    # ---- by files, for a stream ----
 
     @property
     def parts(self) -> int:
-        """How many files there are."""
+        """The number of files."""
         return len(self.files)
 
     def chunks_from(self, part: int, place: int) -> Iterator[DocumentChunk]:
-        """The chunks of a file from `place` on, which is `done` of the chunk before: a byte of an unpacked jsonl file,
-        a row and its chunks of a table, else the number of a chunk.
+        """Yield the chunks of a file from `place` on, which is the `done` of the previous chunk: a byte offset in an
+        unpacked jsonl file, a row and chunk of a table, or else the index of a chunk.
 
-        Raises InputError: besides those of reading, the file has another size than when it was opened first.
+        Raises InputError as reading does, and if the file's size has changed since it was first opened.
         """
         file, size = self.files[part], self._sizes[self.files[part]]
         if (found := _stat(file).st_size) != size:
@@ -172,7 +172,7 @@ class FileDocuments(MayBeBad):
                 yield chunk._replace(done=number)
 
     def _rows_from(self, rows: RowReader, file: AnyPath, place: int) -> Iterator[DocumentChunk]:
-        """Of a file of rows a place is a row times `ROW`, plus the chunks of the row that were read."""
+        """Yield the chunks of a table from `place` on: row * `ROW` + the number of the row's chunks already read."""
         first = rows.start_of(file, place // ROW) if place else 0
         done = 0
         for found in rows.read(file, first, None, self):
@@ -183,7 +183,7 @@ class FileDocuments(MayBeBad):
                     yield chunk._replace(done=done)
 
     def fingerprint(self, times: bool) -> str:
-        """By name and size of every file, with `times` also when each changed."""
+        """Return a key of name and size of every file, with `times` also of their last changes."""
         digest = hashlib.blake2b(self._rules(), digest_size=16)
         for file in self.files:
             changed = _version(_stat(file)) if times else 0
@@ -198,9 +198,9 @@ class FileDocuments(MayBeBad):
                 yield text, True
 
     def _chunks(self, stream: IO[bytes], raw: IO[bytes], file: AnyPath, _: ByteRange) -> Iterator[tuple[str, bool]]:
-        """The chunks of a text file, each with whether it is the last."""
+        """Yield the chunks of a text file, each with whether it is the last."""
         waiting: str | None = None
-        reader = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")  # closes `stream` with its own end
+        reader = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")  # closing it closes `stream`
         with self._damage_reported(raw, file):
             try:
                 whole = iter(reader.read, "")
@@ -219,7 +219,7 @@ class FileDocuments(MayBeBad):
             yield waiting, True
 
     def _refuse_other_content(self, text: str, file: AnyPath) -> None:
-        """Raises InputError for the start of a text that is no text: JSON, an archive, two bytes a character."""
+        """Raise InputError if a file starts like JSON, an archive, or UTF-16 instead of text."""
         begin = text[:512]
         if begin.count("\0") > len(begin) // 4:
             raise InputError(f"{file}: is no plain text: it begins with many NUL characters (an archive, or UTF-16?)")
@@ -240,7 +240,7 @@ class FileDocuments(MayBeBad):
 
     @contextmanager
     def _damage_reported(self, raw: IO[bytes], file: AnyPath) -> Iterator[None]:
-        """The reported byte is how far the compressed file was read, at most 128 KiB behind the damage."""
+        """Report damage with the number of compressed bytes read so far, at most 128 KiB after the damage."""
         try:
             yield
         except DAMAGE as error:
@@ -252,9 +252,9 @@ class FileDocuments(MayBeBad):
 
 
 def find_files(path: str | AnyPath, key: str) -> list[AnyPath]:
-    """The files under `path` in an order that never varies: itself, or those of a folder with a text suffix.
+    """Return the files under `path` in a fixed order: itself, or a folder's files with a text suffix.
 
-    A folder without any such file gives all its files. Links are followed; hidden files and folders are left out.
+    For a folder without such files, return all its files. Links are followed; hidden files and folders are left out.
     """
     root = as_path(path)
     if root.is_file():
@@ -278,7 +278,7 @@ def find_files(path: str | AnyPath, key: str) -> list[AnyPath]:
 
 
 def unread_files(path: str | AnyPath) -> str:
-    """A line on the files of a folder that `find_files` passes over, by suffix; empty if there are none."""
+    """Return a line about a folder's files that `find_files` skips, by suffix; empty if there are none."""
     root = as_path(path)
     if not root.is_dir():
         return ""
@@ -291,16 +291,16 @@ def unread_files(path: str | AnyPath) -> str:
 
 
 def python_stdlib() -> FileDocuments:
-    """The embedded corpus: the sources of Python's own standard library, one document a file.
+    """Return the embedded corpus, the sources of Python's own standard library, with one document per file.
 
-    Its tests are left out: many systems do not install them, and they say the same thing over and over.
+    Its tests are left out, because many systems do not install them, and they are repetitive.
     """
     root = Path(sysconfig.get_path("stdlib"))
     outside = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
     found: list[Path] = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in outside]
-        # _sysconfigdata*.py is written by the build of this one machine
+        # _sysconfigdata*.py differs from machine to machine
         sources = [name for name in names if name.endswith(".py") and not name.startswith("_sysconfigdata")]
         found += [Path(folder, name).relative_to(root) for name in sources]
     files: list[AnyPath] = [root / file for file in sorted(found, key=Path.as_posix)]
@@ -310,12 +310,12 @@ def python_stdlib() -> FileDocuments:
 
 
 def has_rows(file: AnyPath) -> bool:
-    """Whether a file holds rows with columns, not one text."""
+    """Whether a file has rows with columns, not one text."""
     return is_json(file) or _suffix(file) in ROW_READERS
 
 
 def is_json(file: AnyPath) -> bool:
-    """Whether a file holds lines of JSON."""
+    """Whether a file has lines of JSON."""
     return _unpacked_name(file).endswith(JSON_SUFFIXES)
 
 
@@ -329,7 +329,7 @@ def _suffix(file: AnyPath) -> str:
 
 
 def _refuse_other_form(raw: IO[bytes], file: AnyPath) -> None:
-    """Raises InputError for a table or an archive by its name, and for a file that begins as one of another suffix."""
+    """Raise InputError for unsupported tables and archives, and for a file whose first bytes contradict its suffix."""
     if _unpacked_name(file).endswith((*TABLES, *FOREIGN_SUFFIXES)):
         raise InputError(f"{file}: a table or an archive is no text; write its rows as jsonl or parquet first")
     begin = raw.read(8)
@@ -345,16 +345,16 @@ def _stat(file: AnyPath) -> os.stat_result | RemoteStat:
 
 
 def state_of(file: AnyPath) -> str:
-    """Place, size and version of a file."""
+    """Return path, size and version of a file as one key."""
     stat = _stat(file)
     return f"{file.absolute()} {stat.st_size} {_version(stat)}"
 
 
 def _version(stat: os.stat_result | RemoteStat) -> str | int:
-    """What changes with the content: on this machine the time of the last change."""
+    """Return a value that changes with the content; for local files the time of the last change."""
     return stat.version if isinstance(stat, RemoteStat) else stat.st_mtime_ns
 
 
 def _readable(path: AnyPath) -> AbstractContextManager[None]:
-    """Turns every way in which reading `path` fails into one line that names it."""
+    """Turn errors of reading `path` into an InputError of one line that names it."""
     return os_errors(f"{path}: cannot read")

@@ -1,15 +1,15 @@
-"""Which documents are held out, and where a document starts and ends once the held-out ones are taken away.
+"""Choose held-out documents by hash, and mark where documents start and end in the training and held-out splits.
 
-A document is held out when the hash of its text falls below `tokens.val_fraction` of all hashes. In a small set it may
-be that none does; then it is the one with the smallest hash, as long as another one is left to train on:
+A document is held out if the hash of its text is below `tokens.val_fraction` of all hashes. If in a small set none is,
+the document with the smallest hash is held out, as long as another one is left to train on:
 
     fraction 0.05        0.31  0.87  0.04  0.52      the third
     fraction 0.05        0.31  0.87        0.52      the first
 
-That one was chosen in its set alone, so a run holds it out of all of its texts: their hashes are `chosen`.
+Such a document was chosen in its set only, so a run holds it out of all of its texts: these hashes are `chosen`.
 
-A long text comes in chunks (texts.py), each of which is held out or not by itself. It is one document still, but where
-its next chunk goes to the other side it ends, since what would come next there does not follow:
+A long text comes in chunks (documents.py), each of which is held out or not by its own hash. The text is still one
+document, but ends where its next chunk goes to the other split, because the following chunk there is not contiguous:
 
     book     a a a b b       a: training, b: held out
     train    a a a|          | the end of a document
@@ -26,26 +26,26 @@ from kenotron.text.documents import DocumentChunk, TextChunk
 
 @dataclass(slots=True)
 class AssignedChunk(TextChunk):
-    """A chunk of text with its side; documents start and end with it there."""
+    """A chunk of text with its split, and whether documents start and end with it there."""
 
     held_out: bool
 
 
 def text_hash(text: str) -> int:
-    """64 bits."""
+    """Return the 64-bit hash of a text."""
     return xxhash.xxh3_64_intdigest(text.encode("utf-8"))
 
 
 def threshold_of_fraction(fraction: float) -> int:
-    """The number that this share of all 64-bit hashes falls below."""
+    """Return the number below which this fraction of all 64-bit hashes is."""
     return int(fraction * 2**64)
 
 
 def hash_threshold(chunks: Iterable[DocumentChunk], fraction: float) -> int:
-    """The number below which a text's hash must fall for it to be held out.
+    """Return the number below which the hash of a held-out text must be.
 
-    That is `threshold_of_fraction`, known at the first text below it. If none of two or more different texts is below
-    it, the threshold is just above the smallest hash. Blank texts do not count: nothing could be validated on them.
+    It is `threshold_of_fraction` as soon as one text is below it. If none of two or more different texts is, the
+    threshold is just above the smallest hash. Blank texts do not count: nothing could be validated on them.
     """
     limit, smallest, largest = threshold_of_fraction(fraction), 2**64, -1
     for chunk in chunks:
@@ -59,7 +59,7 @@ def hash_threshold(chunks: Iterable[DocumentChunk], fraction: float) -> int:
 
 
 def is_held_out(text: str, limit: int, chosen: Collection[int] = ()) -> bool:
-    """Does this text belong to validation?"""
+    """Whether this text belongs to validation."""
     value = text_hash(text)
     return value < limit or value in chosen
 
@@ -67,7 +67,7 @@ def is_held_out(text: str, limit: int, chosen: Collection[int] = ()) -> bool:
 def assign_sides(
     chunks: Iterable[DocumentChunk], limit: int, chosen: Collection[int] = (), separate: bool = False
 ) -> Iterator[AssignedChunk]:
-    """Every chunk with its side, and where documents start and end; with `separate` each chunk is a document."""
+    """Yield every chunk with its split, and where documents start and end; with `separate` chunks are documents."""
     waiting: AssignedChunk | None = None  # `ends` is known once the next chunk is
     last = True
     for chunk in chunks:

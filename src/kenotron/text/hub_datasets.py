@@ -1,10 +1,10 @@
-"""Documents of Hugging Face datasets: rows of a hub repository or of a local folder.
+"""Read documents from Hugging Face datasets: rows of a hub repository or of a local folder.
 
     hf_dataset_or_datasets: org/name                      all its rows
     hf_dataset_or_datasets: {org/a: 1.0, folder/b: 0.1}   all rows of a, then the first int(0.1 * rows) of b
 
-`datasets`, a second to import, comes in only when rows are read. What was tokenized once is found again by the
-commit in the local hub cache, so a second run neither imports it nor asks the hub whether there is a newer commit;
+`datasets`, which takes a second to import, is imported only when rows are read. Cached tokens are found by the commit
+in the local hub cache, so a second run neither imports it nor queries the hub for a newer commit;
 `dataset_overwrite_cache: true` does.
 """
 
@@ -38,9 +38,9 @@ SILENCE_S = 30.0
 
 
 class HubDocuments(MayBeBad):
-    """Rows of several datasets, one after the other; `column` holds the text.
+    """Rows of several datasets, one after the other; `column` has the text.
 
-    With `skip_bad`, a row that has none is left out and counted; otherwise it is an error.
+    With `skip_bad`, a row without text is left out and counted; otherwise it is an error.
     """
 
     def __init__(
@@ -70,11 +70,11 @@ class HubDocuments(MayBeBad):
 
     @property
     def size(self) -> int:
-        """Rows."""
+        """Return the number of rows."""
         return sum(len(rows) for rows in self._parts)
 
     def signature(self) -> str | None:
-        """By the commit in the local hub cache, or the state of a local folder."""
+        """Return a key of the commit in the local hub cache, or of the state of a local folder."""
         digest = hashlib.blake2b(f"hub {self._rules()}".encode(), digest_size=16)
         for name in self.fractions:
             folder = Path(name).expanduser()
@@ -85,14 +85,14 @@ class HubDocuments(MayBeBad):
         return digest.hexdigest()
 
     def content_hash(self) -> str:
-        """By the fingerprints that `datasets` gives to the rows."""
+        """Return a hash of the fingerprints that `datasets` gives to the rows."""
         digest = hashlib.blake2b(self._rules().encode(), digest_size=16)
         for rows in self._parts:
             digest.update(f"\n{rows._fingerprint}".encode())
         return digest.hexdigest()
 
     def documents(self) -> Iterator[DocumentChunk]:
-        """The text column of every row, or what `hook` makes of it; `done` counts rows."""
+        """Yield the text column of every row, or the result of `hook`; `done` counts rows."""
         done = 0
         self.count_anew()
         for rows in self._parts:
@@ -102,7 +102,7 @@ class HubDocuments(MayBeBad):
             done += len(rows)
 
     def byte_ranges(self, size: int) -> Iterator[ByteRange]:
-        """Runs of rows of about `size` bytes."""
+        """Yield consecutive ranges of rows of about `size` bytes."""
         for part, rows in enumerate(self._parts):
             if not len(rows):
                 continue
@@ -113,20 +113,20 @@ class HubDocuments(MayBeBad):
                 yield ByteRange(part, start, stop, (stop - start) * each)
 
     def read(self, byte_range: ByteRange) -> Iterator[DocumentChunk]:
-        """The documents of a run of rows."""
+        """Yield the documents of a range of rows."""
         stop = byte_range.stop or 0
         for row, text in self._texts_of(self._parts[byte_range.part].select(range(byte_range.start, stop))):
             yield DocumentChunk(text, byte_range.size * row // (stop - byte_range.start))
 
-    # ---- part by part, for a stream ----
+    # ---- by shards, for a stream ----
 
     @property
     def parts(self) -> int:
-        """How many shards there are."""
+        """The number of shards."""
         return len(self._shards)
 
     def chunks_from(self, part: int, place: int) -> Iterator[DocumentChunk]:
-        """The rows of a shard from row `place` on. Raises InputError: not readable, no text in the column."""
+        """Yield a shard's rows from row `place` on. Raises InputError if unreadable, or without text in the column."""
         rows = self._shards[part]
         if hasattr(rows, "select"):
             for number, text in self._texts_of(rows.select(range(place, len(rows)))):
@@ -140,7 +140,7 @@ class HubDocuments(MayBeBad):
                         yield DocumentChunk(text, number)
 
     def fingerprint(self, times: bool) -> str:
-        """By name and fraction of every dataset, and its commit or the files of its folder."""
+        """Return a key of every dataset's name and fraction, and its commit or the files of its folder."""
         digest = hashlib.blake2b(f"{self.splits} {self.config_name} {self.column}".encode(), digest_size=16)
         for name, fraction in self.fractions.items():
             folder = Path(name).expanduser()
@@ -155,7 +155,7 @@ class HubDocuments(MayBeBad):
 
     @cached_property
     def _shards(self) -> list[Any]:
-        """The rows in as many parts as they have files."""
+        """Return the rows in as many shards as there are files."""
         found = []
         for rows in self._parts:
             if hasattr(rows, "select"):
@@ -166,7 +166,7 @@ class HubDocuments(MayBeBad):
         return found
 
     def _texts_of(self, rows: Any) -> Iterator[tuple[int, str]]:
-        """The documents of `rows`, each with the number of rows read."""
+        """Yield (number of rows read, document) of `rows`."""
         if self.hook is None:
             if self.column not in rows.column_names:
                 row = dict.fromkeys(rows.column_names)
@@ -198,11 +198,11 @@ class HubDocuments(MayBeBad):
 
 
 def load_rows(name: str, config_name: str | None, split: str, streaming: bool = False) -> Any:
-    """A split as a `datasets.Dataset`: of a folder that `save_to_disk` wrote, a folder of data files, or a hub
-    repository, which comes from the local caches where the hub cannot be asked. With `streaming`, what is not on this
-    machine as rows already is a `datasets.IterableDataset`.
+    """Load a split as a `datasets.Dataset` from a folder of `save_to_disk` or of data files, or a hub repository.
 
-    Raises InputError: missing, no such configuration or split, hub unreachable.
+    If the hub is unreachable, the local caches are used. With `streaming`, rows that are not on this machine already
+    are a `datasets.IterableDataset`. Raises InputError if the dataset, configuration or split does not exist, or the
+    hub is unreachable and nothing is cached.
     """
     configure_hub()
     import datasets
@@ -240,8 +240,9 @@ def load_rows(name: str, config_name: str | None, split: str, streaming: bool = 
 
 
 def limit_waits() -> None:
-    """Let the hub's requests fail, and be tried again, if nothing arrives for `SILENCE_S` seconds: by default
-    `huggingface_hub` waits forever.
+    """Make the hub's requests fail, and be retried, if nothing arrives for `SILENCE_S` seconds.
+
+    By default `huggingface_hub` waits forever.
     """
     import huggingface_hub
 
@@ -249,7 +250,7 @@ def limit_waits() -> None:
 
 
 def _in_caches(datasets: Any, name: str) -> bool:
-    """Whether the hub's cache or that of `datasets` has anything of a repository."""
+    """Whether the hub's cache or the cache of `datasets` has any file of a repository."""
     prepared = Path(datasets.config.HF_DATASETS_CACHE) / name.replace("/", "___")
     return prepared.exists() or cached_revision(name, None, "dataset") is not None
 
@@ -262,7 +263,7 @@ def _unreachable(name: str, reason: str) -> str:
 
 
 def _cached_snapshot(name: str) -> str | None:
-    """Folder of a repository in the local hub cache, if it is complete."""
+    """Return the folder of a repository in the local hub cache, or None if it is incomplete."""
     import huggingface_hub as hub
 
     if Path(name).exists():
@@ -274,12 +275,12 @@ def _cached_snapshot(name: str) -> str | None:
 
 
 def _files_of(folder: Path) -> list[tuple[Path, os.stat_result]]:
-    """Every file of a folder."""
+    """Return every file of a folder."""
     return [(path, path.stat()) for path in sorted(folder.rglob("*")) if path.is_file()]
 
 
 def _folder_state(folder: Path) -> str | None:
-    """Another one when any file of the folder is another; None while one is too young to tell."""
+    """Return a key that changes with any file of the folder; None if one changed too recently to tell."""
     digest = hashlib.blake2b(digest_size=16)
     for file, stat in _files_of(folder):
         if stat.st_mtime > time.time() - YOUNG:
@@ -290,7 +291,7 @@ def _folder_state(folder: Path) -> str | None:
 
 @contextmanager
 def _explained(name: str, *library_errors: type[Exception]) -> Iterator[None]:
-    """Whatever loading raises, as one line."""
+    """Turn all errors of loading into an InputError of one line."""
     failures: tuple[type[Exception], ...] = (OSError, ValueError, RuntimeError, *library_errors)
     try:
         yield
@@ -308,7 +309,7 @@ def _explained(name: str, *library_errors: type[Exception]) -> Iterator[None]:
 
 @contextmanager
 def _quiet(datasets: Any) -> Iterator[None]:
-    """No warnings of the library; its progress bars only on a terminal."""
+    """Hide the library's warnings, and its progress bars unless on a terminal."""
     verbosity = datasets.logging.get_verbosity()
     bars = datasets.is_progress_bar_enabled()
     datasets.logging.set_verbosity_error()

@@ -1,4 +1,4 @@
-"""Documents of JSON lines, read from any byte on."""
+"""Read documents from JSON lines, from any byte on."""
 
 import json
 from collections.abc import Iterator
@@ -9,13 +9,13 @@ from kenotron.storage.paths import AnyPath
 from kenotron.text.documents import MayBeBad, NoText, texts_of_row
 
 LONGEST_LINE = 32 << 20
-"""Bytes of a JSON line; it is parsed as a whole, in several times its memory."""
+"""Limit of the bytes of a JSON line, which is parsed as a whole, with several times its memory."""
 
 
 def json_documents(stream: IO[bytes], file: AnyPath, start: int, stop: int | None, source: MayBeBad) -> Iterator[str]:
-    """The documents of the lines that begin between the bytes `start` and `stop`. Blank lines are left out.
+    """Yield the documents of the lines that begin between the bytes `start` and `stop`, without blank lines.
 
-    `source` says what a document is of a line, and whether one that is bad is left out.
+    `source` defines the document of a line, and whether bad lines are left out.
     """
     if start:
         stream.seek(start - 1)
@@ -27,7 +27,7 @@ def json_documents(stream: IO[bytes], file: AnyPath, start: int, stop: int | Non
             return
         number += 1
         where = f"{file}: line at byte {place:,}" if start else f"{file}:{number}"
-        if place == 0 and (other := _other_form(line)):  # no line of it could be left out with the others right
+        if place == 0 and (other := _other_form(line)):  # no line of such a file could be right
             raise InputError(f"{where}: expected one JSON object a line, found {other}")
         place += len(line)
         if len(line) > LONGEST_LINE:
@@ -39,7 +39,7 @@ def json_documents(stream: IO[bytes], file: AnyPath, start: int, stop: int | Non
 
 
 def _other_form(first: bytes) -> str:
-    """What a file is whose first line is no JSON object, and what makes lines of it; empty if that is not known."""
+    """Return what a file is whose first line is no JSON object, and how to convert it; empty if unknown."""
     if first.startswith((b"\xff\xfe", b"\xfe\xff")):
         return "UTF-16; `iconv -f UTF-16 -t UTF-8` converts it"
     if first.lstrip().startswith(b"["):
@@ -48,7 +48,7 @@ def _other_form(first: bytes) -> str:
 
 
 def _to_line_end(stream: IO[bytes]) -> int:
-    """Reads the rest of a line, however long; the bytes that it has."""
+    """Read the rest of a line of any length, and return its number of bytes."""
     read = 0
     while block := stream.readline(1 << 20):
         read += len(block)
@@ -58,7 +58,7 @@ def _to_line_end(stream: IO[bytes]) -> int:
 
 
 def _row(line: bytes) -> object:
-    """What a line holds. Raises NoText: no JSON."""
+    """Return the value of a line. Raises NoText if it is not JSON."""
     try:
         return json.loads(line.rstrip(b"\r\n"))
     except UnicodeDecodeError as error:

@@ -1,17 +1,17 @@
-r"""Byte-level BPE three times as fast: most words of a text were met before.
+r"""A cache of words that makes byte-level BPE three times as fast, since most words of a text repeat.
 
-Such a tokenizer cuts a text into words by a pattern and encodes each by itself. So ids can be kept by word, and only
-words never met go to the library:
+Such a tokenizer splits a text into words by a pattern and encodes each word independently. So ids can be cached by
+word, and only new words are passed to the library:
 
-    "the cat, the dog"  ──pattern──▶  the | cat | , | the | dog  ──kept──▶  [1820] [8415] [11] [279] [5679]
+    "the cat, the dog"  ──pattern──▶  the | cat | , | the | dog  ──cache──▶  [1820] [8415] [11] [279] [5679]
 
-Text in ASCII is cut here, where ``\p{L}``, ``\p{N}`` and ``\s`` are a few characters and `re` finds what the library
-finds. Around any other character a stretch goes to the library, from one place where a word must begin (a blank after
-something printed) to the next:
+ASCII text is split here, because for it ``\p{L}``, ``\p{N}`` and ``\s`` are a few characters, and `re` finds the same
+words as the library. Around any other character, a stretch is passed to the library, which begins and ends where a word
+must begin (at a space after a printable character):
 
     "in ASCII, a café, in ASCII"           stretches   "in ASCII, a" | " café," | " in ASCII"
 
-`CachedBPE.of` gives one only for tokenizers of which all this is known, and that pass a trial.
+`CachedBPE.of` returns one only for tokenizers with a known pattern that pass a test on sample texts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 KEPT_WORDS = 1 << 18
 LONGEST_KEPT = 40
-"""Characters."""
+"""The length in characters up to which words are cached."""
 
 BLANK, LETTER, DIGIT = r"\t-\r ", "A-Za-z", "0-9"
 CONTRACTIONS = "'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD]"
@@ -51,15 +51,15 @@ ASCII_PATTERNS = {
     SPLIT_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}"): _in_threes(1),  # Qwen 2's
     GPT2_PATTERN: rf"'s|'t|'re|'ve|'m|'ll|'d| ?[{LETTER}]+| ?[{DIGIT}]+|{MARKS}|{REST}",
 }
-"""What a library's pattern is on ASCII."""
+"""A library's pattern → the equal pattern for ASCII."""
 
 NOT_ASCII = re.compile(r"[^\x00-\x7f]")
 BORDER = re.compile(r"(?<=[!-~])(?= )")
-"""Where a word begins in any context."""
+"""Matches where a word begins in any context."""
 
 
 class CachedBPE:
-    """`encode` gives what the library's ``encode_batch_fast(texts, add_special_tokens=False)`` gives."""
+    """Its `encode` returns the same as the library's ``encode_batch_fast(texts, add_special_tokens=False)``."""
 
     def __init__(self, backend: tokenizers.Tokenizer, pattern: str, special: Sequence[str]) -> None:
         self.backend = backend
@@ -69,7 +69,7 @@ class CachedBPE:
 
     @classmethod
     def of(cls, backend: tokenizers.Tokenizer) -> CachedBPE | None:
-        """None where the tokenizer is of another kind."""
+        """Return a cache for the tokenizer, or None if it is of another kind."""
         spec = json.loads(backend.to_str())
         pattern = ASCII_PATTERNS.get(_pattern_of(spec.get("pre_tokenizer") or {}) or "")
         model = spec["model"]
@@ -80,7 +80,7 @@ class CachedBPE:
         return made if made.encode(trial) == made._by_library(trial) else None
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of every text."""
+        """Return the ids of every text."""
         cut = [self._cut(text) for text in texts]
         met = self.kept
         new = list({word for words in cut for word in words if word not in met})
@@ -100,7 +100,7 @@ class CachedBPE:
         return library_ids(self.backend, texts, special=False)
 
     def _cut(self, text: str) -> list[str]:
-        """Words and stretches whose ids, end to end, are those of `text`."""
+        """Return words and stretches whose concatenated ids are those of `text`."""
         if self.has_special(text):
             return [text]
         if text.isascii():
@@ -113,7 +113,7 @@ class CachedBPE:
 
 
 def _stretches(text: str) -> Iterator[str]:
-    """`text` cut at borders, so that other characters than ASCII lie in as short stretches as can be."""
+    """Yield `text` cut at borders, so that stretches with non-ASCII characters are as short as possible."""
     start = 0
     while found := NOT_ASCII.search(text, start):
         left = start
@@ -130,7 +130,7 @@ def _stretches(text: str) -> Iterator[str]:
 
 
 def _pattern_of(spec: dict[str, Any]) -> str | None:
-    """The pattern by which words are cut, of a pre-tokenizer that does nothing else."""
+    """Return the pattern of a pre-tokenizer that only splits words by a pattern."""
     if spec.get("type") == "ByteLevel" and spec.get("use_regex", True) and not spec["add_prefix_space"]:
         return GPT2_PATTERN
     if spec.get("type") != "Sequence" or len(spec["pretokenizers"]) != 2:
@@ -143,7 +143,7 @@ def _pattern_of(spec: dict[str, Any]) -> str | None:
 
 
 def _trial_texts() -> list[str]:
-    """Every ASCII character beside many others, and some that are not."""
+    """Return texts with every ASCII character beside many others, and some non-ASCII characters."""
     source = random.Random(0)
     characters = [chr(code) for code in range(128)]
     often = [*" \t\n\r  'aZ09.,_", "'s", "'LL", "  ", "\n\n", *characters]

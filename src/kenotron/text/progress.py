@@ -1,6 +1,6 @@
-"""Progress of a long preparation: a bar on a terminal, else a plain line every ten seconds, both with the time left.
+"""Show the progress of a long preparation: a bar on a terminal, else a line every ten seconds, with the time left.
 
-Work in the background gets plain lines, too: the terminal belongs to what runs in front.
+Background work prints plain lines as well, because the terminal belongs to the foreground.
 """
 
 import sys
@@ -15,12 +15,12 @@ PLAIN_INTERVAL = 10.0
 
 
 Update = Callable[[int], None]
-"""To be called with the work done so far."""
+"""A function that is called with the work done so far."""
 
 
 @contextmanager
 def progress(label: str, total: int, report: Report) -> Iterator[Update]:
-    """Yields ``update(done)``, to be called with the work done so far, out of `total`."""
+    """Yield ``update(done)``, to be called with the work done so far, out of `total`."""
     if sys.stderr.isatty() and threading.current_thread() is threading.main_thread():
         from rich.console import Console
         from rich.progress import Progress

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning data: prompts and answers, with the loss on answers only.
+"""Supervised fine-tuning data: prompts and answers, with a loss only on answers.
 
     {"prompt": "2 + 2 =", "completion": " 4"}                     2 + 2 = 4 <end>
                                                                           ─────── in the loss
@@ -6,12 +6,11 @@
                   {"role": "assistant", "content": "4"}]}         are the assistant's messages and their end tokens
 
 An example is tokenized as one text. A token is in the loss if it covers a character of an answer (according to the
-tokenizer's offsets, as in `transformers`' assistant mask). In a chat template, answers are what is inside
-``{% generation %}``, as in `transformers`; without it, the text that an assistant's message adds after the generation
-prompt.
+tokenizer's offsets, as in `transformers`' assistant mask). In a chat template, answers are inside ``{% generation %}``,
+as in `transformers`; without it, an answer is the text that an assistant's message adds after the generation prompt.
 
-Before it is tokenized an example is one string, the JSON of `Example`, so that it is hashed, held out and sent to
-workers like any document.
+Before tokenization, an example is one string, the JSON of `Example`, so that it is hashed, held out and sent to workers
+like any document.
 """
 
 from __future__ import annotations
@@ -46,12 +45,12 @@ class Example(NamedTuple):
     special: bool
 
     def to_json(self) -> str:
-        """The example as one string."""
+        """Return the example as one string."""
         return json.dumps(self, ensure_ascii=False)
 
     @classmethod
     def from_json(cls, text: str) -> Example:
-        """The example that `to_json` wrote."""
+        """Return the example that `to_json` wrote."""
         segments, special = json.loads(text)
         return cls([(part, in_loss) for part, in_loss in segments], special)
 
@@ -63,14 +62,14 @@ class Example(NamedTuple):
 
 OF_MESSAGES = ("system", "tools", "documents", "chat_template_kwargs")
 OF_PROMPTS = ("input", "context", "history")
-"""Columns that add to a prompt in many datasets, and are not read beside one."""
+"""Columns that extend the prompt in many datasets, which are not read in addition to a prompt."""
 OTHER_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
-"""Columns that an answer may need besides the text, as multimodal datasets name them."""
+"""Columns of multimodal datasets that an answer may need besides the text."""
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Names of the columns: `messages` where a row has it, else `prompt` and `completion`."""
+    """Names of the columns: `messages` if a row has it, else `prompt` and `completion`."""
 
     prompt: str = "prompt"
     completion: str = "completion"
@@ -82,12 +81,12 @@ class _Enough(Exception):
 
 
 class SftDocuments:
-    """The examples of a dataset's rows (`texts.DocumentSource`), each as JSON; at most of the first `most` rows.
+    """The examples of a dataset's first `most` rows (a `documents.DocumentSource`), each as JSON.
 
     `rows` opens the dataset with a hook for its rows. Rows without an answer are left out and counted in `skipped`.
 
-    Raises InputError: a column is missing or holds something else; messages without a chat template; a template that
-    does not mark the answers.
+    Raises InputError if a column is missing or has another type, for messages without a chat template, and for a
+    template that does not mark the answers.
     """
 
     def __init__(
@@ -104,20 +103,20 @@ class SftDocuments:
 
     @property
     def size(self) -> int:
-        """Of the rows."""
+        """Return the size of the rows."""
         return self._texts.size
 
     def signature(self) -> str | None:
-        """Of the rows, the columns and the chat template."""
+        """Return a key of the rows, the columns and the chat template."""
         known = self._texts.signature()
         return None if known is None else self._with_rules(known)
 
     def content_hash(self) -> str:
-        """Of the rows, the columns and the chat template."""
+        """Return a key of the rows, the columns and the chat template."""
         return self._with_rules(self._texts.content_hash())
 
     def documents(self) -> Iterator[DocumentChunk]:
-        """Every example, as JSON."""
+        """Yield every example as JSON."""
         self._rows = self.skipped = 0
         try:
             yield from self._texts.documents()
@@ -148,9 +147,9 @@ class SftDocuments:
         if row.get("weight", 1) not in (1, None):
             raise InputError(f"{where}: weight = {row['weight']!r} is not supported: every row counts the same")
         if row.get(columns.messages) is not None:
-            given = template_inputs(row, columns, self.tokenizer, where)
-            return Example(chat_segments(row[columns.messages], self.tokenizer, where, given), special=False)
-        answered = row.get(columns.completion, "") is not None  # null, as tables have it: no answer, as ""
+            variables = template_inputs(row, columns, self.tokenizer, where)
+            return Example(chat_segments(row[columns.messages], self.tokenizer, where, variables), special=False)
+        answered = row.get(columns.completion, "") is not None  # null, as in tables, is no answer, like ""
         for column in (columns.prompt, columns.completion)[: 1 + answered]:
             if not isinstance(row.get(column), str):
                 names = f"no such column, but {', '.join(sorted(row))}{nearest(column, row)}"
@@ -167,7 +166,7 @@ class SftDocuments:
 
 
 def _refuse_preferences(row: dict[str, Any], columns: Columns, where: str) -> None:
-    """Raises InputError: a row that compares or judges answers (DPO, KTO), unless a column of it is asked for."""
+    """Raise InputError for a row that compares or judges answers (DPO, KTO), unless the config names its columns."""
     if {"chosen", "rejected"} & {columns.prompt, columns.completion, columns.messages}:
         return
     if "rejected" in row:
@@ -188,26 +187,26 @@ AS_MESSAGE = "write it as the first of the messages, with the role system"
 def template_inputs(
     row: dict[str, Any], columns: Columns, tokenizer: TextTokenizer | None, where: str
 ) -> dict[str, Any]:
-    """What a row gives its chat template besides the messages: `tools`, `documents`, and every key of
-    `chat_template_kwargs`, each also as the text of its JSON.
+    """Return a row's variables for its chat template: `tools`, `documents`, and all keys of `chat_template_kwargs`.
 
-    Raises InputError: one that holds something else; another column that the template would read.
+    Each may also be a string of JSON. Raises InputError if one has another type, or the template would read another
+    column.
     """
-    given = {name: _from_json(row[name]) for name in ("tools", "documents") if row.get(name) is not None}
-    for name, value in given.items():
+    variables = {name: _from_json(row[name]) for name in ("tools", "documents") if row.get(name) is not None}
+    for name, value in variables.items():
         items = [_from_json(item) for item in value] if isinstance(value, list) else [None]
         if not all(isinstance(item, dict) for item in items):
             raise InputError(f"{where}: expected {name} as a list of objects, found {str(row[name])[:60]}")
-        given[name] = items
+        variables[name] = items
     options = _from_json(row.get("chat_template_kwargs"))
     if options is not None and not isinstance(options, dict):
         raise InputError(f"{where}: expected chat_template_kwargs as an object, found {str(options)[:60]}")
-    given |= {name: value for name, value in (options or {}).items() if value is not None}
-    if fixed := given.keys() & {"messages", "add_generation_prompt", "continue_final_message", "chat_template"}:
+    variables |= {name: value for name, value in (options or {}).items() if value is not None}
+    if fixed := variables.keys() & {"messages", "add_generation_prompt", "continue_final_message", "chat_template"}:
         raise InputError(f"{where}: chat_template_kwargs: {min(fixed)} is set by the training, not by a row")
     read = template_variables(template) if tokenizer and (template := chat_template(tokenizer)) else frozenset()
     known = {columns.messages, columns.prompt, columns.completion, "messages", "tools", "documents"}
-    for name in sorted(row.keys() - known - given.keys()):
+    for name in sorted(row.keys() - known - variables.keys()):
         if row[name] and name in ("system", "chat_template", "functions"):
             how = {"system": AS_MESSAGE, "functions": "name it tools"}.get(name, "the tokenizer's is used")
             raise InputError(f"{where}: '{name}' is not read beside '{columns.messages}': {how}")
@@ -216,11 +215,11 @@ def template_inputs(
                 f"{where}: the chat template reads '{name}', which is a column of the row: put it into "
                 "chat_template_kwargs to pass it on, or rename it"
             )
-    return given
+    return variables
 
 
 def _from_json(value: object) -> Any:
-    """The value, read as JSON if it is a text; the text itself if it is none."""
+    """Return the value; a string is parsed as JSON if possible."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except ValueError:
@@ -228,10 +227,10 @@ def _from_json(value: object) -> Any:
 
 
 def _checked_message(message: dict[str, Any], where: str) -> dict[str, Any]:
-    """A message without its nulls, its content one text.
+    """Return a message without nulls, with its content as one text.
 
-    Raises InputError: no content and no tool calls; content other than text; a weight other than 1, which would be
-    ignored.
+    Raises InputError without content and tool calls, for content other than text, and for a weight other than 1, which
+    would be ignored.
     """
     kept = {key: value for key, value in message.items() if value is not None}
     if not isinstance(kept.get("role"), str):
@@ -254,11 +253,11 @@ def _checked_message(message: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def chat_segments(
-    messages: object, tokenizer: TextTokenizer | None, where: str, given: dict[str, Any] | None = None
+    messages: object, tokenizer: TextTokenizer | None, where: str, variables: dict[str, Any] | None = None
 ) -> list[tuple[str, bool]]:
-    """The text of a conversation in the tokenizer's chat template, in segments, each with whether it is in the loss.
+    """Return the text of a conversation by the tokenizer's chat template, in segments with whether each is in the loss.
 
-    `given` are more variables of the template (`template_inputs`).
+    `variables` are more variables of the template (`template_inputs`).
     """
     template = chat_template(tokenizer) if tokenizer else None
     if tokenizer is None or template is None:
@@ -267,7 +266,7 @@ def chat_segments(
     if not (isinstance(messages, list) and messages and all(isinstance(m, dict) and "role" in m for m in messages)):
         raise InputError(f"{where}: expected messages as a list of {{role, content}}, found {str(messages)[:60]}")
     messages = [_checked_message(message, f"{where}, message {n}") for n, message in enumerate(messages, start=1)]
-    render = partial(render_chat, template, special_tokens(tokenizer) | (given or {}), where)
+    render = partial(render_chat, template, special_tokens(tokenizer) | (variables or {}), where)
     if GENERATION.search(template):
         text, answers = render(messages, mask=True)
     else:
@@ -287,7 +286,7 @@ def chat_segments(
 def _answer(
     render: Callable[..., tuple[str, Any]], messages: list[Any], text: str, tokenizer: TextTokenizer, where: str
 ) -> tuple[int, int]:
-    """The range of the last of `messages` in `text`, without the blank space after its end token."""
+    """Return the range of the last of `messages` in `text`, without whitespace after its end token."""
     before, after = render(messages[:-1], prompt=True)[0], render(messages)[0]
     if not (after.startswith(before) and text.startswith(after)):
         raise InputError(
@@ -314,7 +313,7 @@ class EncodedExample(NamedTuple):
 def encode_examples(
     backend: tokenizers.Tokenizer, texts: list[str], eos: int | None, max_tokens: int | None
 ) -> list[EncodedExample]:
-    """The examples `texts`; `eos` is appended unless the text already ends with it (and blank space).
+    """Encode the examples `texts`; `eos` is appended unless the text already ends with it (and whitespace).
 
     An example truncated to `max_tokens` has no end token.
     """
@@ -335,7 +334,7 @@ def _encoded(example: Example, encoding: Any, eos: int | None, max_tokens: int |
     before = np.concatenate([[0], np.cumsum(of_characters)])
     offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
     starts, stops = offsets[:, 0], offsets[:, 1]
-    # Offsets of blank tokens may be trimmed to nothing: such a token starts at the end of the previous one, at the
+    # Offsets of whitespace tokens may be trimmed to nothing: such a token starts at the end of the previous one, at the
     # beginning of the text at the start of the next one.
     empty, reach = starts == stops, np.maximum.accumulate(stops)
     starts = np.where(empty, np.minimum(np.roll(reach, 1) * (np.arange(len(stops)) > 0), stops), starts)

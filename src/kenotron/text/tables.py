@@ -1,10 +1,10 @@
-"""Documents of parquet and arrow files, a few rows at a time.
+"""Read documents from parquet and arrow files, a few rows at a time.
 
-    rows.parquet   row group 0 | row group 1 | …      a range is a run of row groups
+    rows.parquet   row group 0 | row group 1 | …      a range is consecutive row groups
     rows.arrow     batch, batch, …                    one range; memory-mapped
 
-Only the text column is read, unless a hook wants whole rows. Values are decoded here, so that bytes that are no UTF-8
-are found in the row that has them.
+Only the text column is read, unless a hook needs whole rows. Values are decoded in this file, so that invalid UTF-8 is
+reported with its row.
 """
 
 from abc import ABC, abstractmethod
@@ -19,14 +19,14 @@ from kenotron.storage.paths import AnyPath, RemotePath
 from kenotron.text.documents import MayBeBad, NoText, missing_column, whole_characters
 
 ROWS_AT_ONCE, BYTES_AT_ONCE = 256, 1 << 25
-"""Rows that are in memory at a time: at most so many, and of about so many bytes."""
+"""Limits of the rows that are in memory at a time: their number, and about their bytes."""
 
 READ_BYTES = 1 << 20
-"""Bytes that pyarrow reads of a column at once, where a page is not larger."""
+"""Bytes of a column that pyarrow reads at a time, unless a page is larger."""
 
 
 class RowDocument(NamedTuple):
-    """A document of a row, the number of its row in the file, and the share of the rows that were read before."""
+    """A document of a row, the index of its row in the file, and the share of the rows that were read before."""
 
     text: str
     row: int
@@ -34,7 +34,7 @@ class RowDocument(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """A few rows: the number of the first one, and the share of the rows done before it."""
+    """A few rows, with the index of the first one, and the share of the rows done before it."""
 
     first: int
     share: float
@@ -42,21 +42,21 @@ class _Rows(NamedTuple):
 
 
 class RowReader(ABC):
-    """Reads files of rows of one form. A range of rows goes from a start to a stop (None: the end), in the form's own
+    """Reads tables of one format. A range of rows goes from a start to a stop (None: the end), in the format's own
     unit, row groups for example."""
 
     def ranges(self, file: AnyPath, whole: int, size: int) -> Iterator[tuple[int, int | None, int]]:
-        """A file of `whole` bytes in ranges of about `size` bytes: start, stop, bytes."""
+        """Yield (start, stop, bytes) of ranges of about `size` bytes of a file of `whole` bytes."""
         yield 0, None, whole
 
     def start_of(self, file: AnyPath, row: int) -> int:
-        """The start of a range that holds a row."""
+        """Return the start of a range that contains a row."""
         return 0
 
     def read(self, file: AnyPath, start: int, stop: int | None, source: MayBeBad) -> Iterator[RowDocument]:
-        """Every document of the rows of a range.
+        """Yield every document of the rows of a range.
 
-        `source` says what a document is of a row, and whether a row that is bad is left out.
+        `source` defines the documents of a row, and whether bad rows are left out.
         """
         column, hook = source.column, source.hook
         with _explained(file):
@@ -70,14 +70,14 @@ class RowReader(ABC):
 
     @abstractmethod
     def _rows(self, file: AnyPath, column: str | None, start: int, stop: int | None) -> Iterator[_Rows]:
-        """The rows of a range, of all columns if `column` is None."""
+        """Yield the rows of a range, with all columns if `column` is None."""
 
 
 class ParquetReader(RowReader):
-    """Parquet files; a range is a run of row groups."""
+    """Reads parquet files; a range is consecutive row groups."""
 
     def ranges(self, file: AnyPath, whole: int, size: int) -> Iterator[tuple[int, int | None, int]]:
-        """Runs of row groups of about `size` of the file's `whole` bytes."""
+        """Yield consecutive row groups of about `size` of the file's `whole` bytes."""
         with _explained(file), _parquet(file) as opened:
             rows = _rows_of_groups(opened)
         sizes = [whole * count // max(sum(rows), 1) for count in rows]
@@ -90,7 +90,7 @@ class ParquetReader(RowReader):
         yield first, len(sizes), held
 
     def start_of(self, file: AnyPath, row: int) -> int:
-        """The row group that holds a row, the last one for rows beyond it."""
+        """Return the row group that contains a row, the last one for rows beyond it."""
         with _explained(file), _parquet(file) as opened:
             rows = _rows_of_groups(opened)
         return next((group for group, end in enumerate(accumulate(rows)) if row < end), max(len(rows) - 1, 0))
@@ -109,7 +109,7 @@ class ParquetReader(RowReader):
 
 
 class ArrowReader(RowReader):
-    """Arrow files, memory-mapped, in one range."""
+    """Reads arrow files, memory-mapped, in one range."""
 
     def _rows(self, file: AnyPath, column: str | None, start: int, stop: int | None) -> Iterator[_Rows]:
         with _arrow_source(file) as source:
@@ -123,17 +123,17 @@ class ArrowReader(RowReader):
 
 
 ROW_READERS: dict[str, RowReader] = {".parquet": ParquetReader(), ".arrow": ArrowReader()}
-"""What reads the rows of files, by their suffix."""
+"""Suffix of a file → the reader of its rows."""
 
 
 def _records_of(batch: Any) -> list[dict[str, Any]]:
-    """The rows as dictionaries."""
+    """Return the rows as dictionaries."""
     batch.validate(full=True)
     return batch.to_pylist()
 
 
 def _values_of(batch: Any, column: str, file: AnyPath) -> list[bytes | None]:
-    """The values of the column as bytes."""
+    """Return the values of the column as bytes."""
     import pyarrow as pa
 
     values = batch.column(column)
@@ -144,12 +144,12 @@ def _values_of(batch: Any, column: str, file: AnyPath) -> list[bytes | None]:
     if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
         raise InputError(f"{file}: column '{column}' must hold text, found {kind}")
     values = values.view(pa.binary() if pa.types.is_string(kind) else pa.large_binary())
-    values.validate(full=True)  # that its texts lie within the file: reading others would end the process
+    values.validate(full=True)  # checks that texts are within the file: reading others would crash
     return values.to_pylist()
 
 
 def _text_of(data: bytes | None, column: str) -> str:
-    """The text of a value. Raises NoText: there is none, or it is not UTF-8."""
+    """Return the text of a value. Raises NoText if there is none, or it is not UTF-8."""
     if data is None:
         raise NoText(missing_column(column, {column: None}))
     try:
@@ -159,7 +159,7 @@ def _text_of(data: bytes | None, column: str) -> str:
 
 
 def _arrow_source(file: AnyPath) -> Any:
-    """A file as pyarrow reads it, one of this machine memory-mapped."""
+    """Return a file for pyarrow, memory-mapped if it is local."""
     import pyarrow as pa
 
     if isinstance(file, RemotePath):
@@ -168,7 +168,7 @@ def _arrow_source(file: AnyPath) -> Any:
 
 
 def _record_batches(source: Any) -> Iterator[Any]:
-    """Of a file in either of arrow's two forms; `datasets` writes streams."""
+    """Yield the record batches of a file in either of arrow's two formats; `datasets` writes streams."""
     from pyarrow import ipc
 
     is_file = source.read(6) == b"ARROW1"
@@ -181,18 +181,18 @@ def _record_batches(source: Any) -> Iterator[Any]:
 
 
 def _rows_of_groups(opened: Any) -> list[int]:
-    """The number of rows in each row group."""
+    """Return the number of rows in each row group."""
     return [opened.metadata.row_group(group).num_rows for group in range(opened.metadata.num_row_groups)]
 
 
 def rows_at_once(size: int, rows: int) -> int:
-    """How many of so many rows of `size` bytes in all."""
+    """Return how many of `rows` rows, with `size` bytes in total, are read at a time."""
     return max(1, min(ROWS_AT_ONCE, BYTES_AT_ONCE * rows // max(size, 1)))
 
 
 @contextmanager
 def _parquet(file: AnyPath) -> Iterator[Any]:
-    """The file as pyarrow's `ParquetFile`."""
+    """Open the file as pyarrow's `ParquetFile`."""
     from pyarrow import parquet
 
     with (
@@ -209,10 +209,10 @@ def _check_column(file: AnyPath, column: str | None, names: list[str]) -> None:
 
 @contextmanager
 def _explained(file: AnyPath) -> Iterator[None]:
-    """What pyarrow finds wrong, as one line."""
+    """Turn errors of pyarrow into an InputError of one line."""
     import pyarrow as pa
 
     try:
         yield
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # the last: names of columns
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # the last for names of columns
         raise InputError(f"{file}: damaged {file.suffix[1:]} file: {first_line(error)}") from None

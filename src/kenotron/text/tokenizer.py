@@ -1,12 +1,13 @@
-"""Text to token ids and back, by the `tokenizers` library alone where a tokenizer.json is to be found.
+"""Convert text to token ids and back, only with the `tokenizers` library if there is a tokenizer.json.
 
     tokenizer = load_tokenizer("gpt2")
     tokenizer.encode("def main")      [4299, 1388]
     tokenizer.decode([4299, 1388])    'def main'
 
-A name is a folder, a tokenizer.json, or a Hugging Face repository; a repository is looked up in the local hub cache
-first, and only what is missing is asked of the hub (never, when one of HF_HUB_OFFLINE, HF_DATASETS_OFFLINE,
-TRANSFORMERS_OFFLINE is set). `transformers`, a second to import, comes in only where there is no tokenizer.json.
+A name is a folder, a tokenizer.json, or a Hugging Face repository. A repository is looked up in the local hub cache,
+and only missing files are fetched from the hub (never, if one of HF_HUB_OFFLINE, HF_DATASETS_OFFLINE,
+TRANSFORMERS_OFFLINE is set). `transformers`, which takes a second to import, is imported only if there is no
+tokenizer.json.
 """
 
 from __future__ import annotations
@@ -40,16 +41,16 @@ TOKENIZER_FILES = (
     "vocab.json",
     "merges.txt",
 )
-TEMPLATES = "additional_chat_templates"  # a folder: one file for every named chat template but the default
+TEMPLATES = "additional_chat_templates"  # a folder with a file for every named chat template except the default
 GENERATION = "generation_config.json"
 KEEP_ALL = {"ByteLevel", "Split", "Digits", "Punctuation", "UnicodeScripts", "Sequence"}
-"""Pre-tokenizers that lose no byte of a text, unless what they find is removed."""
+"""Pre-tokenizers that lose no byte of a text, unless they remove their matches."""
 
 
 class TextTokenizer:
-    """A tokenizer with the few questions that training and generation ask.
+    """A tokenizer with the interface that training and generation need.
 
-    `vocab_size` is the largest id plus one. `hash` names it by content: equal hashes, equal ids.
+    `vocab_size` is the largest id plus one. `hash` depends on the content: equal hashes mean equal ids.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, config: dict[str, Any], folder: Path | None = None) -> None:
@@ -66,24 +67,24 @@ class TextTokenizer:
         self.hash = hashlib.blake2b(self._json.encode(), digest_size=16).hexdigest()
 
     def to_json(self) -> str:
-        """The whole tokenizer as the text of a tokenizer.json."""
+        """Return the whole tokenizer as the text of a tokenizer.json."""
         return self._json
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of every text, with the special tokens that the tokenizer adds by itself."""
+        """Return the ids of every text, with the special tokens that the tokenizer adds itself."""
         return library_ids(self.backend, texts, special=True)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of one text, as `encode_batch`."""
+        """Return the ids of one text, as `encode_batch`."""
         return self.encode_batch([text])[0]
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = False) -> str:
-        """The text of the ids."""
+        """Return the text of the ids."""
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
 
     @property
     def is_byte_level(self) -> bool:
-        """Does every token stand for a fixed run of bytes of the text?"""
+        """Whether every token stands for fixed bytes of the text."""
         from tokenizers.pre_tokenizers import ByteLevel
 
         spec = json.loads(self._json)
@@ -97,10 +98,10 @@ class TextTokenizer:
         return whole and every_byte and not (adds_space or drops or trims)
 
     def token_bytes(self) -> NDArray[np.int64] | None:
-        """Length in UTF-8 bytes of every token, ``[vocab_size]``, or None if the tokenizer is not byte-level.
+        """Return every token's length in UTF-8 bytes, ``[vocab_size]``, or None if the tokenizer is not byte-level.
 
-        A byte-level vocabulary writes each byte as one character. What is put before a text has no bytes; any other
-        special token has those of its name, for a text may have it.
+        A byte-level vocabulary has each byte as one character. Tokens that are added before a text have no bytes; other
+        special tokens have the bytes of their names, because a text may contain them.
         """
         if not self.is_byte_level:
             return None
@@ -135,9 +136,9 @@ class TextTokenizer:
 
 
 def library_ids(backend: tokenizers.Tokenizer, texts: Sequence[str], special: bool) -> list[list[int]]:
-    """Ids of every text, with `special` also what the tokenizer puts around a text by itself.
+    """Return the ids of every text, with `special` also the tokens that the tokenizer adds around a text.
 
-    Raises InputError: a text that the tokenizer has no ids for.
+    Raises InputError for a text that the tokenizer has no ids for.
     """
     with encoding_errors():
         return [encoding.ids for encoding in backend.encode_batch_fast(list(texts), add_special_tokens=special)]
@@ -145,7 +146,7 @@ def library_ids(backend: tokenizers.Tokenizer, texts: Sequence[str], special: bo
 
 @contextmanager
 def encoding_errors() -> Iterator[None]:
-    """One line for what `tokenizers` raises while it encodes, plain Exception for everything."""
+    """Turn errors of `tokenizers`, which are all plain Exceptions, into an InputError of one line."""
     try:
         yield
     except Exception as error:
@@ -153,13 +154,13 @@ def encoding_errors() -> Iterator[None]:
 
 
 def end_of_text(tokenizer: TextTokenizer | None, architecture: Any) -> int:
-    """The token that ends a text in training, generation and exports: the tokenizer's, else the model config's."""
+    """Return the token that ends a text in training, generation and exports: the tokenizer's or else the config's."""
     eos = tokenizer.eos_token_id if tokenizer else None
     return architecture.eos_token_id if eos is None else eos
 
 
 def check_tokens(known: TextTokenizer | None, tokenizer: TextTokenizer | None, what: str) -> None:
-    """Raise InputError if the two have other tokens, or other ids of them; without one of them nothing is known."""
+    """Raise InputError if the two tokenizers differ in tokens or ids; do nothing if one is None."""
     if known is not None and tokenizer is not None and known.backend.get_vocab() != tokenizer.backend.get_vocab():
         raise InputError(f"{what} was trained with another tokenizer than the run's")
 
@@ -167,7 +168,7 @@ def check_tokens(known: TextTokenizer | None, tokenizer: TextTokenizer | None, w
 def load_tokenizer(name_or_path: str | Path, revision: str | None = None) -> TextTokenizer:
     """Load from a folder, a tokenizer.json, or a Hugging Face repository.
 
-    Raises InputError: missing, not readable, hub unreachable.
+    Raises InputError if it is missing or unreadable, or the hub is unreachable.
     """
     if is_remote(name_or_path):
         raise InputError(
@@ -224,7 +225,7 @@ def _read(file: Path, folder: Path) -> TextTokenizer:
 
 
 def _from_transformers(name: str, revision: str | None) -> TextTokenizer:
-    """Tokenizers kept in other files than tokenizer.json, converted by `transformers`."""
+    """Convert a tokenizer in other files than tokenizer.json by `transformers`."""
     configure_hub()
     import transformers
 
@@ -244,7 +245,7 @@ def _from_transformers(name: str, revision: str | None) -> TextTokenizer:
 
 
 def quiet_parallelism() -> None:
-    """Turn off `tokenizers`' threads, so that a later fork of this process gives neither a warning nor a deadlock."""
+    """Turn off `tokenizers`' threads, so that a later fork of this process neither warns nor deadlocks."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
