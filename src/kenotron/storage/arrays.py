@@ -1,7 +1,7 @@
-"""Arrays in files: mapped from those on this machine; many slices at once, of remote ones, too (`paths.RemoteArray`).
+"""Arrays in files: memory-mapped local files, and many slices at once, also of remote files (`paths.RemoteArray`).
 
 map_local_array(path, dtype, 0, count)   an array that is read when it is indexed
-read_rows(arrays, starts, rows)          the parts of a whole batch are fetched in parallel
+read_rows(arrays, starts, rows)          the slices of a whole batch are fetched in parallel
 fetch_ahead(arrays, starts, lengths)     the same, without waiting
 """
 
@@ -17,16 +17,16 @@ from numpy.typing import NDArray
 from kenotron.storage.paths import RemoteArray
 
 SMALL_ARRAY = 4096
-"""Bytes up to which an array is read instead of mapped: the kernel allows some 65,000 mappings per process."""
+"""Bytes up to which an array is read instead of mapped, as the kernel allows only some 65,000 mappings a process."""
 
 ROWS_AT_ONCE = 64
-"""Rows whose parts are fetched in parallel, and held in memory."""
+"""The number of rows that are fetched in parallel and held in memory."""
 
 Array: TypeAlias = NDArray | RemoteArray
 
 
 def read_rows(arrays: Sequence[Array], starts: Sequence[int], rows: NDArray) -> None:
-    """Fill `rows` ``[n, length]``: row i with the items of ``arrays[i]`` from ``starts[i]`` on."""
+    """Fill row i of `rows` ``[n, length]`` with the items of ``arrays[i]`` from ``starts[i]`` on."""
     length = rows.shape[1]
     remote: list[tuple[int, RemoteArray, int]] = []
     for number, (array, start) in enumerate(zip(arrays, starts, strict=True)):
@@ -44,7 +44,7 @@ def read_rows(arrays: Sequence[Array], starts: Sequence[int], rows: NDArray) -> 
 
 
 def fetch_ahead(arrays: Sequence[Array], starts: Sequence[int], lengths: Sequence[int]) -> list[Future[bytes]]:
-    """Start to fetch these slices. A fetch that fails is repeated, and its error raised, by the read of the slice."""
+    """Start to fetch these slices. If a fetch fails, the read of the slice repeats it, and raises its error."""
     fetched = {}
     for array, start, length in zip(arrays, starts, lengths, strict=True):
         if isinstance(array, RemoteArray):
@@ -53,9 +53,9 @@ def fetch_ahead(arrays: Sequence[Array], starts: Sequence[int], lengths: Sequenc
 
 
 def map_local_array(path: Path, dtype: np.dtype, offset: int, count: int) -> NDArray:
-    """`count` items of `dtype` from byte `offset` of a file on, memory-mapped read-only; a small array is read.
+    """Memory-map `count` items of `dtype` at byte `offset` of a file, read-only; a small array is read instead.
 
-    Raises OSError; ValueError if the file ends before.
+    Raises OSError, and ValueError if the file is too short.
     """
     if count == 0:  # an empty range cannot be mapped
         return np.empty(0, dtype)

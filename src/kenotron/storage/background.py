@@ -1,4 +1,4 @@
-"""How a process begins that works beside training."""
+"""Start a process that works beside training."""
 
 import os
 import signal

@@ -1,14 +1,13 @@
-"""What was read of remote files, kept on this machine up to a cap.
+"""A cache on this machine, of bounded size, of blocks of remote files.
 
     <folder>/
     ├── 3f/3f9a…     one block: its bytes, then their XXH3 (8 bytes)
-    ├── whole/…      a file that is mapped as a whole: an index of documents
-    └── size         bytes of all these; its lock is held while they change
+    ├── whole/…      a complete file that is mapped, such as an index of documents
+    └── size         bytes of all of them; its lock is held during changes
 
-A name is a hash of (URL, version of the file, bytes from – to), so nothing here is ever out of date. Ranks and runs
-share the folder: a file is complete or does not exist, the total never exceeds the cap, and a deleted file is fetched
-again.
-Recency is the time of the file. The page cache of the system is the cache in memory.
+A name is a hash of (URL, version of the file, bytes from – to), so the cache is never out of date. Ranks and runs share
+the folder: a file is complete or does not exist, the total never exceeds the cap, and a deleted file is fetched again.
+Files are evicted by their times, least recently used first. The system's page cache serves as the cache in memory.
 """
 
 from __future__ import annotations
@@ -35,27 +34,27 @@ LEFT_OVER = 24 * 3600.0
 
 @lru_cache
 def block_store(settings: RemoteData) -> BlockStore:
-    """The store of these settings, one a process."""
+    """Return the store of these settings, one per process."""
     folder = Path(settings.cache_folder) if settings.cache_folder else cache_root() / "remote"
     return BlockStore(folder, int(settings.cache_gb * 1e9))
 
 
 class BlockStore:
-    """See the module. `cap` in bytes."""
+    """See the module. `cap` is in bytes."""
 
     def __init__(self, folder: Path, cap: int) -> None:
         self.folder, self.cap = folder, cap
-        self._sound: set[str] = set()  # blocks whose checksum this process has seen
+        self._sound: set[str] = set()  # blocks whose checksum this process has verified
 
     def holds(self, name: str, size: int) -> bool:
-        """Whether a block of `size` bytes is here."""
+        """Whether a block of `size` bytes is in the cache."""
         try:
             return os.stat(self._place(name)).st_size == size + CHECKSUM
         except OSError:
             return False
 
     def read(self, name: str, size: int, start: int, stop: int) -> bytes | None:
-        """Bytes [start, stop) of a block of `size` bytes; None where it is missing or damaged."""
+        """Return bytes [start, stop) of a block of `size` bytes, or None if it is missing or damaged."""
         try:
             descriptor = os.open(self._place(name), os.O_RDONLY)
         except OSError:
@@ -63,7 +62,7 @@ class BlockStore:
         try:
             if os.fstat(descriptor).st_size != size + CHECKSUM:
                 return None
-            with contextlib.suppress(OSError):  # somebody else's folder: its order of use is theirs
+            with contextlib.suppress(OSError):  # another user's folder: do not update times
                 os.utime(descriptor)
             if name not in self._sound:
                 whole = os.pread(descriptor, size + CHECKSUM, 0)
@@ -77,21 +76,21 @@ class BlockStore:
             os.close(descriptor)
 
     def keep(self, name: str, data: bytes) -> None:
-        """Keep a block; one that is larger than the cap is not kept."""
+        """Store a block, unless it is larger than the cap."""
         size = len(data) + CHECKSUM
         if size > self.cap:
             return
         place = self._place(name)
         with self._explained(), self._room(size):
             place.parent.mkdir(exist_ok=True)
-            # The lock is held: no other process writes under this name.
+            # The lock is held, so no other process writes under this name.
             unfinished = place.with_name(f"{place.name}.tmp")
             replace_file(place, data + xxhash.xxh3_64_digest(data), durable=False, temporary=unfinished)
 
     def mapped_file(self, name: str, size: int, content: Iterable[bytes], url: str) -> NDArray[np.uint8]:
-        """A complete file ``[size]``, mapped; one that is not in the cache gets `content`, in one process at a time.
+        """Return a complete file ``[size]``, mapped; if it is not cached, one process writes `content` to it.
 
-        Raises InputError: it is larger than the cap.
+        Raises InputError if it is larger than the cap.
         """
         if size == 0:
             return np.empty(0, np.uint8)
@@ -105,9 +104,9 @@ class BlockStore:
         with self._explained(), locked(place.parent / "lock"):
             if (found := _mapped(place, size)) is not None:
                 return found
-            with self._room(size):  # it counts from here on, by its length
+            with self._room(size):  # counted from now on, by its length
                 partial = place.with_name(f"{temporary_beside(place).name}.tmp")
-                handle = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)  # by the umask
+                handle = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)  # with the umask
                 os.truncate(handle, size)
             try:
                 with open(handle, "r+b") as file:
@@ -126,7 +125,7 @@ class BlockStore:
 
     @contextlib.contextmanager
     def _room(self, size: int) -> Iterator[None]:
-        """Hold the lock of the total with room for `size` bytes more, which are added to it."""
+        """Hold the lock, free space for `size` more bytes, and add them to the total."""
         self.folder.mkdir(parents=True, exist_ok=True)
         file = self.folder / "size"
         with locked(file):
@@ -134,12 +133,12 @@ class BlockStore:
             total = int(text) if text.isdigit() else None
             if total is None or total + size > self.cap:
                 total = self._shrink(size)
-            os.truncate(file, 0)  # a process that is killed here leaves no total: the next one counts
+            os.truncate(file, 0)  # if this process is killed, the next one counts again
             yield
             file.write_bytes(b"%d" % (total + size))
 
     def _shrink(self, size: int) -> int:
-        """Remove what was not used for longest until `size` fits and a tenth is free; the bytes that are left."""
+        """Remove the least recently used files until `size` fits and a tenth is free; return the remaining bytes."""
         files: list[tuple[int, int, str]] = []
         paths = [os.path.join(folder, name) for folder, _, names in os.walk(self.folder) for name in names]
         for path in paths:

@@ -1,12 +1,12 @@
-"""fsspec's file systems. Each tries once: retries, waits and the meaning of errors are in fetching.py.
+"""fsspec's file systems. Each tries once; fetching.py handles retries, waits and errors.
 
-    s3           s3fs               with botocore's retries off, but for parts of uploads
+    s3           s3fs               without botocore's retries, except for parts of uploads
     gs           gcsfs              likewise; Google's JSON API (google.py)
     hf           huggingface_hub    every read returns the file's version, nothing is cached (hub_filesystem.py)
     http, https  fsspec             a missing file is distinguished from a failed request
-    any other    fsspec             as it is
+    any other    fsspec             unchanged
 
-A driver's listing and `info` hold the length of a file and its version: what changes with its content.
+A driver's listing and `info` have the length of a file and its version, which changes with its content.
 """
 
 import os
@@ -17,27 +17,27 @@ from kenotron.config.errors import InputError, nearest
 from kenotron.storage.hub import HUB_CREDENTIALS, configure_hub, first_line, offline_variable
 
 FileInfo: TypeAlias = dict[str, Any]
-"""What fsspec's `info` returns: name, type, size, and keys of the driver's own."""
+"""The result of fsspec's `info`: name, type, size, and the driver's own keys."""
 
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "http": "http", "https": "http"}
-"""Protocols whose driver is an extra of this package."""
+"""Protocol → the extra of this package that installs its driver."""
 
 _S3 = "AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
 _GOOGLE = "`gcloud auth application-default login`, or GOOGLE_APPLICATION_CREDENTIALS"
 CREDENTIALS = {"s3": _S3, "s3a": _S3, "gs": _GOOGLE, "gcs": _GOOGLE, "hf": HUB_CREDENTIALS}
-"""Where each driver gets its credentials."""
+"""Protocol → where its driver gets credentials."""
 
 NAMES_OF_VERSIONS = """
     generation ETag etag md5Hash blob_id xet_hash Content-MD5 mtime LastModified last_modified Last-Modified created
 """
 VERSIONS = NAMES_OF_VERSIONS.split()
-"""The drivers' names for the version, the most reliable first."""
+"""The drivers' keys of the version, the most reliable first."""
 
 
 def filesystem(url: str, part_tries: int = 1) -> Any:
-    """fsspec's file system for `url`, one per process and protocol. S3's sends every part up to `part_tries` times.
+    """Return fsspec's file system for `url`, one per process and protocol; S3's tries every part `part_tries` times.
 
-    Raises InputError: no such protocol; its driver is not installed; the network is forbidden.
+    Raises InputError for an unknown protocol, if its driver is not installed, or if the network is forbidden.
     """
     protocol, _, rest = url.partition("://")
     if "@" in rest.split("/")[0]:
@@ -52,7 +52,7 @@ def _filesystem(protocol: str, part_tries: int) -> Any:
     import fsspec
 
     try:
-        options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}  # kept here, until `reset`
+        options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}  # cached until `reset`
         if part_tries > 1 and MADE.get(protocol) is _s3:
             options["tries"] = part_tries
         return MADE.get(protocol, fsspec.filesystem)(protocol, **options)
@@ -66,7 +66,7 @@ def _filesystem(protocol: str, part_tries: int) -> Any:
 
 
 def reset() -> None:
-    """Open every file system again: a forked process has none of its parent's connections."""
+    """Reopen every file system, since a forked process has none of its parent's connections."""
     _filesystem.cache_clear()
 
 
@@ -74,12 +74,12 @@ os.register_at_fork(after_in_child=reset)
 
 
 def version_of(info: FileInfo) -> str:
-    """What changes with the content of a file."""
+    """Return a file's version, which changes with its content."""
     return next((str(info[name]) for name in VERSIONS if info.get(name)), "")
 
 
 def read_range(fs: Any, url: str, start: int, stop: int) -> tuple[bytes, tuple[int, str]]:
-    """Bytes [start, stop) of a file, fewer where it ends before, and the size and version that it has now."""
+    """Return bytes [start, stop) of a file, fewer at its end, and (size, version) at the time of the read."""
     if hasattr(fs, "read_range"):
         return fs.read_range(url, start, stop)
     try:
@@ -114,7 +114,7 @@ def _web(protocol: str, **options: Any) -> Any:
     from fsspec.implementations.http import HTTPFileSystem
 
     class Web(HTTPFileSystem):
-        """fsspec's, but for `info`, which reports every failure as a missing file."""
+        """fsspec's file system with another `info`, since its own reports every failure as a missing file."""
 
         async def _info(self, url: str, **kwargs: Any) -> dict[str, Any]:
             try:
@@ -124,7 +124,7 @@ def _web(protocol: str, **options: Any) -> Any:
                     raise
                 raise error.__cause__ from None
 
-    return Web(headers={"Accept-Encoding": "identity"}, **options)  # ranges count the bytes of the file itself
+    return Web(headers={"Accept-Encoding": "identity"}, **options)  # ranges must count uncompressed bytes
 
 
 def _hub(protocol: str, **options: Any) -> Any:

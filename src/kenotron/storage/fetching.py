@@ -1,4 +1,4 @@
-"""Reading from another machine: retries, and blocks that are fetched once however many threads ask.
+"""Read from other machines, with retries, and with blocks that are fetched once for all threads.
 
     try 1 ✗   0.5 s   try 2 ✗ (logged)   1 s   try 3 ✓        a permanent failure is raised at once
 
@@ -29,19 +29,19 @@ from kenotron.storage.hub import first_line
 T = TypeVar("T")
 
 BLOCK = 1 << 22
-"""Bytes of a block where files are read from end to end, or fit in the cache."""
+"""Bytes of a block if files are read completely, or fit in the cache."""
 
 SPARSE_BLOCK = 1 << 16
-"""Bytes of a block where samples are picked out of more than the cache holds."""
+"""Bytes of a block if samples are read from more data than fits in the cache."""
 
 AT_ONCE = 32
-"""Concurrent reads of one process."""
+"""The number of concurrent reads of one process."""
 
 AHEAD = 8
-"""Pieces of a stream that are fetched at the same time."""
+"""The number of a stream's pieces that are fetched concurrently."""
 
 FIRST_WAIT = 0.5
-"""Seconds before the second try, doubled before every later one, each times a random number around 1."""
+"""Seconds before the second try, doubled before every later one, and multiplied by a random number around 1."""
 
 LONGEST_WAIT = 60.0
 """Longest wait in seconds that a server may request by `Retry-After`."""
@@ -65,7 +65,7 @@ class Block(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Its name in the cache: a hash of URL, version and bytes."""
+        """Its name in the cache, a hash of URL, version and bytes."""
         text = f"{self.file.url}\n{self.file.version}\n{self.file.size}\n{self.start}-{self.stop}"
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -74,13 +74,13 @@ class Block(NamedTuple):
 
 
 def file_info(url: str, settings: RemoteData) -> FileInfo:
-    """The driver's current `info` of a file or folder. Raises FileNotFoundError; InputError as in `with_retries`."""
+    """Return the driver's current `info` of a file or folder. Raises FileNotFoundError, and as `with_retries`."""
     fs = filesystem(url)
     return with_retries(url, settings.tries, lambda: fs.info(url), opening=True)
 
 
 def list_files(url: str, tries: int, doing: str = "read") -> dict[str, FileInfo]:
-    """The driver's `info` of every file below a folder, by its name behind the folder's. Raises as `file_info`."""
+    """Return the driver's `info` of every file below a folder, by relative path. Raises as `file_info`."""
     fs = filesystem(url)
     found = with_retries(url, tries, lambda: fs.find(url, detail=True), opening=True, doing=doing)
     root = fs._strip_protocol(url).rstrip("/") + "/"
@@ -89,18 +89,18 @@ def list_files(url: str, tries: int, doing: str = "read") -> dict[str, FileInfo]
 
 
 def with_retries(what: str, tries: int, read: Callable[[], T], opening: bool = False, doing: str = "read") -> T:
-    """``read()``, tried up to `tries` times with growing waits.
+    """Return ``read()``, tried up to `tries` times with growing waits.
 
-    Raises InputError: `what`, that it cannot be `doing` (a participle) and the driver's message, after the last try
-    or at once if a retry cannot help. When `opening`, a host that is not known is such a case: the URL is mistyped, or
-    this machine is offline.
+    Raises InputError, with `what`, `doing` (a participle such as "read") and the driver's message, after the last try,
+    or at once if a retry cannot help. When `opening`, an unknown host is such a case: the URL is mistyped, or this
+    machine is offline.
     """
     for number in range(1, tries + 1):
         try:
             return read()
         except (FileNotFoundError, InputError):
             raise
-        except Exception as error:  # drivers raise whatever their libraries do
+        except Exception as error:  # drivers raise any error of their libraries
             words = f"{type(error).__name__}: {first_line(error)}"
             if _is_final(error) or (opening and _is_unknown_host(error)):
                 known = CREDENTIALS.get(what.partition("://")[0]) if _is_denied(error) else None
@@ -119,7 +119,7 @@ PASSING = (408, 425, 429)
 
 
 def _is_final(error: BaseException) -> bool:
-    """Whether a retry would fail in the same way: not allowed, no credentials, no such request."""
+    """Whether a retry would fail in the same way: access denied, no credentials, or an invalid request."""
     status = _status(error)
     if 400 <= status < 500:
         return status not in PASSING
@@ -128,8 +128,8 @@ def _is_final(error: BaseException) -> bool:
 
 
 def _is_unknown_host(error: BaseException | None) -> bool:
-    """Whether a name was not resolved, which libraries wrap in errors of their own."""
-    for _ in range(10):  # a chain of errors may be a ring
+    """Whether a host name was not resolved, an error that libraries wrap in their own errors."""
+    for _ in range(10):  # a chain of errors may be cyclic
         if isinstance(error, socket.gaierror) or isinstance(getattr(error, "os_error", None), socket.gaierror):
             return True
         error = error and (error.__cause__ or error.__context__)
@@ -137,22 +137,22 @@ def _is_unknown_host(error: BaseException | None) -> bool:
 
 
 def _is_denied(error: BaseException) -> bool:
-    """Whether the user may not read it, or has no credentials."""
+    """Whether the user has no access or no credentials."""
     name = type(error).__name__
     botocore = "Credential" in name or "Profile" in name or "Token" in name
     return botocore or isinstance(error, PermissionError) or _status(error) in (401, 403)
 
 
 def _status(error: BaseException) -> int:
-    """The HTTP status of an error of some library; 0 if it has none."""
+    """Return the HTTP status of any library's error; 0 if it has none."""
     named = ((error, "status"), (getattr(error, "response", None), "status_code"), (error, "code"))
     found = (getattr(holder, name, None) for holder, name in named)
     return next((status for status in found if isinstance(status, int)), 0)
 
 
 def _asked_wait(error: BaseException) -> float:
-    """Seconds to wait before the next try, by the answer's `Retry-After`; at most `LONGEST_WAIT`."""
-    for each in (error, error.__cause__):  # s3fs raises its own from botocore's, whose answer is a dictionary
+    """Return the seconds to wait before the next try by the response's `Retry-After`, at most `LONGEST_WAIT`."""
+    for each in (error, error.__cause__):  # s3fs wraps botocore's error, whose response is a dictionary
         answer = getattr(each, "response", None)
         metadata = answer.get("ResponseMetadata", {}) if isinstance(answer, dict) else {}
         headers = (
@@ -168,7 +168,7 @@ def _asked_wait(error: BaseException) -> float:
 
 
 class _InFlight:
-    """The fetching threads of this process, and the blocks that are being fetched."""
+    """The fetching threads of this process, and the blocks in flight."""
 
     def __init__(self) -> None:
         self.pool = ThreadPoolExecutor(AT_ONCE, "kenotron-remote")
@@ -176,18 +176,18 @@ class _InFlight:
         self.blocks: dict[str, Future[bytes]] = {}
 
 
-_in_flight = lru_cache(_InFlight)  # one a process
+_in_flight = lru_cache(_InFlight)  # one per process
 os.register_at_fork(after_in_child=_in_flight.cache_clear)  # a forked process has none of its parent's threads
 
 
 def request_block(block: Block, missing: bool = False) -> Future[bytes] | None:
-    """Start to fetch and keep `block`; None if it is in the cache, which `missing` rules out.
+    """Start to fetch and cache `block`; return None if it is cached, which is not checked if `missing`.
 
     Concurrent requests for a block that is being fetched share one future.
     """
     name, state = block.name, _in_flight()
     with state.lock:
-        # A fetched block is kept before it leaves `blocks`, so it is found in one of the two, looked up in this order.
+        # A fetched block is cached before it leaves `blocks`, so looking up in this order finds it in one of the two.
         if (future := state.blocks.get(name)) is not None:
             return future
         if not missing and block_store(block.file.settings).holds(name, block.stop - block.start):
@@ -198,7 +198,7 @@ def request_block(block: Block, missing: bool = False) -> Future[bytes] | None:
 
 
 def read_block(block: Block, start: int, stop: int) -> bytes:
-    """Bytes [start, stop) of `block`, counted from its beginning; fetched if the cache has it not, or damaged."""
+    """Return bytes [start, stop) of `block`, from its beginning; it is fetched if missing or damaged in the cache."""
     found = block_store(block.file.settings).read(block.name, block.stop - block.start, start, stop)
     if found is not None:
         return found
@@ -211,7 +211,7 @@ def read_block(block: Block, start: int, stop: int) -> bytes:
 
 
 def _fetch(block: Block) -> bytes:
-    """Fetch `block` and keep it. Raises as `fetch_range`."""
+    """Fetch and cache `block`. Raises as `fetch_range`."""
     try:
         data = fetch_range(block.file, block.start, block.stop)
     except FileNotFoundError:
@@ -224,9 +224,9 @@ def _fetch(block: Block) -> bytes:
 
 
 def fetch_range(file: RemoteFile, start: int, stop: int) -> bytes:
-    """Bytes [start, stop) of this version of a file.
+    """Return bytes [start, stop) of this version of a file.
 
-    Raises FileNotFoundError; InputError: every try failed, or the file is another one by now.
+    Raises FileNotFoundError, and InputError if every try failed, or the file has changed.
     """
     fs, expected = filesystem(file.url), stop - start
 
@@ -246,7 +246,7 @@ def fetch_range(file: RemoteFile, start: int, stop: int) -> bytes:
 
 
 def stream(file: RemoteFile, size: int = BLOCK) -> Iterator[bytes]:
-    """All of a file in order, in pieces of `size` bytes, some fetched ahead. Raises as `fetch_range`."""
+    """Yield a file in pieces of `size` bytes, some fetched ahead. Raises as `fetch_range`."""
 
     def fetch(start: int) -> Future[bytes]:
         return _in_flight().pool.submit(fetch_range, file, start, min(start + size, file.size))

@@ -1,12 +1,12 @@
-"""Files on this machine: atomic and durable writes, and locks. One implementation of each.
+"""Local files: atomic and durable writes, and locks, with one implementation of each.
 
-    replace_file(root / "latest.txt", b"10")       # readers see the old content or the new, nothing else
-    publish_folder(temporary, final)               # a folder appears complete, or not at all
-    with locked(root / ".lock", timeout=60): ...   # the kernel frees it when its process dies
+    replace_file(root / "latest.txt", b"10")       # readers see the old content or the new one
+    publish_folder(temporary, final)               # a folder appears only when complete
+    with locked(root / ".lock", timeout=60): ...   # the kernel releases it when the process dies
 
-A rename is atomic only towards other processes. Towards a power failure it is so only when the file, and then the
-folder that holds its name, were synced; hence `sync_folder` after every change of names. Errors are OSError: callers
-know what they were doing and for whom.
+A rename is atomic for other processes. After a power failure, it is so only if the file, and then the folder with its
+name, were synced; hence `sync_folder` after every change of names. Errors are OSErrors, to which callers add the
+context.
 """
 
 import errno
@@ -25,7 +25,7 @@ NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
 def cache_root() -> Path:
-    """``$KENOTRON_CACHE``, else ``~/.cache/kenotron``."""
+    """Return ``$KENOTRON_CACHE``, else ``~/.cache/kenotron``."""
     return Path(os.environ.get("KENOTRON_CACHE") or "~/.cache/kenotron").expanduser()
 
 
@@ -33,7 +33,7 @@ def cache_root() -> Path:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable."""
+    """Sync a folder, so that the names in it are durable."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -42,7 +42,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Create `path` and its parents; each name is synced in the folder that holds it."""
+    """Create `path` and its parents, and sync each name in its parent folder."""
     if path.is_dir():
         return
     make_folder(path.parent)
@@ -51,7 +51,7 @@ def make_folder(path: Path) -> None:
 
 
 def move_aside(paths: Iterable[Path], folder: Path) -> Path:
-    """Move `paths` into a new folder ``replaced-<time>`` in `folder`, which is returned: nothing is deleted."""
+    """Move `paths` into a new folder ``replaced-<time>`` in `folder` instead of deleting them, and return it."""
     aside = folder / f"replaced-{datetime.now():%Y%m%d_%H%M%S_%f}"
     aside.mkdir()
     for path in paths:
@@ -60,12 +60,12 @@ def move_aside(paths: Iterable[Path], folder: Path) -> Path:
 
 
 def temporary_beside(path: Path) -> Path:
-    """An unused name in the same folder: `10` → `10.tmp-3f9c0a1b`."""
+    """Return an unused name in the same folder: `10` → `10.tmp-3f9c0a1b`."""
     return path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
 
 
 def remove_leftovers(path: Path) -> None:
-    """Remove what killed processes left under temporary names of `path`. The caller holds the lock of `path`."""
+    """Remove the files that killed processes left under temporary names of `path`, whose lock the caller holds."""
     for left in [*path.parent.glob(f"{path.name}.tmp-*"), *path.parent.glob(f".trash-{path.name}-*")]:
         if left.is_dir():
             shutil.rmtree(left, ignore_errors=True)
@@ -77,10 +77,10 @@ def remove_leftovers(path: Path) -> None:
 
 
 def replace_file(path: Path, data: bytes, durable: bool = True, temporary: Path | None = None) -> None:
-    """Put `data` in `path`, atomically: it is written under a temporary name in the same folder, and renamed.
+    """Replace the content of `path` atomically: write `data` under a temporary name in the same folder, and rename.
 
-    With `durable` False it is not synced: a power failure may leave it empty or cut. `temporary` is the temporary name,
-    so that a later try overwrites what a killed process left.
+    With `durable` False it is not synced: a power failure may leave it empty or truncated. `temporary` sets the
+    temporary name, so that a later try overwrites what a killed process left.
     """
     temporary = temporary or temporary_beside(path)
     try:
@@ -102,7 +102,7 @@ def replace_file(path: Path, data: bytes, durable: bool = True, temporary: Path 
 def publish_folder(temporary: Path, final: Path) -> None:
     """Sync the files of the folder `temporary` and rename it to `final`, which it replaces.
 
-    Where another process published `final` first, that one stays and `temporary` is left to the caller.
+    If another process publishes `final` first, that one stays, and `temporary` is left to the caller.
     """
     for folder, _, names in os.walk(temporary):
         for name in names:
@@ -120,7 +120,7 @@ def publish_folder(temporary: Path, final: Path) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder so that no crash leaves a part of it under its own name. Missing: another process was faster."""
+    """Remove a folder so that no crash leaves a partial one under its name. It may be missing already."""
     trash = path.with_name(f".trash-{path.name}-{secrets.token_hex(4)}")
     try:
         os.rename(path, trash)
@@ -128,7 +128,7 @@ def remove_folder(path: Path) -> None:
         return
     sync_folder(path.parent)
     if trash.is_symlink():
-        trash.unlink()  # what it leads to is not ours
+        trash.unlink()  # a link: its target is not removed
     else:
         shutil.rmtree(trash, ignore_errors=True)
 
@@ -138,9 +138,9 @@ def remove_folder(path: Path) -> None:
 
 @contextmanager
 def locked(file: Path, timeout: float | None = None, on_wait: Callable[[], None] | None = None) -> Iterator[bool]:
-    """Hold the kernel's lock on `file`, which is created; yields False where the file system has no locks.
+    """Hold the kernel's lock on `file`, which is created; yield False if the file system has no locks.
 
-    The kernel frees the lock when its process dies, so nothing is guessed from process ids or clocks. `on_wait` is
+    The kernel releases the lock when its process dies, so nothing is inferred from process ids or clocks. `on_wait` is
     called once if another process holds it. Raises TimeoutError after `timeout` seconds (None: wait without limit).
     """
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)

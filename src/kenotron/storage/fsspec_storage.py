@@ -1,11 +1,11 @@
-"""The storage of every scheme that fsspec knows: s3, gs, hf, https and others, read by blocks that are kept.
+"""The storage of all schemes that fsspec supports (s3, gs, hf, https, …), read in blocks that are cached.
 
 path = FsspecPath("s3://bucket/tokens", settings)
-for file in path.walk():                one listing, which holds for every file of it:
+for file in path.walk():                one listing, which is used for all its files:
     file.stat().st_size, file.with_suffix(".idx").exists()
 
 tokens = file.map_array(uint16, 0, n, download=False)
-tokens[8000:8100]                       the block that holds them is fetched, kept, and next time read from the disk
+tokens[8000:8100]                       their block is fetched and cached; the next read is from disk
 """
 
 import io
@@ -28,26 +28,26 @@ from kenotron.storage.paths import Fetched, RemoteArray, RemotePath, RemoteStat
 
 
 class Listing(dict[str, RemoteStat]):
-    """The files of a folder, by URL."""
+    """URL → the file's stat, for the files of a folder."""
 
     @cached_property
     def size(self) -> int:
-        """Bytes of all."""
+        """The size of all files in bytes."""
         return sum(found.st_size for found in self.values())
 
 
 @dataclass(frozen=True, order=True)
 class FsspecPath(RemotePath):
-    """A file or folder by its URL. With a `listing` of the files around it, nothing else exists there."""
+    """A file or folder by its URL. If it has a `listing` of its folder, only the files in it exist."""
 
     listing: Listing | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Raises InputError: no such scheme; its driver is not installed."""
+        """Raise InputError for an unknown scheme, or if its driver is not installed."""
         filesystem(self.url)
 
     def stat(self) -> RemoteStat:
-        """From the listing, else asked of the driver."""
+        """Return the stat from the listing, else from the driver."""
         if self.listing is not None:
             if self.url not in self.listing:
                 raise FileNotFoundError(self.url)
@@ -55,13 +55,13 @@ class FsspecPath(RemotePath):
         return _stat(self.url, file_info(self.url, self.settings))
 
     def is_file(self) -> bool:
-        """From the listing, else asked of the driver."""
+        """Whether it is a file, by the listing, else the driver."""
         if self.listing is not None:
             return self.url in self.listing
         return self._kind() == "file"
 
     def is_dir(self) -> bool:
-        """From the listing, else asked of the driver."""
+        """Whether it is a folder, by the listing, else the driver."""
         if self.listing is not None:
             return any(url.startswith(self.url.rstrip("/") + "/") for url in self.listing)
         return self._kind() == "directory"
@@ -73,7 +73,7 @@ class FsspecPath(RemotePath):
             return None
 
     def walk(self) -> Iterator[RemotePath]:
-        """By one listing, which each of the paths keeps."""
+        """Yield the files of one listing, which all the paths share."""
         base = self.url.rstrip("/")
         found = list_files(self.url, self.settings.tries)
         listing = Listing((f"{base}/{name}", _stat(f"{base}/{name}", info)) for name, info in found.items())
@@ -83,15 +83,15 @@ class FsspecPath(RemotePath):
                 yield FsspecPath(url, self.settings, listing)
 
     def open(self, mode: str = "rb") -> IO[bytes]:
-        """A stream that is read block by block."""
+        """Return a stream that is read block by block."""
         assert mode == "rb"
         file = self.file()
         return io.BufferedReader(_Stream(BlockArray(file, np.dtype(np.uint8), 0, file.size, fetching.BLOCK)), 1 << 17)
 
     def map_array(self, dtype: np.dtype, offset: int, count: int, download: bool) -> RemoteArray | NDArray:
-        """A `BlockArray`, or with `download` a mapped local copy. Raises InputError: larger than the cache."""
+        """Return a `BlockArray`, or with `download` a mapped local copy. Raises InputError if larger than the cache."""
         file = self.file()
-        if download:  # completely, and mapped: an index, which is searched at random
+        if download:  # a complete mapped copy, for an index with random access
             name = Block(file, 0, file.size).name
             data = block_store(file.settings).mapped_file(name, file.size, stream(file), file.url)
             return np.frombuffer(data, dtype, count, offset)
@@ -104,13 +104,13 @@ class FsspecPath(RemotePath):
 
     @property
     def block_size(self) -> int:
-        """Bytes of a block for random reads: large if all files around fit in the cache, else small."""
+        """The block size for random reads: large if all files of the folder fit in the cache, else small."""
         around = self.listing.size if self.listing else self.stat().st_size
         return fetching.BLOCK if 2 * around <= self.settings.cache_gb * 1e9 else fetching.SPARSE_BLOCK
 
 
 class BlockArray(RemoteArray):
-    """`count` items of `dtype` from byte `offset` of a remote file on, fetched by blocks of `block` bytes."""
+    """`count` items of `dtype` at byte `offset` of a remote file, fetched in blocks of `block` bytes."""
 
     def __init__(self, file: RemoteFile, dtype: np.dtype, offset: int, count: int, block: int) -> None:
         self.file, self.dtype = file, dtype
@@ -125,7 +125,7 @@ class BlockArray(RemoteArray):
         return {block: future for block, future in requests.items() if future is not None}
 
     def read(self, start: int, stop: int, fetched: Fetched) -> NDArray:
-        """Items [start, stop) from `fetched`, the cache, or fetched now."""
+        """Return items [start, stop) from `fetched` or the cache, or fetch them now."""
         first, end = self._offset + start * self.itemsize, self._offset + stop * self.itemsize
         parts = []
         for block in self._blocks(start, stop):
@@ -135,14 +135,14 @@ class BlockArray(RemoteArray):
         return np.frombuffer(b"".join(parts), self.dtype)
 
     def _blocks(self, start: int, stop: int) -> Iterator[Block]:
-        """The blocks of items [start, stop). They count from byte 0 of the file, and the last one ends with it."""
+        """Yield the blocks of items [start, stop), which count from byte 0 of the file; the last one ends with it."""
         first, end = self._offset + start * self.itemsize, self._offset + stop * self.itemsize
         for at in range(first // self._block * self._block, end, self._block):
             yield Block(self.file, at, min(at + self._block, self.file.size))
 
 
 def _result(future: Future[bytes] | None) -> bytes | None:
-    """The block; None if it is not being fetched (any more)."""
+    """Return the block, or None if it is not in flight (any more)."""
     if future is None:
         return None
     try:
@@ -174,7 +174,7 @@ class _Stream(io.RawIOBase):
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        next_block = (self._position // fetching.BLOCK + 1) * fetching.BLOCK  # which may not be needed
+        next_block = (self._position // fetching.BLOCK + 1) * fetching.BLOCK  # may not be needed
         data = self._content[self._position : min(self._position + len(buffer), next_block)].tobytes()
         buffer[: len(data)] = data
         self._position += len(data)

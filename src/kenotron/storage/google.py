@@ -1,4 +1,4 @@
-"""gcsfs without its retries, over Google's JSON API.
+"""gcsfs without its retries, with Google's JSON API.
 
 Only this file uses private names of gcsfs: `GCSFileSystem._request`, and the function that its retry decorator wraps.
 """
@@ -19,14 +19,14 @@ if not hasattr(GCSFileSystem._request, "__wrapped__"):
 
 
 class GoogleFileSystem(GCSFileSystem):
-    """Tries once. (gcsfs's default class asks by gRPC, at every call, for the kind of a bucket.)"""
+    """A file system that tries once. (gcsfs's default class queries the kind of a bucket by gRPC at every call.)"""
 
     async def _request(self, *args: Any, **kwargs: Any) -> Any:
         try:
             return await GCSFileSystem._request.__wrapped__(self, *args, **kwargs)
         except (OSError, HttpError) as error:
             words = " ".join(str(error).split())
-            expired = "Invalid Credentials" in words  # which the next try refreshes
+            expired = "Invalid Credentials" in words  # the next try refreshes them
             if words.startswith("Forbidden") or (getattr(error, "code", None) == 401 and not expired):
                 raise PermissionError(words) from None
             raise

@@ -1,4 +1,4 @@
-"""Files of Hugging Face repositories: from the local cache, else from the hub, else one clear line."""
+"""Get files of Hugging Face repositories from the local cache or the hub, or raise an error of one line."""
 
 import json
 import logging
@@ -12,16 +12,16 @@ from kenotron.config.errors import InputError, nearest_sibling, os_errors
 
 OFFLINE_VARIABLES = ("HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_HUB_OFFLINE")
 HUB_CREDENTIALS = "`hf auth login`, or HF_TOKEN"
-"""Where the credentials of the hub come from."""
+"""The ways to set credentials of the hub, for messages."""
 
 ANSWER_S = 10.0
-"""Seconds within which the hub answers a first request."""
+"""Seconds within which the hub must answer a first request."""
 
 PROXY_VARIABLES = ("HTTPS_PROXY", "HTTP_PROXY", "ALL_PROXY")
 
 
 def offline_variable() -> str | None:
-    """The first environment variable that forbids the network, or None."""
+    """Return the first environment variable that forbids the network, or None."""
     for name in OFFLINE_VARIABLES:
         if os.environ.get(name, "").upper() in {"1", "ON", "YES", "TRUE"}:
             return name
@@ -29,10 +29,10 @@ def offline_variable() -> str | None:
 
 
 def configure_hub() -> None:
-    """Any of the three offline variables holds for all libraries, and the hub's says nothing by itself.
+    """Apply any of the three offline variables to all libraries, and silence the hub's library.
 
-    Call it before a Hugging Face library is first imported: they read the variables only then. All follow
-    HF_HUB_OFFLINE, but for `datasets` where its own is set.
+    Call it before a Hugging Face library is first imported, because they read the variables only then. All follow
+    HF_HUB_OFFLINE, except `datasets` if its own is set.
     """
     if offline_variable():
         os.environ["HF_HUB_OFFLINE"] = "1"
@@ -42,10 +42,10 @@ def configure_hub() -> None:
 
 
 def hub_file(repo: str, file: str, revision: str | None, key: str, optional: bool = False) -> Path | None:
-    """Local path of a file of the model repository `repo`; None if there is no such file in it.
+    """Return the local path of a file of the model repository `repo`; None if it has no such file.
 
-    `key` names the config key in errors. With `optional`, None also when the hub cannot be asked.
-    Raises InputError: no such repository or revision, hub unreachable or forbidden.
+    `key` is the config key for errors. With `optional`, return None also if the hub is unreachable.
+    Raises InputError if the repository or revision does not exist, or the hub is unreachable or forbidden.
     """
     configure_hub()
     import huggingface_hub as hub
@@ -79,14 +79,14 @@ def hub_file(repo: str, file: str, revision: str | None, key: str, optional: boo
         raise InputError(f"{key}: repository '{repo}' has no revision '{revision}'") from None
     except hub.errors.HFValidationError:
         raise InputError(f"{key}: '{repo}' is neither a local folder nor the name of a repository") from None
-    except OSError as error:  # httpx errors are such, too
+    except OSError as error:  # includes httpx errors
         raise InputError(f"{key}: fetching '{repo}' ({file}) failed: {first_line(error)}") from None
 
 
 def unreachable() -> str | None:
-    """Why the hub cannot be asked, found out in one try; None if it answers, or if a proxy decides.
+    """Return why the hub is unreachable, after one try; None if it answers, or a proxy is used.
 
-    Libraries would try again for minutes, also on an open connection that never answers.
+    Libraries would retry for minutes, also on an open connection that never answers.
     """
     from http.client import HTTPConnection, HTTPException, HTTPSConnection
 
@@ -101,7 +101,7 @@ def unreachable() -> str | None:
         connection.request("HEAD", address.path or "/")
         connection.getresponse()
     except (SSLError, HTTPException):
-        return None  # it answers; what is wrong is the library's to say
+        return None  # it answers; the library reports what is wrong
     except TimeoutError:
         return f"{address.hostname}: no answer in {ANSWER_S:g} s"
     except OSError as error:
@@ -112,7 +112,7 @@ def unreachable() -> str | None:
 
 
 def cached_revision(repo: str, revision: str | None, repo_type: str) -> str | None:
-    """Commit of `repo` in the local hub cache, or None. Reads one small file."""
+    """Return the commit of `repo` in the local hub cache, or None. Reads one small file."""
     configure_hub()
     from huggingface_hub import constants
 
@@ -125,12 +125,12 @@ def cached_revision(repo: str, revision: str | None, repo_type: str) -> str | No
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text."""
+    """Return the first line of an error's text."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object from `file`, or InputError."""
+    """Return the JSON object in `file`. Raises InputError if there is none."""
     try:
         with os_errors(f"cannot read {file}"):
             content = json.loads(file.read_text(encoding="utf-8"))

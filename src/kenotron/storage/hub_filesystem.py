@@ -1,4 +1,4 @@
-"""huggingface_hub's file system without its caches, retries and read-ahead; every read returns the file's version."""
+"""huggingface_hub's file system without caches, retries and read-ahead; every read returns the file's version."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -16,10 +16,10 @@ TIMEOUT = 60.0
 
 
 class HubFileSystem(HfFileSystem):
-    """Always asks the hub, once, and reads no more than it is asked for."""
+    """A file system that always queries the hub, once, and reads only the requested bytes."""
 
     def resolve_path(self, path: str, revision: str | None = None) -> Any:
-        """The repository, revision and path of a URL. Raises InputError: no such repository or revision."""
+        """Return repository, revision and path of a URL. Raises InputError if repository or revision does not exist."""
         try:
             return super().resolve_path(path, revision)
         except FileNotFoundError as error:
@@ -35,7 +35,7 @@ class HubFileSystem(HfFileSystem):
             raise
 
     def info(self, path: str, *_: Any, **kwargs: Any) -> dict[str, Any]:
-        """Type, size and etag of a file or folder."""
+        """Return type, size and etag of a file or folder."""
         at = self.resolve_path(path)
         if not hasattr(at, "path_in_repo"):  # a bucket
             return super().info(path, refresh=True)
@@ -45,11 +45,11 @@ class HubFileSystem(HfFileSystem):
             found = get_hf_file_metadata(self._url(at), timeout=TIMEOUT)
             return {"name": path, "type": "file", "size": found.size, "etag": found.etag}
         except EntryNotFoundError:
-            next(self._listed(at, recursive=False), None)  # raises where there is no such folder either
+            next(self._listed(at, recursive=False), None)  # raises if there is no such folder either
             return {"name": path, "type": "directory", "size": 0}
 
     def find(self, path: str, *args: Any, **kwargs: Any) -> Any:
-        """Every file below a folder, by name."""
+        """Return every file below a folder, by name."""
         at = self.resolve_path(path)
         if not hasattr(at, "path_in_repo"):
             return super().find(path, *args, **kwargs | {"refresh": True})
@@ -62,7 +62,7 @@ class HubFileSystem(HfFileSystem):
         return found
 
     def _listed(self, at: Any, recursive: bool) -> Iterator[dict[str, Any]]:
-        """The entries of a folder by the hub's API. (HfApi has no timeout.)"""
+        """Yield the entries of a folder by the hub's API. (HfApi has no timeout.)"""
         place = f"{at.repo_type}s/{at.repo_id}/tree/{quote(at.revision, safe='')}/{quote(at.path_in_repo)}"
         url: str | None = f"{self.endpoint}/api/{place.rstrip('/')}?recursive={str(recursive).lower()}"
         while url:
@@ -75,12 +75,12 @@ class HubFileSystem(HfFileSystem):
             url = answer.links.get("next", {}).get("url")
 
     def read_range(self, path: str, start: int, stop: int) -> tuple[bytes, tuple[int, str]]:
-        """Bytes [start, stop) of a file, and the size and version that it has now."""
+        """Return bytes [start, stop) of a file, and (size, version) at the time of the read."""
         at = self.resolve_path(path)
-        wanted = {"Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
-        answer = get_session().get(self._url(at), headers=build_hf_headers() | wanted, timeout=TIMEOUT)
+        ranged = {"Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
+        answer = get_session().get(self._url(at), headers=build_hf_headers() | ranged, timeout=TIMEOUT)
         size = answer.headers.get("Content-Range", "/").rpartition("/")[2] or len(answer.content)
-        # A large file is stored elsewhere: the version is in the hub's own answer, which redirects there.
+        # A large file is stored elsewhere: the version is in the hub's own response, which redirects there.
         tags = (each.headers.get("X-Linked-Etag") for each in (*answer.history, answer))
         version = next(filter(None, tags), answer.headers.get("ETag", "")).removeprefix("W/").strip('"')
         if answer.status_code == 416:

@@ -1,11 +1,11 @@
-"""Native code: a C++ file that is compiled when it is first used, and called through ctypes.
+"""Compile a C++ file at first use, and call it through ctypes.
 
     library = load_library(Path(__file__).with_name("sums.cpp"))     # extern "C" double total(const double*, long);
     library.total.argtypes, library.total.restype = [ctypes.c_void_p, ctypes.c_long], ctypes.c_double
-    library.total(numbers.ctypes.data, len(numbers))                 # without Python's lock
+    library.total(numbers.ctypes.data, len(numbers))                 # without the GIL
 
-ctypes needs neither Python's headers nor torch's, so a C++ compiler is enough. The library is kept in the cache under a
-name that has the hash of what it depends on: the source, the flags, the kind of machine.
+ctypes needs neither Python's headers nor torch's, so a C++ compiler is enough. The library is cached under a name with
+a hash of its source, flags and kind of machine.
 """
 
 import ctypes
@@ -21,13 +21,13 @@ from pathlib import Path
 from kenotron.config.errors import InputError, os_errors
 from kenotron.storage.files import cache_root, temporary_beside
 
-# Not -march=native: the machines of a cluster may share one cache.
+# Without -march=native, because the machines of a cluster may share one cache.
 FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-pthread")
 COMPILERS = ("c++", "g++", "clang++")
 
 
 def find_compiler() -> list[str] | None:
-    """The command of the C++ compiler: ``$CXX``, else the first of `COMPILERS` that is there; None if none is."""
+    """Return the command of the C++ compiler: ``$CXX``, else the first of `COMPILERS` that exists; None without one."""
     for command in [shlex.split(os.environ.get("CXX", "")), *([name] for name in COMPILERS)]:
         if command and shutil.which(command[0]):
             return command
@@ -35,9 +35,9 @@ def find_compiler() -> list[str] | None:
 
 
 def load_library(source: Path, *flags: str) -> ctypes.CDLL:
-    """The library that `source`, one file of C++, is compiled to with `flags` after `FLAGS`.
+    """Return the library of the C++ file `source`, compiled with `flags` after `FLAGS`.
 
-    Raises InputError, in one line: no compiler, or what the compiler refused.
+    Raises InputError, in one line, without a compiler, or with the compiler's error.
     """
     with os_errors(f"{source}: cannot be read"):
         content = repr((source.read_bytes(), FLAGS, flags, sys.platform, platform.machine())).encode()
@@ -49,7 +49,7 @@ def load_library(source: Path, *flags: str) -> ctypes.CDLL:
 
 
 def _compile(source: Path, flags: tuple[str, ...], library: Path) -> None:
-    """Several processes may do it at once; each renames a complete library of the same content."""
+    """Compile to a temporary file and rename it, so that several processes may do this concurrently."""
     compiler = find_compiler()
     if compiler is None:
         known = ", ".join(COMPILERS)

@@ -1,11 +1,11 @@
-"""Paths, on this machine or on another one: what readers of files ask of them, and the registry of storages.
+"""Local and remote paths with one interface for readers of files, and the registry of storages.
 
     as_path("data/code")             pathlib.Path
-    as_path("s3://bucket/tokens")    RemotePath, by the storage that is registered for `s3`
+    as_path("s3://bucket/tokens")    RemotePath of the storage that is registered for `s3`
 
-A storage is loaded when a URL of its scheme is first met. What fsspec opens (s3, gs, hf, https, and what packages
-register with fsspec) is served by `fsspec_storage.FsspecPath`. A package can register a storage of its own for a scheme
-among the entry points `kenotron.storage`: a function ``(url, settings) -> RemotePath``.
+A storage is imported for the first URL of its scheme. `fsspec_storage.FsspecPath` serves all schemes of fsspec (s3, gs,
+hf, https, and those that packages register with fsspec). A package can register its own storage for a scheme as an
+entry point of `kenotron.storage`, a function ``(url, settings) -> RemotePath``.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ STORAGES = "kenotron.storage"
 """The group of entry points under which packages register storages, by the scheme of their URLs."""
 
 FSSPEC = "kenotron.storage.fsspec_storage.FsspecPath"
-"""The storage of every other scheme."""
+"""The storage of all other schemes."""
 
 
 class RemoteStat(NamedTuple):
-    """Bytes of a file, and its version: what changes with its content."""
+    """The size of a file in bytes, and its version, which changes with its content."""
 
     st_size: int
     version: str
 
 
 Fetched = Mapping[Hashable, Future[bytes]]
-"""Parts of remote files that are being fetched."""
+"""Blocks of remote files in flight."""
 
 
 class RemoteArray(ABC):
@@ -55,25 +55,25 @@ class RemoteArray(ABC):
 
     @abstractmethod
     def fetch(self, start: int, stop: int) -> dict[Hashable, Future[bytes]]:
-        """Start to fetch items [start, stop); the parts of the file that are on their way."""
+        """Start to fetch items [start, stop), and return the blocks of the file in flight."""
 
     @abstractmethod
     def read(self, start: int, stop: int, fetched: Fetched) -> NDArray:
-        """Items [start, stop), from `fetched` as far as it holds them. Raises InputError: they cannot be read."""
+        """Return items [start, stop), from `fetched` if it has them. Raises InputError if they cannot be read."""
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an item."""
+        """The size of an item in bytes."""
         return self.dtype.itemsize
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all items."""
+        """The size of all items in bytes."""
         return len(self) * self.itemsize
 
     def __getitem__(self, key: Any) -> Any:
         if not isinstance(key, slice):
-            at = range(len(self))[key]  # negative ones, and IndexError
+            at = range(len(self))[key]  # handles negative indices and IndexError
             return self.read(at, at + 1, self.fetch(at, at + 1))[0]
         start, stop, step = key.indices(len(self))
         if step != 1:
@@ -100,7 +100,7 @@ class RemotePath(ABC):
 
     @cached_property
     def _parts(self) -> tuple[str, PurePosixPath, str]:
-        """Scheme, path, and of a web address the query with its question mark."""
+        """Return scheme, path, and for a web address the query with its question mark."""
         scheme, _, rest = self.url.partition("://")
         path, mark, query = rest.partition("?") if scheme in ("http", "https") else (rest, "", "")
         return scheme, PurePosixPath(path), mark + query
@@ -125,33 +125,33 @@ class RemotePath(ABC):
 
     @property
     def parent(self) -> RemotePath:
-        """The folder that holds it."""
+        """The folder that contains it."""
         return self._at(self._parts[1].parent)
 
     def with_name(self, name: str) -> RemotePath:
-        """Another file of the same folder."""
+        """Return another file of the same folder."""
         return self._at(self._parts[1].with_name(name))
 
     def with_suffix(self, suffix: str) -> RemotePath:
-        """The file with another suffix."""
+        """Return the file with another suffix."""
         return self._at(self._parts[1].with_suffix(suffix))
 
     def __truediv__(self, name: str) -> RemotePath:
         return self._at(self._parts[1] / name)
 
     def relative_to(self, other: RemotePath) -> Path:
-        """The path below `other`."""
+        """Return the path relative to `other`."""
         return Path(self._parts[1].relative_to(other._parts[1]))
 
     def absolute(self) -> RemotePath:
-        """Itself: a URL is absolute."""
+        """Return itself, since a URL is absolute."""
         return self
 
-    # ---- the storage's part ----
+    # ---- implemented by storages ----
 
     @abstractmethod
     def stat(self) -> RemoteStat:
-        """Raises FileNotFoundError; InputError if the storage cannot be reached."""
+        """Return size and version. Raises FileNotFoundError, and InputError if the storage is unreachable."""
 
     @abstractmethod
     def is_file(self) -> bool:
@@ -163,22 +163,22 @@ class RemotePath(ABC):
 
     @abstractmethod
     def walk(self) -> Iterator[RemotePath]:
-        """Every file below this folder, in order of path, without hidden folders."""
+        """Yield every file below this folder, in order of path, without hidden folders."""
 
     @abstractmethod
     def open(self, mode: str = "rb") -> IO[bytes]:
-        """A stream to read from. Only "rb"."""
+        """Return a stream to read from; `mode` must be "rb"."""
 
     @abstractmethod
     def map_array(self, dtype: np.dtype, offset: int, count: int, download: bool) -> RemoteArray | NDArray:
-        """`count` items of `dtype` from byte `offset` of the file on; with `download` a local copy, mapped."""
+        """Return `count` items of `dtype` at byte `offset` of the file; with `download`, from a mapped local copy."""
 
     def exists(self) -> bool:
         """Whether it is an existing file or folder."""
         return self.is_file() or self.is_dir()
 
     def read_text(self, encoding: str = "utf-8") -> str:
-        """The content of a text file."""
+        """Return the content of a text file."""
         with self.open() as stream:
             return stream.read().decode(encoding)
 
@@ -187,8 +187,8 @@ AnyPath: TypeAlias = Path | RemotePath
 
 
 def as_path(path: str | AnyPath, settings: RemoteData | None = None) -> AnyPath:
-    """The path that a string names; `~` is the home folder. Raises InputError: no such scheme, or its driver is not
-    installed."""
+    """Return the path that a string names; `~` is the home folder. Raises InputError for an unknown scheme, or if its
+    driver is not installed."""
     if isinstance(path, RemotePath):
         return path
     if not is_remote(path):
@@ -201,13 +201,14 @@ def as_path(path: str | AnyPath, settings: RemoteData | None = None) -> AnyPath:
 
 
 def one_spelling(path: str) -> str:
-    """The same for a path however it is written: absolute, a folder without a slash behind it."""
+    """Return the normalized path: absolute, and without a slash at the end."""
     return path.rstrip("/") if is_remote(path) else os.path.abspath(os.path.expanduser(path))
 
 
 def walk(folder: AnyPath) -> Iterator[AnyPath]:
-    """Every file below `folder`, links followed, a folder that is linked twice only once, hidden folders left out:
-    they hold unfinished work. Raises InputError: a folder that cannot be read.
+    """Yield every file below `folder`, following links, but each folder only once.
+
+    Hidden folders are left out, because they have unfinished work. Raises InputError for an unreadable folder.
     """
     if isinstance(folder, RemotePath):
         yield from folder.walk()
@@ -230,7 +231,7 @@ def walk(folder: AnyPath) -> Iterator[AnyPath]:
 
 @lru_cache
 def storage_of(scheme: str) -> Callable[[str, RemoteData], RemotePath]:
-    """What makes paths of the URLs of `scheme`: a registered storage, else fsspec's."""
+    """Return the function that makes paths of URLs of `scheme`: a registered storage's, else fsspec's."""
     if entry_points(group=STORAGES, name=scheme):
         return import_registered(scheme, f"{scheme}://", STORAGES)
     return import_dotted(FSSPEC, f"{scheme}://")

@@ -1,13 +1,13 @@
-"""Writing to other machines: S3, Google's storage, and every other store that fsspec writes to.
+"""Write to other machines: S3, Google's storage, and all other stores that fsspec writes to.
 
     store = Store("s3://bucket/runs/a", settings)
     store.upload("10/model/rank0.safetensors", file)      # in parts if it is large; then compared with the file
     store.put("latest.txt", b"10")
     store.sizes()                                         # {"10/model/rank0.safetensors": 1542000, "latest.txt": 2}
 
-Everything is tried `remote_data.tries` times with growing waits; S3's parts are, besides, tried again one by one. An
-object that was sent is compared with its file: by its length and the MD5 that the store names (S3's ETag,
-Google's md5Hash), or, where that is none (KMS encryption, other stores), by reading it back.
+Everything is tried `remote_data.tries` times with growing waits; S3's parts are also retried one by one. A sent object
+is compared with its file by its length and the store's MD5 (S3's ETag, Google's md5Hash), or if there is none (KMS
+encryption, other stores), by reading it back.
 """
 
 import base64
@@ -27,10 +27,10 @@ from kenotron.storage.fetching import RemoteFile, list_files, stream, with_retri
 T = TypeVar("T")
 
 PART = 16 << 20
-"""Bytes of a part of an upload, and of one read; more where a file would have more than `MOST_PARTS`."""
+"""Bytes of a part of an upload, and of one read; more if a file would have more than `MOST_PARTS`."""
 
 MOST_PARTS = 10_000
-"""Parts that S3 allows."""
+"""The number of parts that S3 allows."""
 
 PART_TRIES = 5
 """Attempts per part of an upload to S3."""
@@ -41,10 +41,10 @@ Sent = Callable[[int], None]
 
 
 class Store:
-    """The objects below `url`, by their names behind it."""
+    """The objects below `url`, by their names relative to it."""
 
     def __init__(self, url: str, settings: RemoteData | None = None, parts_at_once: int = PARTS_AT_ONCE) -> None:
-        """Raises InputError: no such protocol; its driver is not installed."""
+        """Raise InputError for an unknown protocol, or if its driver is not installed."""
         self.url = url.rstrip("/")
         self._settings = settings or RemoteData()
         self._parts_at_once = parts_at_once
@@ -52,10 +52,10 @@ class Store:
 
     @property
     def _fs(self) -> Any:
-        return filesystem(self.url)  # not kept: a forked process opens its own
+        return filesystem(self.url)  # not stored: a forked process opens its own
 
     def at(self, name: str) -> str:
-        """The URL of an object."""
+        """Return the URL of an object."""
         return f"{self.url}/{name}" if name else self.url
 
     def _try(self, name: str, act: Callable[[], T], doing: str = "read") -> T:
@@ -64,7 +64,7 @@ class Store:
     # ---- reading ----
 
     def sizes(self, below: str = "") -> dict[str, int]:
-        """Name and bytes of every object, or of those in the folder `below`. Raises InputError."""
+        """Return name → bytes of every object, or of those in the folder `below`. Raises InputError."""
         try:
             found = list_files(self.at(below), self._settings.tries, "listed")
         except FileNotFoundError:
@@ -72,11 +72,11 @@ class Store:
         return {f"{below}/{name}" if below else name: info["size"] or 0 for name, info in found.items()}
 
     def read(self, name: str) -> bytes:
-        """A small object. Raises FileNotFoundError; InputError."""
+        """Return the content of a small object. Raises FileNotFoundError or InputError."""
         return self._try(name, lambda: self._fs.cat_file(self.at(name)))
 
     def version(self, name: str) -> tuple[int, str] | None:
-        """Bytes and version of an object; None if there is none. Raises InputError."""
+        """Return size and version of an object; None if there is none. Raises InputError."""
         try:
             info = self._try(name, lambda: self._info(name))
         except FileNotFoundError:
@@ -84,7 +84,7 @@ class Store:
         return info["size"], version_of(info)
 
     def stream(self, name: str) -> Iterator[bytes]:
-        """The bytes of an object in pieces, some fetched ahead. Raises FileNotFoundError; InputError."""
+        """Yield the bytes of an object in pieces, some fetched ahead. Raises FileNotFoundError or InputError."""
         found = self.version(name)
         if found is None:
             raise FileNotFoundError(self.at(name))
@@ -112,8 +112,8 @@ class Store:
     def upload(self, name: str, file: Path, sent: Sent = lambda count: None) -> None:
         """Write a file, and compare the object with it.
 
-        `sent` is called with the bytes of the file that have been sent so far. Raises FileNotFoundError, the file is
-        gone; InputError, which names the object.
+        `sent` is called with the number of bytes sent so far. Raises FileNotFoundError if the file is gone, and
+        InputError with the object's name.
         """
 
         progress = Callback(hooks={"sent": lambda size, value: sent(value)})
@@ -122,7 +122,7 @@ class Store:
             self._make_folder(name)
             progress.absolute_update(0)
             size = file.stat().st_size
-            in_parts = filesystem(self.url, PART_TRIES)  # a file of 10,000 parts is not sent again for one of them
+            in_parts = filesystem(self.url, PART_TRIES)  # so that one failed part does not resend a whole file
             in_parts.put_file(str(file), self.at(name), callback=progress, **self._options(size))
             if not self._equals(name, file):
                 raise OSError("what arrived is not what was sent")
@@ -138,7 +138,7 @@ class Store:
         return self._try(name, lambda: self._equals(name, file))
 
     def _equals(self, name: str, file: Path) -> bool:
-        """By its length, and the MD5 that the store names; else by reading it back."""
+        """Whether the object equals the file, by length and the store's MD5, or else by reading it back."""
         info, size = self._info(name), file.stat().st_size
         if info["size"] != size:
             return False
@@ -156,7 +156,7 @@ class Store:
             raise InputError(f"{self.at(name)}: cannot be written: there is no such bucket or folder") from None
 
     def _make_folder(self, name: str) -> None:
-        if not hasattr(self._fs, "_put_file"):  # asynchronous drivers are those of stores without folders
+        if not hasattr(self._fs, "_put_file"):  # asynchronous drivers belong to stores without folders
             self._fs.makedirs(self.at(name).rpartition("/")[0], exist_ok=True)
 
     def _options(self, size: int) -> dict[str, Any]:
@@ -165,7 +165,7 @@ class Store:
         return {"chunksize": part_size(size), "max_concurrency": self._parts_at_once}
 
     def _same_md5(self, info: FileInfo, file: Path, size: int) -> bool:
-        """Whether the store names the file's MD5. No MD5 at all is not the same."""
+        """Whether the store has the file's MD5; False if it has none."""
         if "md5Hash" in info:
             return info["md5Hash"] == base64.b64encode(_md5(file, size)).decode()
         tag = str(info.get("ETag", "")).strip('"')
@@ -181,12 +181,12 @@ class Store:
 
 
 def part_size(size: int) -> int:
-    """Bytes of a part of a file of `size` bytes: a function of the size, so that its ETag can be computed again."""
+    """Return the part size for a file of `size` bytes, a function of the size, so that its ETag can be recomputed."""
     return max(PART, -(-size // MOST_PARTS))
 
 
 def _md5(file: Path, count: int, start: int = 0) -> bytes:
-    """MD5 of up to `count` bytes of a file."""
+    """Return the MD5 of up to `count` bytes of a file."""
     digest = hashlib.md5(usedforsecurity=False)
     with open(file, "rb") as stream:
         stream.seek(start)
