@@ -37,7 +37,7 @@ from kenotron.kernels.products import (
     wide_rows_by_rows,
     write_rows_by_rows,
 )
-from kenotron.kernels.shortcuts import reads_are_free
+from kenotron.kernels.shortcuts import reads_are_free, row_blocks
 
 IGNORED = -100  # the label of a token without loss
 BLOCK_BYTES = 1 << 20  # rows of one elementwise pass on CPU: half of a core's L2 cache
@@ -151,8 +151,7 @@ def _loss_and_gradients(
     grad_hidden = torch.empty_like(hidden) if options.for_hidden else None
     grad_weight = _WeightGradient(weight, len(valid), several=chunk < tokens) if options.for_weight else None
     sums = torch.zeros(2, dtype=torch.float32, device=hidden.device)
-    for begin in range(0, tokens, chunk):
-        piece = slice(begin, min(begin + chunk, tokens))
+    for piece in row_blocks(tokens, chunk):
         x = hidden[piece]
         logits = rows_by_matrix(x, valid, out=None if buffer is None else buffer[: len(x)])
         slopes = None if options.softcap is None else _bound_(logits, options.softcap)
@@ -216,12 +215,11 @@ def _exp_rows_(logits: Tensor) -> tuple[Tensor, Tensor]:
         return kernel(logits)
     n, rows = logits.shape
     largest, total = torch.empty(2, n, 1, dtype=torch.float32, device=logits.device)
-    step = max(1, BLOCK_BYTES // (4 * rows)) if logits.device.type == "cpu" else n
+    step = BLOCK_BYTES // (4 * rows) if logits.device.type == "cpu" else n
     narrow = logits.dtype != torch.float32
-    wide = torch.empty(min(step, n) if narrow else 0, rows, dtype=torch.float32, device=logits.device)
-    for begin in range(0, n, step):
-        part = slice(begin, min(begin + step, n))
-        block = wide[: part.stop - begin].copy_(logits[part]) if narrow else logits[part]
+    wide = torch.empty(min(max(step, 1), n) if narrow else 0, rows, dtype=torch.float32, device=logits.device)
+    for part in row_blocks(n, step):
+        block = wide[: part.stop - part.start].copy_(logits[part]) if narrow else logits[part]
         torch.amax(block, 1, keepdim=True, out=largest[part])
         block.sub_(largest[part]).exp_()
         torch.sum(block, 1, keepdim=True, out=total[part])

@@ -12,7 +12,7 @@ pass, so a matrix-vector product (the row sums of g) corrects it. Only x and r a
 ``[2048, 384]``, 1 thread: 5.0 ms → 2.0 in fp32, 5.6 → 2.6 in bf16.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from kenotron.kernels.fused import fused
-from kenotron.kernels.shortcuts import is_small
+from kenotron.kernels.shortcuts import is_small, row_blocks
 
 BLOCK = 1 << 19  # elements that are processed at a time: 2 MiB in fp32
 
@@ -75,7 +75,7 @@ def _forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return y ``[rows, hidden]`` and r ``[rows, 1]`` fp32."""
     hidden = x.shape[1]
     y, r, weight = torch.empty_like(x), torch.empty(len(x), 1), weight.float()
-    for part in _blocks(x):
+    for part in row_blocks(len(x), BLOCK // hidden):
         block = x[part].float()  # in fp32, a view
         norm = torch.linalg.vector_norm(block, dim=1, keepdim=True)
         torch.rsqrt(norm.mul_(norm).mul_(1 / hidden).add_(eps), out=r[part])
@@ -91,7 +91,7 @@ def _backward(dy: Tensor, x: Tensor, weight: Tensor, r: Tensor) -> tuple[Tensor,
     hidden = x.shape[1]
     dx, dweight, weight = torch.empty_like(x), torch.zeros(hidden), weight.float()
     zero_mean = torch.zeros_like(r)
-    for part in _blocks(x):
+    for part in row_blocks(len(x), BLOCK // hidden):
         g, block = dy[part].float(), x[part].float()
         centred, dweight_part, _ = torch.ops.aten.native_layer_norm_backward(
             g, block, [hidden], zero_mean[part], r[part], weight, None, [True, True, False]
@@ -100,9 +100,3 @@ def _backward(dy: Tensor, x: Tensor, weight: Tensor, r: Tensor) -> tuple[Tensor,
         torch.add(centred, mean_g.mul_(r[part]), out=dx[part])
         dweight += dweight_part
     return dx, dweight
-
-
-def _blocks(x: Tensor) -> Iterator[slice]:
-    step = max(1, BLOCK // x.shape[1])
-    for begin in range(0, len(x), step):
-        yield slice(begin, min(begin + step, len(x)))

@@ -1,4 +1,6 @@
-"""Tell when a kernel may take a shortcut: for small tensors, and if reading a value is free."""
+"""Tell when a kernel may take a shortcut: for small tensors, and if reading a value is free; cut rows into blocks."""
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -14,3 +16,10 @@ def is_small(x: Tensor) -> bool:
 def reads_are_free(x: Tensor) -> bool:
     """Whether Python may read the value of x to save work; on an accelerator this would wait for all queued work."""
     return x.device.type == "cpu"
+
+
+def row_blocks(rows: int, step: int) -> Iterator[slice]:
+    """Yield the rows in blocks of `step`, at least 1."""
+    step = max(1, step)
+    for begin in range(0, rows, step):
+        yield slice(begin, min(begin + step, rows))

@@ -28,7 +28,14 @@ from kenotron.kernels.fused import use_kernels
 from kenotron.models import named_parameters
 from kenotron.planner import stand_in
 from kenotron.planner.ledger import Ledger, Peak
-from kenotron.planner.rehearsal import batch_of, build_on, micro_batches_to_follow, on_fake_rank, routing_in_balance
+from kenotron.planner.rehearsal import (
+    batch_of,
+    build_on,
+    micro_batches_to_follow,
+    on_fake_rank,
+    routing_in_balance,
+    two_blocks,
+)
 from kenotron.planner.trace import Event, Trace
 from kenotron.storage.hub import first_line
 from kenotron.training.hooks import Hook
@@ -103,7 +110,7 @@ def follow_rank(config: Config, gpu: Gpu | None, rank: int) -> RankPlan:
     with (
         on_fake_rank(config, rank, device, ranks_on_machine) as mesh,
         routing_in_balance(),
-        nullcontext() if gpu is None else stand_in.kernels_of_a_gpu(Facts(gpu.vendor, gpu.capability)),
+        two_blocks() if gpu is None else stand_in.kernels_of_a_gpu(Facts(gpu.vendor, gpu.capability)),
         use_kernels(kernels),
         Ledger(device.type) as ledger,
     ):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from math import prod
 from typing import TYPE_CHECKING, Any, cast
 from unittest.mock import patch
@@ -27,6 +28,8 @@ from kenotron.checkpoint.checkpoints import Checkpoints
 from kenotron.config.errors import InputError
 from kenotron.config.model import Distillation
 from kenotron.data.batch import TokenBatch
+from kenotron.kernels import linear_cross_entropy, rms_norm, swiglu
+from kenotron.kernels.shortcuts import row_blocks
 from kenotron.models import build
 from kenotron.parallel.mesh import Mesh, axes, build_mesh
 from kenotron.planner import stand_in
@@ -70,6 +73,24 @@ def routing_in_balance() -> Iterator[None]:
     with (
         patch.object(experts_kernels, "counts_on_host", counts_on_host),
         patch.object(experts_over_ranks, "counts_on_host", counts_on_host),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def two_blocks() -> Iterator[None]:
+    """Within, a kernel's loop over blocks of rows on a CPU does two of them: it never holds more than in the second."""
+
+    def two_of_rows(rows: int, step: int) -> Iterator[slice]:
+        return islice(row_blocks(rows, step), 2)
+
+    def two_of_flat(*tensors: torch.Tensor) -> list[list[torch.Tensor]]:
+        return [[each.view(-1)[: swiglu.BLOCK] for each in tensors]] * 2
+
+    with (
+        patch.object(linear_cross_entropy, "row_blocks", two_of_rows),
+        patch.object(rms_norm, "row_blocks", two_of_rows),
+        patch.object(swiglu, "_blocks", two_of_flat),
     ):
         yield
 
