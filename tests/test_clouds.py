@@ -80,6 +80,14 @@ def test_a_trainjob_is_printed_for_the_layout_of_a_run(capsys: pytest.CaptureFix
     assert job == list(yaml.safe_load_all(expected.replace("registry.example.com/kenotron:latest", "mine:1")))
 
 
+@pytest.mark.parametrize("to", ["trainjob", "skypilot"])
+def test_another_global_batch_is_said_as_for_slurm(to: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["submit", RUN[0], "parallelism.dp=16", "--gpus-per-node", "8", "--dry-run", "--to", to])
+    assert not ended.value.code
+    assert "warning: parallelism.dp=16: the global batch is now " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [

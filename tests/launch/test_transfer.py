@@ -70,8 +70,9 @@ def test_heads_that_are_not_named_are_as_many_as_the_others(tmp_path: Path) -> N
 
 def test_a_best_rate_is_the_vertex_of_a_parabola() -> None:
     rates = [2 ** (half / 2) for half in range(-6, 3)]
-    assert transfer.best_rate({rate: 3 + 0.2 * (np.log2(rate) + 1.3) ** 2 for rate in rates}) == pytest.approx(2**-1.3)
-    assert transfer.best_rate({rate: rate for rate in rates}) == rates[0]
+    parabola = transfer.Grid("mup", 1, {rate: 3 + 0.2 * (np.log2(rate) + 1.3) ** 2 for rate in rates})
+    assert parabola.best == pytest.approx(2**-1.3)
+    assert parabola._replace(losses={rate: rate for rate in rates}).best == rates[0]
 
 
 def test_best_rates_are_those_of_whole_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from unittest.mock import patch
@@ -23,6 +24,7 @@ from support.tiny_run import REPOSITORY, tiny_config
 QUICK = ("llama|dp=2 zero=3", "llama|pp=2 engine=interleaved_1f1b accum=8")
 CASES = (
     "llama|dp=1 accum=1",
+    "llama|dp=1 accum=1|tokens.micro_batch_size=640",  # several blocks of rows in norms, MLPs and the loss
     "llama|dp=1 recompute=true",
     "llama|dp=1 recompute=selective",
     "llama|dp=1 recompute=elementwise",
@@ -106,6 +108,17 @@ def test_over_ranks_of_experts_the_mean_is_that_of_real_ranks(family: str) -> No
     case = f"{family}|dp=2 ep=2"
     measured = [peak for peak, _ in run_ranks(2, measure, case)]
     assert sum(peak for peak, _ in predict(case)) == pytest.approx(sum(measured), rel=0.03)
+
+
+@pytest.mark.budget(20, reason="two plans")
+def test_a_plan_for_a_cpu_takes_as_long_for_large_micro_batches() -> None:
+    """Kernels loop over blocks of rows; a hundred times as many are not followed one by one."""
+    small, large = (config_of(f"llama|dp=1 accum=1|tokens.micro_batch_size={count}") for count in (2_000, 200_000))
+    (few,) = plan_memory(small, None)
+    begun = time.monotonic()
+    (many,) = plan_memory(large, None)
+    assert time.monotonic() - begun < 60
+    assert many.peak.bytes == pytest.approx(100 * few.peak.bytes, rel=0.02)
 
 
 ON_RANKS = (

@@ -57,6 +57,6 @@ def _compare_rates(grids: "Sequence[Grid]") -> bool:
     carries = [2**-0.5 <= grid.best / small.best <= 2**0.5 for grid in large]  # a step of the grid
     typer.echo(f"{MARKS[0]} {small.kind}, base_width: best rate {small.best:.4g}")
     for mark, grid, same in zip(MARKS[1:], large, carries):
-        verdict = "holds" if same else "does not hold"
-        typer.echo(f"{mark} {grid.kind}, {grid.size} times as wide: best rate {grid.best:.4g}: {verdict}")
+        found = f"best rate {grid.best:.4g}: {'holds' if same else 'does not hold'}"
+        typer.echo(f"{mark} {grid.kind}, {grid.size} times as wide: {found}")
     return carries[0]

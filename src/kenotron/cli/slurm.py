@@ -86,10 +86,13 @@ def _elsewhere(
     to: To, file: Path, overrides: list[str], nodes: int | None, gpus_per_node: int | None, image: str | None
 ) -> str:
     """The file that starts the run there."""
+    from kenotron.launch.before_start import warnings_before_start
     from kenotron.launch.clouds import skypilot, trainjob
     from kenotron.launch.slurm.submitting import configs_of, nodes_of
 
     (config,) = configs_of(file, overrides, None, to_stderr)
+    for line in warnings_before_start(file, config, overrides):
+        to_stderr(f"warning: {line}")
     count = nodes_of(config, nodes, gpus_per_node or 0)
     gpus = gpus_per_node or config.parallelism.world_size
     if to == "trainjob":

@@ -20,6 +20,5 @@ def reads_are_free(x: Tensor) -> bool:
 
 def row_blocks(rows: int, step: int) -> Iterator[slice]:
     """Yield the rows in blocks of `step`, at least 1."""
-    step = max(1, step)
-    for begin in range(0, rows, step):
+    for begin in range(0, rows, step := max(1, step)):
         yield slice(begin, min(begin + step, rows))

@@ -108,8 +108,17 @@ class Grid(NamedTuple):
 
     @property
     def best(self) -> float:
-        """The rate at the minimum."""
-        return best_rate(self.losses)
+        """The minimum, over log2 of the rate, of the parabola through the lowest loss and two neighbours on each side.
+
+        A rate at an end of the grid is itself the best one.
+        """
+        tried = sorted(self.losses)
+        at = tried.index(min(tried, key=self.losses.__getitem__))
+        if at in (0, len(tried) - 1):
+            return tried[at]
+        near = tried[max(at - 2, 0) : at + 3]
+        bend, slope, _ = np.polyfit(np.log2(near), [self.losses[rate] for rate in near], 2)
+        return float(2 ** (-slope / (2 * bend)))
 
 
 def rates(config: Config, largest: int = 4, say: Report = print) -> list[Grid]:
@@ -126,20 +135,6 @@ def rates(config: Config, largest: int = 4, say: Report = print) -> list[Grid]:
     if (best := grids[0].best) in (tried[0], tried[-1]):
         raise InputError(f"{RATE}: expected one near the best of base_width, found {tried[4]}; {best:.4g} is better")
     return grids
-
-
-def best_rate(losses: dict[float, float]) -> float:
-    """The minimum, over log2 of the rate, of the parabola through the lowest loss and two neighbours on each side.
-
-    A rate at an end of the grid is itself the best one.
-    """
-    rates = sorted(losses)
-    at = rates.index(min(rates, key=losses.__getitem__))
-    if at in (0, len(rates) - 1):
-        return rates[at]
-    near = rates[max(at - 2, 0) : at + 3]
-    bend, slope, _ = np.polyfit(np.log2(near), [losses[rate] for rate in near], 2)
-    return float(2 ** (-slope / (2 * bend)))
 
 
 def at_size(config: Config, base: Parametrization, kind: str, width: int = 1, depth: int = 1) -> Config:

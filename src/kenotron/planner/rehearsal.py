@@ -84,13 +84,10 @@ def two_blocks() -> Iterator[None]:
     def two_of_rows(rows: int, step: int) -> Iterator[slice]:
         return islice(row_blocks(rows, step), 2)
 
-    def two_of_flat(*tensors: torch.Tensor) -> list[list[torch.Tensor]]:
-        return [[each.view(-1)[: swiglu.BLOCK] for each in tensors]] * 2
-
     with (
         patch.object(linear_cross_entropy, "row_blocks", two_of_rows),
         patch.object(rms_norm, "row_blocks", two_of_rows),
-        patch.object(swiglu, "_blocks", two_of_flat),
+        patch.object(swiglu, "_blocks", lambda *tensors: 2 * [[each.view(-1)[: swiglu.BLOCK] for each in tensors]]),
     ):
         yield
 
