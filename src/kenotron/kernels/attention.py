@@ -14,8 +14,7 @@ Paths, all behind :func:`attention`:
 * with a sliding window shorter than the sequence, one such call per block of queries, on the keys in its window;
 * on CPU in bf16 at short lengths, its forward, with a backward of matrix products (`_explicit_backward_is_faster`);
 * on CPUs that emulate bf16, everything in fp32, then rounded: forward and backward of 4 x 6 x 512 x 64 take 115 ms on
-one
-  core, where SDPA in bf16 takes 685 (see `kernels.products`).
+  one core, where SDPA in bf16 takes 685 (see `kernels.products`).
 """
 
 from itertools import pairwise
