@@ -369,7 +369,13 @@ def test_ctrl_c_ends_a_search_at_once() -> None:
     """The terminal sends it to all processes, of which the fifth is one that follows a rank."""
     model = REPOSITORY / "examples/models/llama-3.2-1b.yaml"
     command = [sys.executable, "-m", "kenotron", "plan", model, "--gpu", "h100", "parallelism.dp=2", "--search"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as searching:
+
+    def end_on_ctrl_c() -> None:  # a shell's background jobs inherit that it is ignored
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    with subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=end_on_ctrl_c
+    ) as searching:
 
         def others() -> int:
             stats = [path.read_text() for path in Path("/proc").glob("[0-9]*/stat") if path.exists()]

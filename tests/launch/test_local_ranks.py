@@ -97,7 +97,8 @@ def test_rank_0_has_the_console_and_the_other_a_log_file(launches: list[tuple[Pa
 def test_a_name_with_a_date_is_one_name_on_all_ranks(launches: list[tuple[Path, Finished]]) -> None:
     (folder,) = (launches[2][0] / "logs").iterdir()
     assert re.fullmatch(r"named_\d{8}_\d{6}", folder.name)
-    assert sorted(path.name for path in folder.iterdir()) == ["config.yaml", "history.jsonl", "metrics.jsonl"]
+    files = sorted(path.name for path in folder.iterdir())
+    assert files == [".lock", "config.yaml", "history.jsonl", "metrics.jsonl"]
 
 
 def test_sigterm_to_the_launcher_saves_on_all_ranks_and_is_a_success(tmp_path: Path, nursery: Nursery) -> None:
