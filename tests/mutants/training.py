@@ -280,4 +280,15 @@ MUTANTS = [
         why="ranks of two nodes share out the cores and devices of one",
         tests=("launch/test_slurm.py",),
     ),
+    Mutant(
+        name="two-living-runs-log-in-one-folder",
+        file="training/run_folder.py",
+        find='until_end.enter_context(locked(folder / ".lock", durable.RELEASE_SECONDS))',
+        replace="pass",
+        why="the second sets the first one's metrics aside, and both write into one history",
+        tests=(
+            "training/test_whose_run.py::"
+            "test_a_second_run_of_the_name_of_a_living_one_is_refused_before_it_touches_the_logs",
+        ),
+    ),
 ]
