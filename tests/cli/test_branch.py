@@ -89,6 +89,9 @@ def test_a_run_of_several_files_has_branches(folder: Path) -> None:
     """The last file of them may well be what names the folder of its checkpoints."""
     content = yaml.safe_load((folder / "my.yaml").read_text())
     later = {"checkpoints": content.pop("checkpoints"), "logging": {"iteration_step_info_interval": 3}}
+    content["model"].pop("dtype", None)
+    content["precision"] = "bf16-mixed"  # over which the second file lays a dtype
+    later["model"] = {"dtype": "float32"}
     (folder / "first.yaml").write_text(yaml.safe_dump(content))
     (folder / "later.yaml").write_text(yaml.safe_dump(later))
     said = typed("kenotron branch first.yaml later.yaml --at 4 --cooldown 4 --name cool general.seed=7 > c.yaml")
@@ -96,6 +99,7 @@ def test_a_run_of_several_files_has_branches(folder: Path) -> None:
     config = kn.load("c.yaml")
     assert config.checkpoints.checkpoints_path == "checkpoints/my_run-cool"
     assert (config.logging.iteration_step_info_interval, config.general.seed) == (3, 7)
+    assert config.model.dtype == "float32"
 
 
 def test_a_step_without_a_checkpoint_and_a_wrong_style_are_one_line(

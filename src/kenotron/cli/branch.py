@@ -34,9 +34,8 @@ def branch(
     folder are not changed.
     """
     from kenotron.config import load
-    from kenotron.config.dialects import upgrade
-    from kenotron.config.document import read
-    from kenotron.config.overrides import apply, is_file, merge
+    from kenotron.config.loading import laid_over
+    from kenotron.config.overrides import is_file
     from kenotron.config.writing import dump, inline
 
     files = list(filter(is_file, overrides or ()))
@@ -69,13 +68,8 @@ def branch(
         changes["checkpoints.staging_path"] = f"{staging.rstrip('/')}-{name}"
     if config.s3_upload is not None:
         changes["s3_upload.upload_s3_path"] = f"{config.s3_upload.upload_s3_path.rstrip('/')}-{name}"
-    document = read(file)
-    for each in files:
-        merge(document, read(each))
-    list(upgrade(document))
-    for text in (*(f"{key}={inline(value)}" for key, value in changes.items()), *(overrides or ())):
-        if text not in files:
-            apply(document, text)
+    texts = [*(f"{key}={inline(value)}" for key, value in changes.items()), *(overrides or ())]
+    document = laid_over(file, texts, lambda line: None)
     load(document.data, report=lambda line: None)
     typed = " ".join(map(str, (file, *files)))
     print(f"# {cooldown} steps of cooldown from step {at} of {config.general.run}; made by: kenotron branch {typed}")

@@ -41,7 +41,26 @@ def load(
     if not listed or not all(isinstance(text, str) for text in overrides):
         raise InputError(f"overrides: expected a list such as ['tokens.train_steps=100'], found {overrides!r}")
     say = report or logging.getLogger("kenotron").warning
-    document = read(to_dict(source) if isinstance(source, Config) else source)
+    document = laid_over(to_dict(source) if isinstance(source, Config) else source, overrides, say)
+    resolve_domains(document)
+    for line in resume_from_itself(document):  # with another checkpoints_path it starts from the file's
+        say(line)
+    refused: list[tuple[Keys, Any]] = [*with_passwords(document.data)]
+    if not refused:  # the others repeat values
+        refused = [*take_unserved(document.data), *misplaced(document)]
+    if refused:
+        raise NotSupportedYet("; ".join(_with_line(document, keys, value) for keys, value in refused))
+    try:
+        return Config.model_validate(document.data)
+    except ValidationError as error:
+        from kenotron.config.messages import explain
+
+        raise InputError("\n".join(explain(error, document))) from None
+
+
+def laid_over(source: str | Path | dict[str, Any], overrides: Sequence[str], say: Callable[[str], None]) -> Document:
+    """`source` with `overrides` on top as in `load`, in keys of today; `say` gets a line for every older key."""
+    document = read(source)
     document.notes += precision(document)
     if document.name:
         find_beside(Path(document.name))
@@ -58,20 +77,7 @@ def load(
             apply(document, text)
             for line in precision(document, overrides=True):
                 say(line)
-    resolve_domains(document)
-    for line in resume_from_itself(document):  # with another checkpoints_path it starts from the file's
-        say(line)
-    refused: list[tuple[Keys, Any]] = [*with_passwords(document.data)]
-    if not refused:  # the others repeat values
-        refused = [*take_unserved(document.data), *misplaced(document)]
-    if refused:
-        raise NotSupportedYet("; ".join(_with_line(document, keys, value) for keys, value in refused))
-    try:
-        return Config.model_validate(document.data)
-    except ValidationError as error:
-        from kenotron.config.messages import explain
-
-        raise InputError("\n".join(explain(error, document))) from None
+    return document
 
 
 def _with_line(document: Document, keys: Keys, value: Any) -> str:
