@@ -283,7 +283,7 @@ MUTANTS = [
     Mutant(
         name="two-living-runs-log-in-one-folder",
         file="training/run_folder.py",
-        find='until_end.enter_context(locked(folder / ".lock", durable.RELEASE_SECONDS))',
+        find='until_end.enter_context(durable.held(folder / ".lock", durable.RELEASE_SECONDS, busy))',
         replace="pass",
         why="the second sets the first one's metrics aside, and both write into one history",
         tests=(

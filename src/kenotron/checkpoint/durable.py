@@ -159,7 +159,7 @@ def locked(root: Path, wait_seconds: float = LOCK_SECONDS) -> Iterator[bool]:
     `wait_seconds`.
     """
     busy = f"another process is saving into {root}; give this run another folder"
-    with _held(root / ".lock", wait_seconds, busy) as taken:
+    with held(root / ".lock", wait_seconds, busy) as taken:
         yield taken
 
 
@@ -171,7 +171,7 @@ def in_use(root: Path) -> Iterator[None]:
     `RELEASE_SECONDS`. The locked file holds the run's id, and is not removed.
     """
     busy = f"another run is using {root}; wait until it has ended, or give this run another folder"
-    with _held(root / RUN, RELEASE_SECONDS, busy):
+    with held(root / RUN, RELEASE_SECONDS, busy):
         if run_id(root) is None:
             new_run_id(root)
         yield
@@ -189,7 +189,7 @@ def new_run_id(root: Path) -> None:
 
 
 @contextmanager
-def _held(path: Path, wait_seconds: float, busy: str) -> Iterator[bool]:
+def held(path: Path, wait_seconds: float, busy: str) -> Iterator[bool]:
     """Hold the lock file `path`. Raises FolderBusy with the message `busy` if another process has it."""
     with ExitStack() as stack:
         try:

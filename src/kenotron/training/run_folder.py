@@ -12,9 +12,9 @@ import yaml
 
 from kenotron.checkpoint import durable
 from kenotron.config import dump
-from kenotron.config.errors import InputError, os_errors
+from kenotron.config.errors import os_errors
 from kenotron.runs.files import HISTORY, METRICS, SAMPLES
-from kenotron.storage.files import locked, move_aside
+from kenotron.storage.files import move_aside
 from kenotron.training.console import logger
 
 if TYPE_CHECKING:
@@ -36,11 +36,8 @@ def take_log_folder(config: Config, until_end: ExitStack) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=folder):
             pass
-        try:
-            until_end.enter_context(locked(folder / ".lock", durable.RELEASE_SECONDS))
-        except TimeoutError:
-            busy = f"another run is logging in {folder}; wait until it has ended, or set another name"
-            raise InputError(f"general.run: {busy}") from None
+        busy = f"general.run: another run is logging in {folder}; wait until it has ended, or set another name"
+        until_end.enter_context(durable.held(folder / ".lock", durable.RELEASE_SECONDS, busy))
 
 
 def open_log_folder(config: Config, continues: bool) -> None:
