@@ -98,21 +98,14 @@ class Row(NamedTuple):
 
     def config(self) -> Config:
         """The same model and layout as a config of ours."""
-        dp = self.gpus // self.tp
-        settings: dict[str, Any] = {
-            "general": {"project": "published", "run": "published"},
-            "parallelism": {"dp": dp, "tp": self.tp, "pp": 1, "recompute_layer": self.recompute},
-            "tokens": {
-                "micro_batch_size": self.micro_batch,
-                "batch_accumulation_per_replica": self.accumulation,
-                "sequence_length": self.length,
-                "train_steps": 100,
-            },
-        }
-        if self.tp > 1:
-            settings["parallelism"]["tp_mode"] = "REDUCE_SCATTER"
-        overrides = [f"{section}.{key}={value}" for section in settings for key, value in settings[section].items()]
-        overrides.append(f"optimizer.zero_stage={self.zero}")
+        overrides = [
+            f"parallelism={{dp: {self.gpus // self.tp}, tp: {self.tp}, recompute_layer: {self.recompute}}}",
+            f"optimizer.zero_stage={self.zero}",
+            f"tokens.micro_batch_size={self.micro_batch}",
+            f"tokens.batch_accumulation_per_replica={self.accumulation}",
+            f"tokens.sequence_length={self.length}",
+            *(["parallelism.tp_mode=REDUCE_SCATTER"] if self.tp > 1 else []),
+        ]
         if self.model in MPT:
             hidden, layers = MPT[self.model]
             keys = (
