@@ -2,6 +2,7 @@
 
 python benchmarks/recipes.py                        # all: half an hour on two cores
 python benchmarks/recipes.py llama-3.1-8b 64        # one
+python benchmarks/recipes.py --headers              # the same layouts, planned anew: ten minutes
 
 A recipe is a second YAML beside that of its model. What is planned stands in its header, and a test plans it anew
 (tests/planner/test_recipes.py).
@@ -114,6 +115,15 @@ def write(model: str, gpus: int) -> str:
     return text
 
 
+def plan_anew(model: str, gpus: int) -> str:
+    """Write a recipe's header again, of its layout as it is; returns what it says."""
+    recipe = RECIPES / f"{model}-{gpus}.yaml"
+    layout = recipe.read_text().partition("\n\n")[2]
+    text = header(model, gpus, *predicted(MODELS / f"{model}.yaml", recipe)) + "\n" + layout
+    recipe.write_text(text)
+    return text
+
+
 SAID = re.compile(
     r"measured: (\S+) GiB of \S+, (\S+) tokens/s \((\S+) a GPU\), MFU (\S+), bubble (\S+),\n# 1e12 tokens in (\S+) days"
 )
@@ -134,7 +144,7 @@ def main() -> None:
     """Write the recipes of the arguments, or all, and print the rows of the README."""
     chosen = [(sys.argv[1], int(sys.argv[2]))] if len(sys.argv) > 2 else list(SHAPES)
     for name, count in chosen:
-        print(write(name, count), flush=True)
+        print((plan_anew if "--headers" in sys.argv else write)(name, count), flush=True)
     if len(chosen) == len(SHAPES):
         print(table())
 

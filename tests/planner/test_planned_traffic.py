@@ -9,7 +9,7 @@ import pytest
 from kenotron.models import build
 from kenotron.planner.hardware import GPUS
 from kenotron.planner.memory import plan_memory
-from kenotron.planner.trace import Communicated, Ran
+from kenotron.planner.trace import Began, Communicated, Ran, Waited
 from support.plans import config_of
 
 
@@ -87,10 +87,11 @@ def test_experts_that_tp_splits_are_planned_too() -> None:
 
 @pytest.mark.budget(20, reason="a plan")
 def test_gradients_of_float16_are_divided_by_the_loss_scale() -> None:
+    """In place: they are read and written."""
     config = config_of("llama|dp=1 accum=1|model.dtype=float16")
     operators = [each.operator for each in plan_memory(config, GPUS["h100"], [0])[0].events if isinstance(each, Ran)]
     scaled = sum(each.moved for each in operators if each.site == "optim.clip:scale_gradients")
-    assert scaled == 4 * sum(each.numel() for each in build(config.model).parameters())
+    assert scaled == 2 * 4 * sum(each.numel() for each in build(config.model).parameters())
 
 
 @pytest.mark.budget(20, reason="plans of one rank each")
@@ -134,3 +135,12 @@ def test_every_method_of_context_parallelism_computes_the_same_attention() -> No
         events = plan_memory(config, GPUS["h100"], [0])[0].events
         found = [each.operator.flops for each in events if isinstance(each, Ran) and each.operator.kind == "attention"]
         assert sum(found) == pytest.approx(3.5 * work), method
+
+
+@pytest.mark.budget(20, reason="a plan")
+def test_the_host_asks_for_the_update_before_it_waits_for_the_norm() -> None:
+    """As in a run whose hooks do not look at gradients: AdamW clips by itself."""
+    (plan,) = plan_memory(config_of("llama|dp=1 accum=1"), GPUS["h100"])
+    update = plan.events.index(Began("update"))
+    assert not [event for event in plan.events[:update] if isinstance(event, Waited) and event.queue is None]
+    assert not [event for event in plan.events if isinstance(event, Ran) and "scale_gradients" in event.operator.site]

@@ -48,7 +48,8 @@ def followed(case: str) -> Iterator[tuple[Run, Ledger, Naming]]:
     normal_at(0, torch.zeros(1, dtype=torch.int64))  # the table for initial weights, 0.2 MB, is not predicted
     with Ledger() as ledger:
         attention, _ = attention_of_run(config, device)
-        run = build_on(config, mesh, device, attention, [naming := Naming(ledger)])
+        run = build_on(config, mesh, device, attention)
+        naming = Naming(ledger, run)
         fill_weights(run.parts, config.model.init_method, config.general.seed)
         yield run, ledger, naming
 

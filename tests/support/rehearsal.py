@@ -35,7 +35,8 @@ def rehearse(family: str, layout: str, overrides: Sequence[str], device: torch.d
     micro_batches, waited = config.tokens.batch_accumulation_per_replica, []
     with on_fake_rank(config, 0, device) as mesh:
         hook = StateHash()
-        run = build_on(config, mesh, device, by_documents(sdpa, torch_flash), [hook])
+        run = build_on(config, mesh, device, by_documents(sdpa, torch_flash))
+        run.hooks.append(hook)
         for _ in range(STEPS):
             with stand_in.HostWaits() as waits:
                 hook.before_step(run)

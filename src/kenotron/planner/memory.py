@@ -38,7 +38,6 @@ from kenotron.planner.rehearsal import (
 )
 from kenotron.planner.trace import Event, Trace
 from kenotron.storage.hub import first_line
-from kenotron.training.hooks import Hook
 from kenotron.training.step import train_step
 
 if TYPE_CHECKING:
@@ -115,7 +114,8 @@ def follow_rank(config: Config, gpu: Gpu | None, rank: int) -> RankPlan:
         Ledger(device.type) as ledger,
     ):
         attention, _ = attention_of_run(config, device)
-        run = build_on(config, mesh, device, attention, [naming := Naming(ledger)])
+        run = build_on(config, mesh, device, attention)
+        naming = Naming(ledger, run)
         trace = None if gpu is None else Trace(mesh, ranks_on_machine)
         peak = follow_steps(run, ledger, naming, trace)
         return RankPlan(rank, mesh.rank("pp"), peak, ledger.bytes, [] if trace is None else trace.events)
@@ -123,11 +123,10 @@ def follow_rank(config: Config, gpu: Gpu | None, rank: int) -> RankPlan:
 
 def follow_steps(run: Run, ledger: Ledger, naming: Naming, trace: Trace | None = None) -> Peak:
     """The peak of the second of two steps, which `trace` records; in the first the optimizer makes its state."""
-    naming.name_weights(run)
     count = micro_batches_to_follow(run.config)
     for batches in (1 if run.pipeline is None else count, count):
         begun = ledger.clock
-        with nullcontext() if trace is None or run.step == 0 else naming.beginnings(run, trace):
+        with nullcontext() if trace is None or run.step == 0 else naming.beginnings(trace):
             train_step(run, [batch_of(run.config)] * batches)
         run.step += 1
         states = chain.from_iterable(state.values() for state in run.optimizer.state.values())
@@ -135,35 +134,37 @@ def follow_steps(run: Run, ledger: Ledger, naming: Naming, trace: Trace | None =
     return ledger.peak(since=begun)
 
 
-class Naming(Hook):
-    """Tells the ledger which storages are weights, buffers and gradients."""
+class Naming:
+    """Tells the ledger which storages of `run` are weights, buffers and gradients.
 
-    def __init__(self, ledger: Ledger) -> None:
-        self.ledger = ledger
+    It is no hook of the run: with one that sees gradients before an update, the host waits for their norm first.
+    """
+
+    def __init__(self, ledger: Ledger, run: Run) -> None:
+        self.ledger, self.run = ledger, run
         self.trace: Trace | None = None
-
-    def name_weights(self, run: Run) -> None:
-        """Name what the model consists of."""
         for part in run.parts:
-            self.ledger.name("weights", part.parameters())
-            self.ledger.name("buffers", part.buffers())
+            ledger.name("weights", part.parameters())
+            ledger.name("buffers", part.buffers())
             for parameter in filter(lambda each: each.requires_grad, part.parameters()):
                 parameter.register_post_accumulate_grad_hook(self.name_gradient)
+        run.optimizer.register_step_pre_hook(self.before_update)
 
     def name_gradient(self, parameter: Tensor) -> None:
         """Name a gradient as soon as it is there: buckets may take its place."""
         self.ledger.name("gradients", [parameter.grad])
 
     @contextmanager
-    def beginnings(self, run: Run, trace: Trace) -> Iterator[None]:
+    def beginnings(self, trace: Trace) -> Iterator[None]:
         """Within, tell the `trace` what happens, and which micro-batch or update begins."""
         self.trace = trace
-        with run.parts[0].register_forward_pre_hook(lambda *_: trace.begin("micro-batch"), prepend=True), trace:
+        with self.run.parts[0].register_forward_pre_hook(lambda *_: trace.begin("micro-batch"), prepend=True), trace:
             yield
         self.trace = None
 
-    def before_update(self, run: Run) -> None:
+    def before_update(self, *args: object) -> None:
+        """Name the gradients that there are now."""
         if self.trace is not None:
             self.trace.begin("update")
-        for _, parameter in named_parameters(*run.parts):
+        for _, parameter in named_parameters(*self.run.parts):
             self.name_gradient(parameter)

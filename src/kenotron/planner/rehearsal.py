@@ -11,7 +11,7 @@ loss is 1), the data, logs and checkpoints, and the other ranks: torch's "fake" 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import islice
 from math import prod
 from typing import TYPE_CHECKING, Any, cast
@@ -40,7 +40,6 @@ from kenotron.training.run import Run
 
 if TYPE_CHECKING:
     from kenotron.config import Config
-    from kenotron.training.hooks import Hook
 
 
 @contextlib.contextmanager
@@ -92,13 +91,7 @@ def two_blocks() -> Iterator[None]:
         yield
 
 
-def build_on(
-    config: Config,
-    mesh: Mesh,
-    device: torch.device,
-    attention: Callable[..., torch.Tensor],
-    hooks: Sequence[Hook] = (),
-) -> Run:
+def build_on(config: Config, mesh: Mesh, device: torch.device, attention: Callable[..., torch.Tensor]) -> Run:
     """`training.build.build_run` without data, logs, checkpoints and initial values."""
     if isinstance(config.model.loss, Distillation):
         raise InputError("model.loss: the memory and time of a teacher are not planned; expected another loss")
@@ -116,7 +109,7 @@ def build_on(
         parts=parts,
         optimizer=optimizer,
         data=cast(Any, None),
-        hooks=list(hooks),
+        hooks=[],
         pipeline=pipeline,
         attention=attention,
         loss_scale=2.0 if config.model.dtype == "float16" else 1.0,

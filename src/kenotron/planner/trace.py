@@ -189,7 +189,8 @@ class Trace(TorchDispatchMode):
         if space == "_c10d_functional":
             self._functional(name, args, out)
         elif name not in FREE:
-            tensors = [each for each in tree_leaves((args, kwargs, out)) if isinstance(each, Tensor)]
+            written = args[0] if out is None else None  # in place, of lists of tensors
+            tensors = [each for each in tree_leaves((args, kwargs, out, written)) if isinstance(each, Tensor)]
             if any(each.device.type == stand_in.NAME for each in tensors):
                 if space == "c10d":
                     raise ValueError(f"{name}: no time is known for this collective; expected {', '.join(COLLECTIVES)}")
