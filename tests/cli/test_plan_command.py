@@ -341,12 +341,15 @@ def test_layouts_are_ranked_by_speed(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert plan(*arguments, "--search") == 0
     layouts = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     shapes = [dict(override.split("=") for override in each["overrides"]) for each in layouts]
-    names = ("parallelism.dp", "parallelism.tp", "parallelism.pp", "optimizer.zero_stage")
-    every = [("2", "1", "1", "1"), ("2", "1", "1", "3"), ("1", "2", "1", "0"), ("1", "1", "2", "0")]
-    assert sorted(tuple(shape[name] for name in names) for shape in shapes) == sorted(every)
+    names = [f"parallelism.{name}" for name in ("dp", "tp", "pp", "context_parallel_size")]
+    every = ["2 1 1 1 zero 1", "2 1 1 1 zero 3", "1 2 1 1 zero 0", "1 1 2 1 zero 0"]
+    every += ["2 1 1 1 zero 2", *(f"1 1 1 2 zero {stage}" for stage in (1, 2, 3))]  # changes of the fastest
+    of_shapes = [" ".join(shape.get(name, "1") for name in names) for shape in shapes]
+    stages = [shape["optimizer.zero_stage"] for shape in shapes]
+    assert sorted(f"{degrees} zero {stage}" for degrees, stage in zip(of_shapes, stages)) == sorted(every)
     seconds = [each["speed"]["seconds"] for each in layouts]
     assert seconds == sorted(seconds)
-    assert [bool(each["why"]) for each in layouts] == [False, True, True, True]
+    assert [bool(each["why"]) for each in layouts] == [False] + 7 * [True]
     assert plan(*arguments, *layouts[0]["overrides"]) == 0
     assert json.loads(capsys.readouterr().out)["step"]["seconds"] == seconds[0]
 

@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 
+from kenotron.config.errors import InputError
 from kenotron.models import build
 from kenotron.planner.hardware import GPUS
 from kenotron.planner.memory import plan_memory
@@ -135,6 +136,16 @@ def test_every_method_of_context_parallelism_computes_the_same_attention() -> No
         events = plan_memory(config, GPUS["h100"], [0])[0].events
         found = [each.operator.flops for each in events if isinstance(each, Ran) and each.operator.kind == "attention"]
         assert sum(found) == pytest.approx(3.5 * work), method
+
+
+@pytest.mark.budget(20, reason="a plan")
+def test_flash_attention_3_is_planned_where_it_is_not_installed() -> None:
+    three = "model.model_config._attn_implementation=flash_attention_3"
+    config = config_of(f"llama|dp=1 accum=1|model.dtype=bfloat16|{three}")
+    (plan,) = plan_memory(config, GPUS["h100"])
+    assert [event for event in plan.events if isinstance(event, Ran) and event.operator.kind == "attention"]
+    with pytest.raises(InputError, match=r"flash_attention_3 needs compute capability 9.x, found 8.0"):
+        plan_memory(config, GPUS["a100"])
 
 
 @pytest.mark.budget(20, reason="a plan")

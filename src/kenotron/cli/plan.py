@@ -66,9 +66,9 @@ def plan(
     from kenotron.planner.search import search as find_layouts
 
     def changed(more: list[str]) -> Config:
-        return _config_of(file, [*(overrides or []), *more], to_stderr)
+        return _config_of(file, [*(overrides or []), *more], lambda line: None)
 
-    config = changed([])
+    config = _config_of(file, overrides or [], to_stderr)
     if measure is not None:
         gpu = _measured(measure, gpu)
     device = _device(gpu, in_machine, network)

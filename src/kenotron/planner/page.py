@@ -26,6 +26,7 @@ SITES = 60
 KEYS = (
     *(f"parallelism.{name}" for name in ("dp", "tp", "pp", "context_parallel_size", "expert_parallel_size")),
     *("parallelism.tp_mode", "parallelism.pp_engine", "parallelism.recompute_layer", "optimizer.zero_stage"),
+    "parallelism.dp_shard",
     *("tokens.micro_batch_size", "tokens.batch_accumulation_per_replica", "tokens.sequence_length"),
 )
 """What is changed on the served page by fields of their own."""

@@ -34,6 +34,8 @@ from kenotron.kernels.attentions.choice import Facts
 from kenotron.optim import matrices, matrix_owners
 
 NAME = "standin"
+INSTALLED = frozenset({"triton", "flash_3", "flash_4"})
+"""What runs on such a GPU are taken to have installed, wherever they are planned."""
 FLEX = choice.IMPLEMENTATIONS["flex_attention"]._replace(function=f"{__name__}.flex")
 
 
@@ -208,6 +210,7 @@ def kernels_of_a_gpu(facts: Facts) -> Iterator[None]:
         patch.object(F, "scaled_dot_product_attention", _flash),
         patch.object(shapes, "_meta_grouped_mm_common", _grouped_of_any_dtype),
         patch.dict(choice.IMPLEMENTATIONS, flex_attention=FLEX),
+        patch.object(packed, "activate", lambda version: None),  # the stand-in's flash attention is that of any version
     ):
         yield
 
