@@ -169,7 +169,7 @@ def test_a_teacher_is_asked_once(teacher: Path, tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(distillation, "load_for_generation", None)
     assert loss("again") == found[0]
     assert loss("another", "model.model_config.hidden_size=32") != found[0]
-    with pytest.raises(InputError, match=r"model\.loss\.cache: sample \d+ there is of other tokens; expected a folder"):
+    with pytest.raises(InputError, match=r"model\.loss\.cache: sample \d+ has other tokens in the cache; expected a"):
         loss("seed", "data_stages.0.data.seed=7")
     with pytest.raises(InputError, match=r"model\.loss\.cache: .* was made with temperature 1\.0; expected 2\.0"):
         loss("temperature", "model.loss.temperature=2.0")

@@ -25,8 +25,8 @@ MUTANTS = [
     Mutant(
         name="distillation-the-other-way-round",
         file="training/distillation.py",
-        find="F.kl_div(ours.log_softmax(-1), logs,",
-        replace="F.kl_div(logs, ours.log_softmax(-1),",
+        find="F.kl_div(scaled.log_softmax(-1), logs,",
+        replace="F.kl_div(logs, scaled.log_softmax(-1),",
         why="the reverse divergence: the student keeps one of the teacher's modes and drops the others",
         tests=("layouts/test_distillation.py::test_the_loss_is_that_of_the_definition",),
     ),
@@ -49,8 +49,8 @@ MUTANTS = [
     Mutant(
         name="losses-of-routers-are-not-scaled",
         file="training/step.py",
-        find="loss_scale * of_a_token, loss_scale / sequences, loss)",
-        replace="loss_scale * of_a_token, 1 / sequences, loss)",
+        find="scales = loss_scale * token_weight, loss_scale / sequences",
+        replace="scales = loss_scale * token_weight, 1 / sequences",
         why="with a loss scale of 65,536 the balance of experts has no gradient",
         tests=("training/test_loss_scale.py",),
     ),

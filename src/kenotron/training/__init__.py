@@ -1,24 +1,24 @@
-"""The training loop, and everything of a run around it.
+"""The training loop, and the parts of a run that it needs.
 
-build.py            from a config to a run: read `build_run` first
+build.py            builds a run from a config: read `build_run` first
 run.py              Run, and `fit`: the loop
 step.py             one step: forward, backward, clip, update
-hooks.py            the methods that everything else of a run hangs on, in their order
+hooks.py            the methods that hooks override, in the order of their calls
 
-model_parts.py      the model in memory, split over the layout
-initial_weights.py  its first weights
-restore.py          loading the checkpoint that it starts from
-checkpoint_hook.py  saving checkpoints
-saved_state.py      the form in which model, optimizer and hooks are saved
+model_parts.py      builds the model, sharded over the layout
+initial_weights.py  initial weights: random, or from a checkpoint
+restore.py          loads the checkpoint that the run starts from
+checkpoint_hook.py  saves checkpoints
+saved_state.py      the format in which model, optimizer and hooks are saved
 run_folder.py       the log folder
-deterministic.py    the same bits from every run on the same devices
+deterministic.py    bitwise reproducible runs on the same devices
 
-metrics.py, console.py, report.py, nanotron_log.py     numbers and messages
+metrics.py, console.py, report.py, nanotron_log.py     metrics and log messages
 loss_scale.py       a hook that scales the loss of float16 runs
-distillation.py     a loss from another model's probabilities; teacher_cache.py, which are kept
-guards.py           a hook that ends runs; those that only watch are in kenotron.observers
-expert_loads.py     how many tokens each expert got in a step
-compare.py          two layouts of one config, compared
+distillation.py     a loss from a teacher's probabilities, which teacher_cache.py caches
+guards.py           a hook that ends runs; hooks that only watch are in kenotron.observers
+expert_loads.py     token counts of the experts in a step
+compare.py          compares two layouts of one config
 
 The package is called `training` because `kenotron.train` is the function.
 """
@@ -51,12 +51,12 @@ def train(
     reopen: bool = False,
     observers: Sequence[Hook] = (),
 ) -> Run | None:
-    """Train as `config` says, from the newest of its `checkpoints` if there is one. All ranks of `mesh` call it.
+    """Train with `config`, from the newest of its `checkpoints` if one exists. All ranks of `mesh` call it.
 
-    `checkpoints` are by default those in `checkpoints_path` alone. The architecture is resolved
-    (`interop.resolve_architecture`). `observers` are more hooks (`kenotron.observers`). Returns the run; if its
-    checkpoint has all steps already, nothing is loaded and None returned, or with `reopen` the run as it ended. Raises
-    InputError if the input is wrong, RunFailed if the run cannot continue.
+    By default only `checkpoints_path` is searched for checkpoints. The architecture of `config` must be resolved
+    (`interop.resolve_architecture`). `observers` are additional hooks (`kenotron.observers`). Returns the run. If its
+    checkpoint already has all steps, nothing is loaded and None is returned, or with `reopen` the finished run. Raises
+    InputError if the input is wrong, and RunFailed if the run cannot continue.
     """
     from kenotron.checkpoint.checkpoints import Checkpoints
     from kenotron.checkpoint.start import with_run_name
@@ -73,8 +73,7 @@ def train(
     checkpoints = checkpoints or Checkpoints(config)
     keep_freed_memory()  # changes malloc for the whole process: steps allocate the same sizes again and again
     console.start_logging(config, mesh)
-    first = mesh.is_first
-    if first:
+    if mesh.is_first:
         report.run_log(config).project(config)
     with checkpoints.held() as held, deterministic(config.general.deterministic), use_kernels(config.model.kernels):
         start = checkpoints.start()
@@ -82,18 +81,18 @@ def train(
         done = start.done(config)
         if not done:
             run_on_rank0(lambda: take_log_folder(config, held))
-        elif first:
+        elif mesh.is_first:
             console.logger.info(report.already_finished(start))
         if done and not reopen:
             return None
         run = build_run(config, mesh, device, start, build_hooks(config, mesh, observers), checkpoints)
         try:
             if done:
-                run.last_metrics = logged_step(log_folder(config), run.step) if first else {}
+                run.last_metrics = logged_step(log_folder(config), run.step) if mesh.is_first else {}
                 return run
             if checkpoints.fresh:
                 checkpoints.set_aside()
-            if first:
+            if mesh.is_first:
                 open_log_folder(config, start.continues)
                 if run.finished:
                     console.logger.info(report.exhausted(run.data, start))
@@ -101,7 +100,7 @@ def train(
                     report.run_log(config).plan(run)
             if not run.finished:
                 fit(run)
-                if first:
+                if mesh.is_first:
                     report.farewell(run)
         except Exception as error:
             report_failure(run, error)

@@ -1,4 +1,4 @@
-"""Building a run: from a config to what `fit` takes. Read `build_run` first; `fit` in run.py comes next."""
+"""Build the `Run` of a config. Read `build_run` first, then `fit` in run.py."""
 
 from __future__ import annotations
 
@@ -50,11 +50,12 @@ def build_run(
     hooks: Sequence[Hook] = (),
     checkpoints: Checkpoints | None = None,
 ) -> Run:
-    """A run at the step of `start`: model → optimizer → data → checkpoint. All ranks call it.
+    """Build a run at the step of `start`: model → optimizer → data → checkpoint. All ranks call it.
 
-    `hooks` are those of `build_hooks`.
+    `hooks` are the hooks that `build_hooks` returns.
 
-    Data come late because tokenizing may take an hour; missing paths are found before weights take minutes.
+    Data are opened late because tokenizing may take an hour; their paths are checked first because weights take
+    minutes.
     """
     log = run_log(config)
     log.config(config)
@@ -74,7 +75,7 @@ def build_run(
     if "model" not in start.loads:
         init, seed = config.model.init_method, config.general.seed
         group_of = config.optimizer.group_of
-        stds = {name: each.std for name, each in factors.items()}
+        stds = {name: factor.std for name, factor in factors.items()}
         fill_weights(parts, init, seed, lambda name: stds.get(name, 1.0) * group_of(name).init_std_scale)
         if pipeline is not None:
             pipeline.share_tied_weights()
@@ -117,7 +118,7 @@ def build_run(
 def optimizer_of(
     config: Config, skeleton: Decoder, parts: Sequence[Decoder], factors: dict[str, Factors]
 ) -> torch.optim.Optimizer:
-    """The optimizer of this rank's parameters."""
+    """Build the optimizer of this rank's parameters."""
     return build_optimizer(
         named_parameters(*parts),
         config.optimizer,
@@ -129,20 +130,20 @@ def optimizer_of(
 
 
 def factors_of(skeleton: Decoder, config: Config) -> dict[str, Factors]:
-    """`models.parametrization.factors`, which is imported where a config asks for them."""
+    """Return `models.parametrization.factors`, which is imported only for a config that uses them, else {}."""
     if config.model.parametrization is None and not isinstance(config.model.init_method, SpectralInit):
         return {}
     return import_dotted("kenotron.models.parametrization.factors", "model")(skeleton, config)
 
 
 def open_data(config: Config, start: Start) -> RunData:
-    """The run's data from the step after `start` on.
+    """Open the run's data at the step after `start`.
 
     Raises InputError if there are prompts to complete (`logging.sample_prompts`) but no tokenizer.
     """
     from kenotron.data import open_run
 
-    # What the weights were trained with; any other would give their tokens another meaning.
+    # The weights need the tokenizer that they were trained with: with another, token ids mean different text.
     tokenizer = start.path / "tokenizer" if start.path and "model" in start.loads and config.tokenizer.train else None
     data = open_run(start.in_run_steps(config), start.step + 1, logger.info, tokenizer, start.held_out)
     if config.logging.sample_prompts and data.tokenizer is None:
@@ -152,9 +153,9 @@ def open_data(config: Config, start: Start) -> RunData:
 
 
 def build_hooks(config: Config, mesh: Mesh, observers: Sequence[Hook] = ()) -> list[Hook]:
-    """The hooks that training needs, `observers` and the user's, in the order in which they are called.
+    """Return the hooks of training, `observers` and the user's hooks, in the order of their calls.
 
-    What only writes is on the first rank; what computes or decides is on all.
+    Hooks that only write are on the first rank; hooks that compute or decide are on all ranks.
     """
     hooks: list[Hook] = [NonFiniteGuard(), CheckpointHook(), *observers]
     if config.model.dtype == "float16":

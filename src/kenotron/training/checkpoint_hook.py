@@ -1,4 +1,4 @@
-"""The hook that saves a run: when, what, and what comes after a save."""
+"""The hook that saves checkpoints: at which steps, with which content, and what follows a save."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class CheckpointHook(Hook):
             self._save(run)
 
     def after_step(self, run: Run, result: StepResult) -> None:
-        """Save every `checkpoint_interval` steps; between them, see what has become of a save in the background."""
+        """Save every `checkpoint_interval` steps; at other steps, check on a save in the background."""
         self.last_step_skipped = result.skipped
         settings = run.config.checkpoints
         if run.step % settings.checkpoint_interval == 0:
@@ -56,9 +56,9 @@ class CheckpointHook(Hook):
             self._save_local(run)
 
     def on_train_end(self, run: Run) -> None:
-        """Save the final state, or where the run was stopped, unless that step is saved; wait until it is complete."""
-        at_the_end = run.config.checkpoints.save_final_state or run.stop_reason is not None
-        if at_the_end and self.saved_step != run.step:
+        """Save the last step, unless it is saved, if the config asks or the run was stopped; wait for all saves."""
+        save_last = run.config.checkpoints.save_final_state or run.stop_reason is not None
+        if save_last and self.saved_step != run.step:
             self._save(run)
         _announce(run, run.checkpoints.collect())
         if (problem := run.checkpoints.problem) is not None:
@@ -66,12 +66,12 @@ class CheckpointHook(Hook):
         run.checkpoints.end()
 
     def on_error(self, run: Run, error: Exception) -> None:
-        """Complete a save in the background: nothing of it depends on what failed."""
+        """Complete a save in the background, which does not depend on the failed step."""
         _announce(run, run.checkpoints.finish_alone(comes_from_another_rank(error)), alone=True)
 
     def _save(self, run: Run) -> None:
         _announce(run, run.checkpoints.collect())
-        # After a skipped step nothing is pruned: the last good weights may be those of the oldest checkpoint.
+        # After a skipped step nothing is pruned: the oldest checkpoint may hold the last good weights.
         outcomes = save(run, keep_all=self.last_step_skipped)
         self.saved_step = run.step
         _announce(run, outcomes)
@@ -88,9 +88,9 @@ class CheckpointHook(Hook):
 
 
 def save(run: Run, *, local: bool = False, keep_all: bool = False) -> Outcomes:
-    """Save the current step; returns what is complete by now. `keep_all`: no earlier checkpoint is pruned.
+    """Save the current step, and return the outcomes of saves that are complete. `keep_all`: prune no checkpoint.
 
-    Raises RunFailed if it cannot be written, or does not read back as it was written.
+    Raises RunFailed if the checkpoint cannot be written, or reads back differently.
     """
     checkpoints = run.checkpoints
     if run.mesh.is_first:
@@ -107,8 +107,8 @@ def save(run: Run, *, local: bool = False, keep_all: bool = False) -> Outcomes:
 
 
 def content_of(run: Run) -> dict[str, Any]:
-    """What is saved of a run: the keyword arguments of `checkpoint.saving.save`."""
-    # Before its first update an optimizer has no state, and a new one is the same thing.
+    """Return the content of a checkpoint of `run`: the keyword arguments of `checkpoint.saving.save`."""
+    # Before its first update an optimizer has no state, and equals a new one.
     moments = state_tensors(named_parameters(*run.parts), run.optimizer) if run.optimizer.state else None
     hooks, tensors = hook_states(run)
     return {
@@ -124,7 +124,7 @@ def content_of(run: Run) -> dict[str, Any]:
 
 
 def _announce(run: Run, outcomes: Outcomes, alone: bool = False) -> None:
-    """Log what has become of saves; after one in checkpoints_path call `on_save`. `alone`: other ranks do not."""
+    """Log outcomes of saves; call `on_save` for those in checkpoints_path, unless other ranks do not (`alone`)."""
     for outcome in outcomes:
         is_local = run.checkpoints.is_local(outcome)
         _log(run, outcome, is_local)

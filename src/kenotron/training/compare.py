@@ -1,34 +1,34 @@
-"""Do two layouts of one config train the same model? Measured against what rounding does.
+"""Check whether two layouts of one config train the same model, up to rounding.
 
-    A        the config as it is
+    A        the config itself
     R1 … R3  A, every initial weight changed at random by about PERTURBATION of its size
     B        the config on another layout
 
-In exact arithmetic A and B are equal; on a computer they add up the same numbers in other orders. What that may do to
-this model is measured with the R's: every weight is off by 128 roundings in float32, by one in bfloat16, and B may go
-SAFETY times as far from A as the farthest of them. A wrong collective goes a hundred times farther:
+In exact arithmetic A and B are equal; on a computer they add up the same numbers in different orders. The R's measure
+the effect of rounding on this model: every weight is off by 128 roundings in float32, by one in bfloat16, and B may
+differ from A by up to SAFETY times the largest difference of an R. A wrong collective makes it a hundred times larger:
 
     step   lm_loss A   lm_loss B     |A - B|   rounding explains
        1   4.1271238   4.1271243    4.8e-07             8.9e-06      agrees
        1   4.1271238   4.1302110    3.1e-03             8.9e-06      differs
 
-It compares the initial weights (equal to the bit), the gradients of step 1 before clipping, its update, loss and
-gradient norm of every step, and how far the weights moved in all. A small difference of an R may be luck. So
-parameters of the same kind in all layers share one bound, a bound never shrinks from step to step, and that of the
-first gradient norm comes from the gradient itself: norms are no farther apart than what they are norms of.
+It compares the initial weights (bit for bit), the gradients of step 1 before clipping, the update of step 1, loss and
+gradient norm of every step, and the movement of the weights over all steps. A small difference of an R may be luck. So
+parameters of the same kind in all layers share one bound, a bound never shrinks from step to step, and the bound of the
+first gradient norm comes from the gradient itself: norms of two vectors differ by at most the norm of their difference.
 
-Which parameter is to blame? A wrong gradient contaminates all that backward reaches after it, so it is the first:
+Which parameter is to blame? A wrong gradient contaminates all gradients that backward reaches later, so the first one:
 
     backward   lm_head ▶ norm ▶ layer 3 ▶ layer 2 … down up gate norm o v k q norm ▶ layer 1 ▶ layer 0 ▶ embedding
     agrees?       yes     yes      yes                yes  yes yes  yes yes no no no no     no       no      no
                                                                        ▲ v_proj of layer 2
 
-If the loss of step 1 differs, forward is wrong already, and with it every gradient. Then it is the parameter that is
-farthest off in the first layer (or embedding, final norm, head) whose output differs, averaged over all tokens. Where
-loss and gradients agree, it is the farthest update.
+If the loss of step 1 differs, forward is wrong already, and with it every gradient. Then the parameter to blame is the
+one that differs most in the first layer (or embedding, final norm, head) whose output differs, averaged over all
+tokens. If loss and gradients agree, it is the parameter whose update differs most.
 
-In bfloat16 rounding explains gradients that are off by many percent, and faults below that are not seen
-(`Comparison.blind_below`); `kenotron compare --dtype float32` sees them.
+In bfloat16 rounding explains gradient errors of many percent, and smaller faults are not detected
+(`Comparison.blind_below`); `kenotron compare --dtype float32` detects them.
 """
 
 from __future__ import annotations
@@ -67,14 +67,14 @@ if TYPE_CHECKING:
     from kenotron.parallel.mesh import Mesh
 
 PERTURBATION = {"float32": 2.0**-17, "float16": 2.0**-12, "bfloat16": 2.0**-9}
-"""Standard deviation, relative, by the compute dtype."""
+"""Compute dtype → relative standard deviation of the R's perturbations."""
 SEEDS = (1, 2, 3)  # of the R's
-SAFETY = 3.0  # of norms over a parameter, which hardly are small by luck
-NUMBER_SAFETY = 10.0  # of a loss or norm, which may be
+SAFETY = 3.0  # for norms over a parameter, which are hardly ever small by luck
+NUMBER_SAFETY = 10.0  # for a single loss or gradient norm, which may be small by luck
 FLOOR = 16 * torch.finfo(torch.float32).eps  # relative: losses and sums are fp32 in every run
-# Adam takes a step of full size in the direction of a gradient's sign, which rounding decides where it is near 0. So
-# the updates of a parameter are compared only where its gradient is known to NOISY of its norm, and then without the
-# elements that differ most: this share, and at least four.
+# Adam takes a step of full size in the direction of a gradient's sign, which rounding decides if it is near 0. So the
+# updates of a parameter are compared only if rounding changes its gradient by at most NOISY of its norm, and then
+# without the elements that differ most: a share of TRIMMED, and at least four.
 NOISY = 0.01
 TRIMMED = 0.25
 
@@ -83,9 +83,9 @@ TRIMMED = 0.25
 
 
 def record(config: Config, mesh: Mesh, device: torch.device, *, steps: int, seed: int, folder: str) -> None:
-    """Train `steps` steps of `config` on this layout and write what is compared to `folder`. Every rank calls it.
+    """Train `steps` steps of `config` on this layout and write tensors and losses to `folder`. All ranks call it.
 
-    `seed` 0 is the config as it is; others change the initial weights as the R's have them.
+    With `seed` 0 the config is unchanged; other seeds perturb the initial weights, as for the R's.
     """
     from kenotron.training import console
 
@@ -122,20 +122,20 @@ def _perturb(run: Run, size: float, seed: int) -> None:
 
 
 def _save_gradients(run: Run, batches: Sequence[TokenBatch], root: Path) -> None:
-    """Gradients of these batches before clipping, and outputs: of a second pass, with what the first left behind."""
+    """Save gradients before clipping, and outputs, of a second pass over `batches`, to see leftovers of the first."""
     parameters = dict(named_parameters(*run.parts))
     outputs = _Outputs(run)
     for _ in range(2):
         run.optimizer.zero_grad(set_to_none=True)
         forward_backward(run, batches, 1.0 / max(count_real_tokens(run, batches), 1))
-        clip_gradients(parameters.values(), None, run.mesh)  # which sums the partial ones
+        clip_gradients(parameters.values(), None, run.mesh)  # sums partial gradients
     gradients = {f"state.{name}.gradient": p.grad for name, p in parameters.items() if p.grad is not None}
     _save(run, root, optimizer_tensors(gradients, run.parts) | outputs.means(), {})
     run.optimizer.zero_grad(set_to_none=True)
 
 
 class _Outputs:
-    """Sums over tokens what layers, embedding and final norm put out, on whichever ranks they are."""
+    """Sums the outputs of layers, embedding and final norm over tokens, on the ranks that have them."""
 
     def __init__(self, run: Run) -> None:
         self.sums: dict[str, tuple[Tensor, int]] = {}
@@ -154,19 +154,19 @@ class _Outputs:
             self.sums[layer] = total + rows.sum(0).cpu(), count + len(rows)
 
     def means(self) -> dict[str, Tensor]:
-        """``output.<layer>`` → the mean over the tokens of all ranks; nothing is summed from here on."""
+        """Stop summing, and return ``output.<layer>`` → the mean over the tokens of all ranks."""
         for hook in self.hooks:
             hook.remove()
         ranks = gather(self.sums)
-        found = {}
+        means = {}
         for layer in dict.fromkeys(layer for sums in ranks for layer in sums):
             totals, counts = zip(*(sums[layer] for sums in ranks if layer in sums))
-            found[f"output.{layer}"] = torch.stack(totals).sum(0) / sum(counts)
-        return found
+            means[f"output.{layer}"] = torch.stack(totals).sum(0) / sum(counts)
+        return means
 
 
 def layer_of(name: str) -> str:
-    """The module that a parameter is counted to: its layer, ``model.layers.3``, or its own, ``model.norm``."""
+    """Return the layer of a parameter, ``model.layers.3``, or outside of layers its module, ``model.norm``."""
     layer = re.match(r".*?\.\d+(?=\.)", name)
     return layer.group() if layer else name.rpartition(".")[0]
 
@@ -180,45 +180,45 @@ def _save(run: Run, root: Path, tensors: dict[str, Any], state: dict[str, Any]) 
 
 @dataclass(frozen=True)
 class Distances:
-    """How far a run is from A: of each parameter the norm of the difference over A's norm, as backward reaches them."""
+    """Distances of a run from A: by parameter, the norm of the difference over A's norm, in the order of backward."""
 
-    numbers: list[list[float]]  # [lm_loss, grad_norm] of each step, of the run itself
+    numbers: list[list[float]]  # [lm_loss, grad_norm] of each step of the run itself
     start: dict[str, float]
     gradients: dict[str, float]
     gradient: float  # of the gradients of all parameters as one vector
-    outputs: dict[str, float]  # of step 1, by layer, as forward reaches them
+    outputs: dict[str, float]  # of step 1, by layer, in the order of forward
     update: dict[str, float]  # of step 1
     movement: dict[str, float]  # from the first weights to the last
 
 
 def distances(a: Path, other: Path, names: Sequence[str]) -> Distances:
-    """From A to another run, by what `record` wrote to their folders, of the parameters in `names`."""
+    """Return the distances of another run from A for the parameters in `names`, from the folders `record` wrote."""
     start, updated, end = (_pairs(a / kind, other / kind) for kind in ("start", "updated", "end"))
     gradient_of = _pairs(a / "gradients", other / "gradients")
     kinds = ("start", "gradients", "outputs", "update", "movement")
-    found: dict[str, dict[str, float]] = {kind: {} for kind in kinds}
+    relative: dict[str, dict[str, float]] = {kind: {} for kind in kinds}
     squares = torch.zeros(2, dtype=torch.float64)
     for name in names:
-        ours, theirs = start(name)
-        found["start"][name] = _relative((theirs - ours).norm(), ours.norm())
+        of_a, of_other = start(name)
+        relative["start"][name] = _relative((of_other - of_a).norm(), of_a.norm())
         for later, kind in ((updated, "update"), (end, "movement")):
-            moved, moved_there = (after - before for after, before in zip(later(name), (ours, theirs)))
-            found[kind][name] = _relative(_trimmed_norm(moved_there - moved), moved.norm())
-        ours, theirs = gradient_of(f"state.{name}.gradient")
-        difference, norm = (theirs - ours).norm(), ours.norm()
-        found["gradients"][name] = _relative(difference, norm)
+            moved_a, moved_other = (after - before for after, before in zip(later(name), (of_a, of_other)))
+            relative[kind][name] = _relative(_trimmed_norm(moved_other - moved_a), moved_a.norm())
+        of_a, of_other = gradient_of(f"state.{name}.gradient")
+        difference, norm = (of_other - of_a).norm(), of_a.norm()
+        relative["gradients"][name] = _relative(difference, norm)
         squares += torch.stack((difference, norm)).square()
     shapes, _ = reading.block_reader(a / "gradients" / "1")
-    layers = dict.fromkeys(layer_of(name) for name in reversed(names))
-    for layer in (layer for layer in layers if f"output.{layer}" in shapes):
-        ours, theirs = gradient_of(f"output.{layer}")
-        found["outputs"][layer] = _relative((theirs - ours).norm(), ours.norm())
+    for layer in dict.fromkeys(layer_of(name) for name in reversed(names)):
+        if f"output.{layer}" in shapes:
+            of_a, of_other = gradient_of(f"output.{layer}")
+            relative["outputs"][layer] = _relative((of_other - of_a).norm(), of_a.norm())
     numbers = json.loads((other / "end" / "1" / "manifest.json").read_text())["state"]["numbers"]
-    return Distances(numbers, gradient=_relative(*squares.sqrt()), **found)
+    return Distances(numbers, gradient=_relative(*squares.sqrt()), **relative)
 
 
 def backward_order(config: Config) -> list[str]:
-    """All parameters of the model, as backward reaches them: found on the meta device, which computes nothing."""
+    """Return all parameters of the model in the order of backward, traced on the meta device without computation."""
     with torch.device("meta"):
         model = build(config.model)
         names = [name for name, _ in named_parameters(model)]
@@ -230,7 +230,7 @@ def backward_order(config: Config) -> list[str]:
         try:
             logits = model(tokens, ctx)
             logits.sum().backward()
-        except RuntimeError:  # a model that looks at values
+        except RuntimeError:  # the model reads values, which meta tensors lack
             reached = []
     return [*reached, *(name for name in reversed(names) if name not in reached)]
 
@@ -243,8 +243,8 @@ def _pairs(a: Path, other: Path) -> Callable[[str], tuple[Tensor, Tensor]]:
     readers = [reading.block_reader(folder / "1") for folder in (a, other)]
 
     def read(name: str) -> tuple[Tensor, Tensor]:
-        ours, theirs = (block(name, (0,) * len(shapes[name]), shapes[name]).double() for shapes, block in readers)
-        return ours, theirs
+        of_a, of_other = (block(name, (0,) * len(shapes[name]), shapes[name]).double() for shapes, block in readers)
+        return of_a, of_other
 
     return read
 
@@ -265,7 +265,7 @@ def _trimmed_norm(difference: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Number:
-    """One number of both runs, and how far apart rounding alone may bring them."""
+    """One number of both runs, and the difference that rounding alone may cause."""
 
     name: str  # lm_loss or grad_norm
     step: int
@@ -281,7 +281,7 @@ class Number:
 
 @dataclass(frozen=True)
 class ParameterDifference:
-    """What differs of one parameter: norm of the difference of B and A, over A's norm."""
+    """The relative difference of one parameter: the norm of the difference of B and A, over A's norm."""
 
     name: str
     difference: float
@@ -295,94 +295,97 @@ class ParameterDifference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Everything that was compared; parameters in the order in which backward reaches them."""
+    """All results of the comparison; parameters are in the order of backward."""
 
     numbers: list[Number]
     start: list[ParameterDifference]  # initial weights, equal to the bit
     outputs: list[ParameterDifference]  # of the layers in step 1, in the order of forward
     gradients: list[ParameterDifference]  # of step 1, before clipping
-    update: list[ParameterDifference]  # of the weights in step 1, where gradients are no noise
+    update: list[ParameterDifference]  # of the weights in step 1, unless rounding dominates their gradients
     movement: list[ParameterDifference]  # of the weights in all steps, likewise
 
     @property
     def agrees(self) -> bool:
         """Whether rounding explains every difference."""
         tensors = (*self.start, *self.gradients, *self.update, *self.movement)
-        return all(each.agrees for each in self.numbers) and not _wrong(tensors)
+        return all(number.agrees for number in self.numbers) and not _wrong(tensors)
 
     def first_number(self) -> Number | None:
-        """The first loss or gradient norm that is not explained by rounding."""
-        return next((each for each in self.numbers if not each.agrees), None)
+        """Return the first loss or gradient norm that differs by more than rounding explains."""
+        return next((number for number in self.numbers if not number.agrees), None)
 
     def origin(self) -> tuple[str, ParameterDifference] | None:
-        """What differs first, and the parameter to blame for it (see the module); None if no parameter differs."""
-        if found := _wrong(self.start):
-            return "initial weights", _farthest(found)
-        if found := _wrong(self.gradients):
-            return "gradient of step 1", found[0] if self.numbers[0].agrees else self._origin_in_forward(found)
+        """Return the kind of the first difference, and the parameter to blame (see the module); None if all agree."""
+        if wrong := _wrong(self.start):
+            return "initial weights", _farthest(wrong)
+        if wrong := _wrong(self.gradients):
+            return "gradient of step 1", wrong[0] if self.numbers[0].agrees else self._origin_in_forward(wrong)
         first = self.first_number()
         if first is None or first.step > 1:
-            if found := _wrong(self.update):
-                return "update of step 1", _farthest(found)
-            if found := _wrong(self.movement):
-                return "weights at the end", _farthest(found)
-        return None  # a loss or norm alone
+            if wrong := _wrong(self.update):
+                return "update of step 1", _farthest(wrong)
+            if wrong := _wrong(self.movement):
+                return "weights at the end", _farthest(wrong)
+        return None  # at most a loss or norm differs
 
     def _origin_in_forward(self, gradients: list[ParameterDifference]) -> ParameterDifference:
-        """The farthest of the first layer whose output differs; of what has no output here (the head) if none does."""
-        right = {each.name for each in self.outputs if each.agrees}
-        first = next((each.name for each in self.outputs if not each.agrees), None)
-        suspects = [each for each in gradients if layer_of(each.name) not in right]
+        """Return the farthest gradient of the first layer whose output differs.
+
+        If no output differs, return the farthest among parameters without a recorded output, such as the head.
+        """
+        right = {output.name for output in self.outputs if output.agrees}
+        first = next((output.name for output in self.outputs if not output.agrees), None)
+        suspects = [gradient for gradient in gradients if layer_of(gradient.name) not in right]
         if first is not None:
-            suspects = [each for each in suspects if layer_of(each.name) == first]
+            suspects = [gradient for gradient in suspects if layer_of(gradient.name) == first]
         return _farthest(suspects or gradients)
 
     def blind_below(self) -> tuple[float, ParameterDifference]:
-        """Errors of a gradient, relative to its norm, that look like rounding: of most parameters, and the worst."""
-        worst = max(self.gradients, key=lambda each: each.allowed)
-        return statistics.median(each.allowed for each in self.gradients), worst
+        """Return the relative gradient error that rounding may hide: the median over parameters, and the worst."""
+        worst = max(self.gradients, key=lambda gradient: gradient.allowed)
+        return statistics.median(gradient.allowed for gradient in self.gradients), worst
 
 
 def _wrong(tensors: Sequence[ParameterDifference]) -> list[ParameterDifference]:
-    return [each for each in tensors if not each.agrees]
+    return [tensor for tensor in tensors if not tensor.agrees]
 
 
 def _farthest(tensors: Sequence[ParameterDifference]) -> ParameterDifference:
-    """The one that rounding explains least; NaN is farthest of all."""
-    return max(tensors, key=lambda each: math.inf if math.isnan(each.difference) else each.difference - each.allowed)
+    """Return the difference farthest beyond its bound; NaN is farthest of all."""
+    return max(tensors, key=lambda one: math.inf if math.isnan(one.difference) else one.difference - one.allowed)
 
 
 def judge(a: Distances, rounding: Sequence[Distances], b: Distances) -> Comparison:
-    """Whether B is as near to A as rounding brings it; `a` are A's distances from itself, for its numbers."""
-    numbers = [each.numbers for each in rounding]
-    gradients = _tensors([each.gradients for each in rounding], b.gradients)
-    known = [each.name for each in gradients if each.allowed <= NOISY]
+    """Compare B's distances from A with those of the R's (`rounding`); `a` are A's from itself, for its numbers."""
+    numbers = [run.numbers for run in rounding]
+    gradients = _tensors([run.gradients for run in rounding], b.gradients)
+    known = [gradient.name for gradient in gradients if gradient.allowed <= NOISY]
     return Comparison(
-        _numbers(a.numbers, numbers, b.numbers, _allowed([each.gradient for each in rounding])),
+        _numbers(a.numbers, numbers, b.numbers, _allowed([run.gradient for run in rounding])),
         [ParameterDifference(name, difference, 0.0) for name, difference in b.start.items()],
-        _tensors([each.outputs for each in rounding], b.outputs),
+        _tensors([run.outputs for run in rounding], b.outputs),
         gradients,
-        _tensors([each.update for each in rounding], {name: b.update[name] for name in known}),
-        _tensors([each.movement for each in rounding], {name: b.movement[name] for name in known}),
+        _tensors([run.update for run in rounding], {name: b.update[name] for name in known}),
+        _tensors([run.movement for run in rounding], {name: b.movement[name] for name in known}),
     )
 
 
-def _allowed(found: Sequence[float], safety: float = SAFETY) -> float:
-    return safety * max(found) + FLOOR
+def _allowed(distances: Sequence[float], safety: float = SAFETY) -> float:
+    return safety * max(distances) + FLOOR
 
 
 def _numbers(
     a: list[list[float]], others: Sequence[list[list[float]]], b: list[list[float]], gradient: float
 ) -> list[Number]:
-    found = []
+    numbers = []
     allowed = [0.0, gradient]  # relative
-    for step, (ours, theirs) in enumerate(zip(a, b, strict=True)):
+    for step, (of_a, of_b) in enumerate(zip(a, b, strict=True)):
         for which, name in enumerate(("lm_loss", "grad_norm")):
-            value = ours[which]
+            value = of_a[which]
             apart = _allowed([abs(value - other[step][which]) / (abs(value) or 1.0) for other in others], NUMBER_SAFETY)
             allowed[which] = max(allowed[which], apart)
-            found.append(Number(name, step + 1, value, theirs[which], allowed[which] * abs(value)))
-    return found
+            numbers.append(Number(name, step + 1, value, of_b[which], allowed[which] * abs(value)))
+    return numbers
 
 
 def _tensors(others: Sequence[dict[str, float]], b: dict[str, float]) -> list[ParameterDifference]:
@@ -392,10 +395,10 @@ def _tensors(others: Sequence[dict[str, float]], b: dict[str, float]) -> list[Pa
     for name in b:
         kind = _kind(name)
         allowed[kind] = max(allowed.get(kind, 0.0), _allowed([other[name] for other in others]))
-    usual = statistics.median(allowed[_kind(name)] for name in b)
-    return [ParameterDifference(name, found, max(allowed[_kind(name)], usual)) for name, found in b.items()]
+    median = statistics.median(allowed[_kind(name)] for name in b)
+    return [ParameterDifference(name, distance, max(allowed[_kind(name)], median)) for name, distance in b.items()]
 
 
 def _kind(name: str) -> str:
-    """The name of a parameter or layer without the number of the layer."""
+    """Return the name of a parameter or layer with ``*`` for the layer's number."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)

@@ -1,9 +1,9 @@
-"""Console output, in one of two forms (`logging.format`).
+"""Console output, in one of two formats (`logging.format`).
 
     plain       step 5/15 | loss 5.27 | lr 0.000264 | grad_norm 3.2 | 55.9K tokens/s | 9.15 ms | 2.56K tokens
     nanotron    08/31/2024 14:37:31 [INFO|DP=0|PP=0|TP=0]: iteration: 5 / 15 | … | lm_loss: 5.27
 
-Numbers are for people (`human_format`); ``metrics.jsonl`` has them raw.
+Numbers are rounded and abbreviated (`human_format`); ``metrics.jsonl`` has the raw values.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ logger = logging.getLogger("kenotron")
 
 
 def start_logging(config: Config, mesh: Mesh) -> None:
-    """Log lines of this rank: `log_level` on rank 0, `log_level_replica` on the others.
+    """Set up this rank's logger with `log_level` on rank 0, `log_level_replica` on the others.
 
-    The lines are the same on all ranks. So the others log them only in a file of their own, which our launcher makes;
-    on a console that all ranks share (torchrun's) they log errors only, unless `log_level_replica` is debug.
+    All ranks log the same lines. So the others log them only if they have their own files, as with Kénotron's launcher;
+    on a console that all ranks share (torchrun's) they log only errors, unless `log_level_replica` is debug.
     """
     level = config.logging.log_level if mesh.is_first else config.logging.log_level_replica
     for handler in logger.handlers[:]:
@@ -44,7 +44,7 @@ def start_logging(config: Config, mesh: Mesh) -> None:
 
 
 class _Stdout(logging.StreamHandler[Any]):
-    """Writes to the current `sys.stdout`, which a progress bar replaces to stay below the lines."""
+    """Writes to the current `sys.stdout`, which a progress bar replaces to stay below the log lines."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -54,7 +54,7 @@ class _Stdout(logging.StreamHandler[Any]):
         return sys.stdout
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """The reader of a pipe went away (`| head`): the run goes on without its lines."""
+        """Continue without output if the reader of a pipe has closed it (`| head`)."""
         if isinstance(sys.exception(), BrokenPipeError):
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (until the process ends)
         else:
@@ -62,7 +62,7 @@ class _Stdout(logging.StreamHandler[Any]):
 
 
 class _Plain(logging.Formatter):
-    """Rank 0's messages as they are, other ranks' with rank and time; anything above INFO shows its level."""
+    """Formats rank 0's messages unchanged, other ranks' with time and rank; levels above INFO are shown."""
 
     def __init__(self, mesh: Mesh) -> None:
         rank = "" if mesh.is_first else f"%(asctime)s rank {mesh.rank('world')}: "
@@ -74,7 +74,7 @@ class _Plain(logging.Formatter):
 
 
 class _Nanotron(logging.Formatter):
-    """Puts nanotron's prefix before every line of a message, so that `grep` finds all of them."""
+    """Prefixes every line of a message as nanotron does, for `grep`."""
 
     def __init__(self, mesh: Mesh) -> None:
         node = os.environ.get("SLURMD_NODENAME")
@@ -87,7 +87,7 @@ class _Nanotron(logging.Formatter):
         return lines + ("\n" + self.formatException(record.exc_info) if record.exc_info else "")
 
 
-PLAIN = {  # name in the metrics → its field of a plain line
+PLAIN = {  # metric → the format of its field in a plain line
     "lm_loss": "loss {}",
     "z_loss": "z_loss {}",
     "lr": "lr {}",
@@ -101,13 +101,13 @@ PLAIN = {  # name in the metrics → its field of a plain line
 
 
 def plain_line(fields: Mapping[str, float], recorded: Mapping[str, float], last_step: int) -> str:
-    """``step 5/15 | loss 5.27 | …`` from raw `fields`, and what hooks `recorded`; at most 120 columns without that."""
+    """Format raw `fields` as ``step 5/15 | loss 5.27 | …`` of up to 120 columns, and append the `recorded` metrics."""
     shown = [f"step {fields['iteration']}/{last_step}"]
-    shown += [form.format(human_format(fields[name])) for name, form in PLAIN.items() if name in fields]
+    shown += [template.format(human_format(fields[name])) for name, template in PLAIN.items() if name in fields]
     shown += [f"{name} {human_format(value)}" for name, value in recorded.items()]
     return " | ".join(shown)
 
 
 def mebibytes(count: float) -> str:
-    """``1.50MiB`` of 1572864 bytes."""
+    """Format a number of bytes: 1572864 as ``1.50MiB``."""
     return f"{count / 2**20:.2f}MiB"

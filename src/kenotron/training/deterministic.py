@@ -1,8 +1,8 @@
-"""`general.deterministic`: the same bits from every run on the same devices.
+"""`general.deterministic`: bitwise reproducible runs on the same devices.
 
 On a GPU some operators add numbers in the order in which threads happen to finish, and (a + b) + c is not a + (b + c).
-Within `deterministic` torch takes operators with a fixed order, and raises at one that has none. On a CPU, where a run
-is reproducible in any case, it shows which operators those are.
+Within `deterministic` torch uses operators with a fixed order, and raises at operators that have no such
+implementation. On a CPU a run is reproducible in any case; there the setting shows which operators would raise.
 """
 
 import os
@@ -17,16 +17,17 @@ from kenotron.training.console import logger
 
 KEY = "general.deterministic"
 VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
-WORKSPACES = (":4096:8", ":16:8")  # those with which cuBLAS is reproducible, by its manual
+WORKSPACES = (":4096:8", ":16:8")  # cuBLAS is reproducible with these, by its manual
 
 
 @contextmanager
-def deterministic(wanted: bool) -> Iterator[None]:
-    """Within, if it is `wanted`: deterministic algorithms of torch, cuDNN and cuBLAS; restores torch's settings after.
+def deterministic(enabled: bool) -> Iterator[None]:
+    """If `enabled`, use deterministic algorithms of torch, cuDNN and cuBLAS in the block, then restore the settings.
 
-    Raises InputError if the environment has set up cuBLAS otherwise, RunFailed at an operator that has none.
+    Raises InputError if the environment sets another cuBLAS workspace, RunFailed at an operator without a deterministic
+    algorithm.
     """
-    if not wanted:
+    if not enabled:
         yield
         return
     workspace = os.environ.setdefault(VARIABLE, WORKSPACES[0])  # cuBLAS reads it at the first product on a GPU

@@ -1,12 +1,12 @@
-"""Distillation: the next token as a teacher sees it, beside what it was.
+"""Distillation: a loss from a teacher's probabilities of the next token, and from the token itself.
 
     loss_i = (1 - w) (-log p(y_i))  +  w t² sum over v of  q_t(v) log(q_t(v) / p_t(v))
 
 p is the model, q the teacher, p_t and q_t their probabilities with logits divided by the temperature t; w the weight.
-All of it is computed in fp32: in bf16 the gradient, p - q, is lost where the two are near. With `top_k` the sum is over
-the teacher's k most probable tokens, and all others as one; a cache (`teacher_cache`) keeps those.
+All of it is computed in fp32: in bf16 the gradient, p - q, would be lost to rounding where p and q are near. With
+`top_k` the sum is over the teacher's k most probable tokens, and all others as one; `teacher_cache` can store these.
 
-The teacher is whole on every rank that has the head, and computes when the loss does, so that no logits wait.
+Every rank with the head has the whole teacher, and runs it when it computes the loss, so that no logits are stored.
 
 Source: Hinton et al., "Distilling the knowledge in a neural network" (arXiv 1503.02531).
 """
@@ -41,40 +41,40 @@ if TYPE_CHECKING:
     from kenotron.models.decoder import Decoder
 
 
-def token_losses(settings: Distillation, logits: Tensor, theirs: Tensor | TopK, labels: Tensor) -> Tensor:
-    """The loss of every token, of logits ``[tokens, vocab]`` in fp32.
+def token_losses(settings: Distillation, logits: Tensor, teacher: Tensor | TopK, labels: Tensor) -> Tensor:
+    """Return the loss ``[tokens]`` of logits ``[tokens, vocab]`` in fp32.
 
-    `theirs`: the teacher's logits, of as many tokens or more, or the most probable ones with the temperature.
+    `teacher`: the teacher's logits, of a vocabulary as large or larger, or its `TopK`, which include the temperature.
     """
     weight, temperature = settings.weight, settings.temperature
-    ours = logits / temperature
-    if isinstance(theirs, TopK):
-        distance = distance_of_top_k(ours, theirs)
+    scaled = logits / temperature
+    if isinstance(teacher, TopK):
+        distance = distance_of_top_k(scaled, teacher)
     else:
-        logs = (theirs[:, : logits.shape[1]].float() / temperature).log_softmax(-1)
-        distance = F.kl_div(ours.log_softmax(-1), logs, reduction="none", log_target=True).sum(-1)
+        logs = (teacher[:, : logits.shape[1]].float() / temperature).log_softmax(-1)
+        distance = F.kl_div(scaled.log_softmax(-1), logs, reduction="none", log_target=True).sum(-1)
     likelihood = F.cross_entropy(logits, labels, reduction="none", ignore_index=IGNORED)
     return (1 - weight) * likelihood + weight * temperature**2 * distance
 
 
 def teaching(config: Config, parts: Sequence[Decoder], device: torch.device) -> Teaching | None:
-    """What gives a micro-batch the teacher of `model.loss`; None on ranks that have no head. All ranks call it.
+    """Return the `Teaching` of `model.loss`, or None on ranks without the head. All ranks call it.
 
-    Raises InputError: no model at `teacher`, or one of fewer tokens; a cache of something else.
+    Raises InputError if `teacher` is no model or has a smaller vocabulary, or if the cache is of other answers.
     """
-    with_head = any(getattr(part, "lm_head", part) is not None for part in parts)  # foreign ones are whole
+    with_head = any(getattr(part, "lm_head", part) is not None for part in parts)  # foreign models are whole
     return raise_on_any_rank(lambda: Teaching(config, device) if with_head else None)
 
 
 class Teaching:
-    """Gives a micro-batch its loss by the teacher, which is loaded when it is asked first, or to begin a cache."""
+    """Sets the loss of micro-batches to the teacher's, which is loaded at first use, or to start a cache."""
 
     def __init__(self, config: Config, device: torch.device) -> None:
         settings: Any = config.model.loss
         self.settings: Distillation = settings
         self.vocab_size = config.model.decoder.vocab_size
         self.load = cache(lambda: _load(self.settings, config, device))
-        self.known: TeacherCache | None = None
+        self.cached: TeacherCache | None = None
         k, folder = settings.top_k, settings.cache
         if k is not None and k >= self.vocab_size:
             raise InputError(
@@ -82,18 +82,18 @@ class Teaching:
             )
         if folder is not None:
             facts = settings.model_dump(include={"teacher", "temperature"}) | {"documents": config.masks_documents}
-            self.known = TeacherCache(Path(folder), k, config.tokens.sequence_length, self.vocab_size, facts)
-        self.asked = self.known is None or not self.known.begun
-        if self.asked:
-            self.load()  # what is wrong with it is said before the first step
+            self.cached = TeacherCache(Path(folder), k, config.tokens.sequence_length, self.vocab_size, facts)
+        self.runs_teacher = self.cached is None or not self.cached.begun
+        if self.runs_teacher:
+            self.load()  # so that its errors are raised before the first step
 
     def check(self, tokenizer: TextTokenizer | None) -> None:
-        """Raise InputError if a teacher that is asked knows other tokens than the run's `tokenizer`."""
-        if self.asked:
+        """Raise InputError if the teacher has to run, and has other tokens than the run's `tokenizer`."""
+        if self.runs_teacher:
             check_tokens(self.load()[1], tokenizer, f"model.loss.teacher: {self.settings.teacher}")
 
     def __call__(self, micro_batch: MicroBatch) -> MicroBatch:
-        """`micro_batch` with the loss."""
+        """Return `micro_batch` with this loss."""
 
         def losses(logits: Tensor, labels: Tensor) -> Tensor:
             return token_losses(self.settings, logits, self.answers(micro_batch), labels)
@@ -101,17 +101,17 @@ class Teaching:
         return replace(micro_batch, ctx=replace(micro_batch.ctx, loss=OwnLoss(losses)))
 
     def answers(self, micro_batch: MicroBatch) -> Tensor | TopK:
-        """What the teacher says: logits, or the most probable tokens with the temperature."""
-        found = None if self.known is None else self.known.read(micro_batch)
-        if found is not None:
-            return found
+        """Return the teacher's logits, or with `top_k` the most probable tokens after the temperature."""
+        top_k = None if self.cached is None else self.cached.read(micro_batch)
+        if top_k is not None:
+            return top_k
         logits = self.load()[0](micro_batch.tokens, micro_batch.ctx)
         if self.settings.top_k is None:
             return logits
-        found = top_k_of(logits[:, : self.vocab_size].float() / self.settings.temperature, self.settings.top_k)
-        if self.known is not None:
-            self.known.write(micro_batch, found)
-        return found
+        top_k = top_k_of(logits[:, : self.vocab_size].float() / self.settings.temperature, self.settings.top_k)
+        if self.cached is not None:
+            self.cached.write(micro_batch, top_k)
+        return top_k
 
 
 def _load(

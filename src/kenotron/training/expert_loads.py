@@ -1,10 +1,11 @@
-"""Loads of the experts in a step, and the biases of routers that follow them (arXiv 2408.15664).
+"""Loads of the experts in a step, and updates of the routers' biases from them (arXiv 2408.15664).
 
     slots of the global batch     90     10     50         mean 50
-    bias of the expert          - rate  + rate   as it is
+    bias of the expert          - rate  + rate   unchanged
 
-An expert with more than the mean is chosen less often in the next step, whatever the distance: no loss is needed, and
-no gradient. Slots are counted over all micro-batches and ranks, so biases are the same on every layout.
+An expert with more slots than the mean is chosen less often in the next step; the change does not depend on the
+distance from the mean, and needs no loss and no gradient. Slots are counted over all micro-batches and ranks, so
+biases are the same on every layout.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class ExpertLoads(NamedTuple):
-    """Loads in one step, over all ranks: slots ``[layers, experts]``.
+    """The experts' loads in one step, summed over all ranks: slots ``[layers, experts]``.
 
     `totals` ``[4]``: balance loss, z-loss, dropped slots, and the mean loss of predicting further tokens.
     """
@@ -32,12 +33,12 @@ class ExpertLoads(NamedTuple):
     totals: Tensor
 
     def on_host(self) -> ExpertLoads:
-        """Copies on the CPU, complete when work that is queued on a GPU by now has been waited for."""
-        return ExpertLoads(*(each.to("cpu", non_blocking=True) for each in self))
+        """Start copies to the CPU, which are complete once the GPU's currently queued work is."""
+        return ExpertLoads(*(tensor.to("cpu", non_blocking=True) for tensor in self))
 
 
 def loads_of_step(run: Run) -> ExpertLoads | None:
-    """What was counted since the last call, summed in one collective; None: the model has no experts."""
+    """Return the counts since the last call, summed in one collective; None if the model has no experts."""
     architecture = run.config.model.decoder
     if not architecture.experts:
         return None
@@ -60,18 +61,18 @@ def loads_of_step(run: Run) -> ExpertLoads | None:
 
 @torch.no_grad()
 def follow_loads(run: Run, loads: ExpertLoads) -> None:
-    """Remember the loads; add the rate to the bias of every expert below its layer's mean, take it from those above."""
+    """Store the loads; add the rate to the bias of experts below their layer's mean, subtract it from those above."""
     for layer, mixture in mixtures(run):
         slots = loads.slots[layer]
         mixture.previous_load.copy_(slots)
         if rate := mixture.routing.bias_rate:
             bias = shard_of(mixture.gate.e_score_correction_bias)
-            here = (slots.mean() - slots).sign().narrow(0, bias.offset[0], bias.tensor.shape[0])
-            bias.tensor.add_(here.to(bias.tensor.device), alpha=rate)
+            signs = (slots.mean() - slots).sign().narrow(0, bias.offset[0], bias.tensor.shape[0])
+            bias.tensor.add_(signs.to(bias.tensor.device), alpha=rate)
 
 
 def mixtures(run: Run) -> Iterator[tuple[int, Any]]:
-    """(layer, `MixtureOfExperts`) of those that this rank has."""
+    """Yield (layer, `MixtureOfExperts`) for this rank's mixtures."""
     for part in run.parts:
         for name, module in part.named_modules():
             if hasattr(module, "expert_load"):

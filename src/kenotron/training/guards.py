@@ -1,4 +1,4 @@
-"""Guards: a run whose numbers are not finite fails."""
+"""Guards: end a run with too many non-finite losses or gradients."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class NonFiniteGuard(Hook):
-    """Counts steps skipped for a non-finite loss or gradient, and gives up after too many in a row."""
+    """Counts steps skipped for a non-finite loss or gradient, and fails the run after too many in a row."""
 
     priority = -20
 
@@ -40,7 +40,7 @@ class NonFiniteGuard(Hook):
         logger.warning("step %d skipped: %s (%d skipped so far)", run.step, what, self.total)
 
     def state_dict(self) -> dict[str, Any]:
-        """The counts."""
+        """Return the counts."""
         return {"in_a_row": self.in_a_row, "total": self.total}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
-"""Hooks: everything a run does besides the training step itself.
+"""Hooks: all that a run does besides the training step itself.
 
-A hook overrides the methods it needs; every method here does nothing. Metrics, validation, checkpoints, guards,
-signals, profiler and progress bar are hooks, and so is a user's own:
+A hook overrides the methods it needs; the base class's methods do nothing. Metrics, validation, checkpoints, guards,
+signals, profiler and progress bar are hooks, and you can add your own:
 
     import kenotron as kn
 
@@ -13,16 +13,16 @@ signals, profiler and progress bar are hooks, and so is a user's own:
 
     general: {hooks: [my_package.StopWhenGood]}
 
-Hooks are called by descending `priority`, those of equal priority in the order of the list:
+Hooks are called by descending `priority`, hooks of equal priority in the order of the list:
 
     buffers and loads of experts 70 · cause of NaN 65 · spikes 60 · loss scale 55 · profiler 50 · validation 40
     · statistics of layers 30 · your own, data stalls, same data, history 0 · state hash -5 · metrics -10 · TensorBoard,
     trackers -15 · non-finite guard -20 · progress -30 · slow ranks -35 · signals -40 · replicas -45 · checkpoints -50
     · exports -55 · evaluations -65 · generated samples -70 · benchmark row -80 · uploads -90
 
-So what a hook records in `after_step` is part of that step's line, and a checkpoint is the last thing a step does.
-State that has to survive a restart goes through `state_dict`: JSON values, saved in every checkpoint's manifest, and
-tensors, saved in its folder `hooks`.
+So the metrics that a hook records in `after_step` are in that step's line, and checkpoints are saved near the end of a
+step. State that has to survive a restart goes through `state_dict`: JSON values, saved in every checkpoint's manifest,
+and tensors, saved in its folder `hooks`.
 """
 
 from __future__ import annotations
@@ -43,58 +43,58 @@ if TYPE_CHECKING:
 
 
 class Hook:
-    """Base class of hooks: methods that do nothing, in the order in which they are called."""
+    """Base class of hooks, with methods that do nothing, in the order of their calls."""
 
     priority: ClassVar[int] = 0
     """Hooks of higher priority are called first. Metrics, at -10, write the step's line."""
 
     def on_train_start(self, run: Run) -> None:
-        """Model, data and optimizer are ready; `run.step` steps were done before."""
+        """Called when model, data and optimizer are ready; `run.step` steps were done before."""
 
     def before_step(self, run: Run) -> None:
-        """The next step's batch has been loaded: `run.batches`, which a hook may replace."""
+        """Called when the next step's batches are loaded in `run.batches`, which a hook may replace."""
 
     def accepts_update(self, run: Run, lm_loss: float, grad_norm: float) -> bool:
-        """Whether this step may change the weights; its numbers are finite. The answer is the same on all ranks."""
+        """Return whether this step, whose numbers are finite, may change the weights; the same on all ranks."""
         return True
 
     def before_update(self, run: Run) -> None:
-        """Gradients are clipped and finite; the optimizer changes the weights next."""
+        """Called when gradients are clipped and finite, before the optimizer changes the weights."""
 
     def after_step(self, run: Run, result: StepResult) -> None:
-        """Step `run.step` is done, or was skipped (`result.skipped`)."""
+        """Called when step `run.step` is done, or was skipped (`result.skipped`)."""
 
     def after_validation(self, run: Run, result: ValidationResult) -> None:
-        """A validation pass is complete."""
+        """Called when a validation pass is complete."""
 
     def after_evaluation(self, run: Run, result: EvaluationResult) -> None:
-        """A checkpoint has been evaluated, perhaps that of an earlier step; on rank 0."""
+        """Called on rank 0 when a checkpoint has been evaluated, possibly the checkpoint of an earlier step."""
 
     def on_save(self, run: Run, path: Path) -> None:
-        """A complete checkpoint is in `path`, in checkpoints_path; with background saves perhaps of an earlier step."""
+        """Called when a checkpoint is complete at `path`, in checkpoints_path; background saves may lag by steps."""
 
     def on_train_end(self, run: Run) -> None:
-        """No more steps follow; also called when the run is stopped early, but not after an error."""
+        """Called after the last step, also if the run is stopped early, but not after an error."""
 
     def on_error(self, run: Run, error: Exception) -> None:
-        """The run fails with `error`, which is raised again after all hooks were called."""
+        """Called when the run fails with `error`, which is raised again after all hooks were called."""
 
     def on_close(self, run: Run) -> None:
-        """Release files and threads; always called, after an error too."""
+        """Release files and threads; always called, also after an error."""
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON values and tensors to restore after a restart; called on all ranks.
+        """Return JSON values and tensors to restore after a restart; called on all ranks.
 
-        Rank 0's are saved. Of a DTensor every rank's block is, and all ranks have to return it.
+        Only rank 0's are saved, except DTensors: all ranks return them, and every rank's block is saved.
         """
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what rank 0's `state_dict` returned when the checkpoint was saved; tensors come whole, on the CPU."""
+        """Restore the state that rank 0's `state_dict` returned at the save; tensors are whole, on the CPU."""
 
 
 def load_hook(path: str, kwargs: dict[str, object]) -> Hook:
-    """The hook that the class or function at a dotted path makes of `kwargs`.
+    """Return the hook that the class or function at a dotted path makes of `kwargs`.
 
     Raises InputError if `path` does not take `kwargs`, or does not return a hook.
     """
@@ -105,7 +105,7 @@ def load_hook(path: str, kwargs: dict[str, object]) -> Hook:
 
 
 def find_hook(path: str, kwargs: dict[str, object]) -> Callable[..., Any]:
-    """The class or function at a dotted path, not called yet. Raises as `load_hook`, as far as they show by then."""
+    """Return the class or function at a dotted path, without a call. Raises the errors of `load_hook` known by then."""
     make = import_dotted(path, "general.hooks")
     if not callable(make) or (isinstance(make, type) and not issubclass(make, Hook)):
         raise InputError(f"general.hooks: expected a kenotron.Hook class, or a function that returns one, at '{path}'")
@@ -116,8 +116,8 @@ def find_hook(path: str, kwargs: dict[str, object]) -> Callable[..., Any]:
     try:
         inspect.signature(make).bind(**kwargs)
     except TypeError as error:
-        given = f"kwargs {kwargs}" if kwargs else "no kwargs"
-        raise InputError(f"general.hooks: {path} cannot be called with {given}: {error}") from None
-    except ValueError:  # a function in C that does not show its arguments
+        arguments = f"kwargs {kwargs}" if kwargs else "no kwargs"
+        raise InputError(f"general.hooks: {path} cannot be called with {arguments}: {error}") from None
+    except ValueError:  # a function in C without a signature
         pass
     return make

@@ -1,4 +1,4 @@
-"""The weights that a run begins with: random ones, or those of a checkpoint or a Hugging Face model."""
+"""Initial weights of a run: random, or read from a checkpoint or a Hugging Face model."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from kenotron.config.model import InitMethod
     from kenotron.interop.hf_weights import Weights
 
-OPEN = "kenotron.interop.sources.initial_tensors"  # imported where there is something to open
-COPIED = 1 << 18  # elements at a time: a copy of so many needs no memory to speak of
+OPEN = "kenotron.interop.sources.initial_tensors"  # imported only if there are weights to read
+COPIED = 1 << 18  # elements that are copied at once, a negligible amount of memory
 
 
 def fill_weights(
@@ -32,10 +32,10 @@ def fill_weights(
     seed: int,
     factor_of: Callable[[str], float] = lambda name: 1.0,
 ) -> None:
-    """Fill the weights of this rank's `parts` as `model.init_method` says.
+    """Fill the weights of this rank's `parts` by `init`, the config's `model.init_method`.
 
-    `factor_of` the name of a parameter multiplies the standard deviation of random ones.
-    Raises InputError if the named checkpoint lacks a parameter, or has it in another shape.
+    `factor_of` maps a parameter's name to a factor of the standard deviation of its random weights.
+    Raises InputError if the checkpoint of `init` lacks a parameter, or has it in another shape.
     """
     if isinstance(init, ExistingCheckpointInit):
         logger.info("Weights from %s", init.path)
@@ -50,7 +50,7 @@ def fill_weights(
 def load_initial_weights(parts: Sequence[Decoder], path: str, key: str) -> None:
     """Copy the weights of the checkpoint or Hugging Face model at `path`; every rank reads its own blocks.
 
-    Raises InputError, which names the config's `key`, if it lacks a parameter, or has it in another shape.
+    Raises InputError, which names the config's `key`, if a parameter is missing or has another shape.
     """
     config, initial_tensors = parts[0].config, import_dotted(OPEN, key)
     run_on_rank0(lambda: len(initial_tensors(path, config, logger.warning)))  # downloaded and verified once
@@ -69,6 +69,6 @@ def _copy_from(source: Weights, targets: dict[str, TensorShard], path: str) -> N
                 f"{path}: {name} is {list(source.shape(name))} there, but the config says {list(shard.shape)}"
             )
         for part in shard.parts(COPIED):
-            into = shard.tensor[part]
+            target = shard.tensor[part]
             offset = tuple(first + along.start for first, along in zip(shard.offset, part))
-            into.copy_(source.block(name, offset, tuple(into.shape)))
+            target.copy_(source.block(name, offset, tuple(target.shape)))

@@ -1,11 +1,11 @@
-"""Dynamic loss scaling: float16 gradients below 6e-8 are zero, so the loss is multiplied before backward.
+"""Dynamic loss scaling: float16 gradients below 6e-8 would be zero, so the loss is multiplied before backward.
 
     scale 65536   overflow: the step is skipped, scale 32768   …   2,000 steps without one: scale 65536
 
-Gradients are divided by the scale in fp32, before their norm is taken. Whether one has overflowed is decided by that
-norm, which all ranks have. A step that is not finite at scale 1 is no overflow, and counts for the non-finite guard.
+Gradients are divided by the scale in fp32, before their norm is computed. The norm, which is equal on all ranks, shows
+an overflow. A non-finite step at scale 1 is no overflow, and counts for the non-finite guard.
 
-Source: Micikevicius et al., "Mixed precision training" (arXiv 1710.03740); constants are those of torch's GradScaler.
+Source: Micikevicius et al., "Mixed precision training" (arXiv 1710.03740); the constants are torch GradScaler's.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ INITIAL, FACTOR, INTERVAL = 2.0**16, 2.0, 2000
 
 
 class LossScale(Hook):
-    """Sets `run.loss_scale` of every step; on all ranks."""
+    """Sets `run.loss_scale` of every step, on all ranks."""
 
-    priority = 55  # its number is on the step's line of metrics
+    priority = 55  # before the metrics, which write the scale to the step's line
 
     def __init__(self) -> None:
         self.scale, self.good_steps = INITIAL, 0
@@ -48,9 +48,9 @@ class LossScale(Hook):
                 self.scale, self.good_steps = self.scale * FACTOR, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """The scale, and how many steps in a row it has held."""
+        """Return the scale, and the number of steps in a row without an overflow."""
         return {"scale": self.scale, "good_steps": self.good_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state`."""
+        """Continue from `state`."""
         self.scale, self.good_steps = state["scale"], state["good_steps"]

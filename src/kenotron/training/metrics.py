@@ -1,13 +1,13 @@
-"""The numbers of every step: console line and ``metrics.jsonl``.
+"""Metrics of every step, written to the console and to ``metrics.jsonl``.
 
-`metrics.jsonl` has one JSON object a step with raw numbers under the console's names:
+`metrics.jsonl` has one JSON object per step with raw numbers under the console's names:
 
     {"iteration": 5, "consumed_tokens": 2560, …, "lm_loss": 5.27, "lr": 0.000264, …}
 
-TFLOPs follow nanotron: three times the forward products, the whole attention square (no causal discount);
-`hardware` adds the blocks' forward that recomputation does again. `mfu` is the model's share of the vendor's
-bf16 peak, `matmul_share` of the fastest matrix product measured on this machine in the run's dtype; both also
-with the causal half only (`_causal`). docs/metrics.md has every field.
+TFLOPs are computed as in nanotron: three times the forward products, the whole attention square (no causal discount);
+`hardware` adds the blocks' forward that recomputation repeats. `mfu` is the model's share of the vendor's bf16 peak,
+`matmul_share` of the fastest matrix product measured on this machine in the run's dtype; both also with only the
+causal half (`_causal`). docs/metrics.md has every field.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ if TYPE_CHECKING:
     from kenotron.training.run import Run
     from kenotron.training.step import StepResult
 
-matmul_ceiling = cache(devices.matmul_ceiling)  # measured once in a process
-MEMORY_STEPS = 4  # the first steps, and the one after a save, show memory and disk
+matmul_ceiling = cache(devices.matmul_ceiling)  # measured once per process
+MEMORY_STEPS = 4  # the number of first steps that show memory and disk, as does the step after a save
 
 
 @dataclass(frozen=True)
 class FlopsPerToken:
     """FLOPs of a token, forward and backward, in sequences of one length.
 
-    `causal_share` of them is needed under a causal mask; with recomputation the hardware does `hardware_factor` times
+    A causal mask needs only `causal_share` of them; with recomputation the hardware executes `hardware_factor` times
     as many.
     """
 
@@ -56,30 +56,30 @@ class FlopsPerToken:
 
     @classmethod
     def of(cls, model: Decoder, length: int, recompute: Recompute, scored: int | None = None) -> FlopsPerToken:
-        """FLOPs of `model` per token on sequences of `length` tokens; `recompute`: its blocks run forward twice.
+        """Return the FLOPs of `model` per token in sequences of `length` tokens; `recompute` sets the blocks' repeats.
 
-        `scored`: the tokens that the next one is told from; None: the vocabulary.
+        `scored`: the number of tokens with logits (`scored_tokens`); None: the vocabulary.
         """
         unscored = 0 if scored is None else model.config.vocab_size - scored
-        spared = 2.0 * unscored * model.config.hidden_size
-        forward = flops_per_token(model, length, causal=False) - spared
+        saved = 2.0 * unscored * model.config.hidden_size
+        forward = flops_per_token(model, length, causal=False) - saved
         blocks = modules(model, model.plan.blocks)  # embedding and head are computed only once
         again = sum(flops_again(block, model.config, recompute, length, causal=False) for _, block in blocks)
-        causal = flops_per_token(model, length, causal=True) - spared
+        causal = flops_per_token(model, length, causal=True) - saved
         return cls(3 * forward, causal / forward, 1 + again / (3 * forward))
 
 
 def scored_tokens(config: Config, length: int) -> int | None:
-    """How many tokens the next one is told from, in sequences of `length` tokens; None: the vocabulary."""
+    """Return the number of tokens that get logits with a headless loss and `length`; None for the whole vocabulary."""
     loss = config.model.loss
     return loss.tokens_of_a_set(config.tokens.micro_batch_size, length) if isinstance(loss, Headless) else None
 
 
 @dataclass(frozen=True)
 class ValidationResult:
-    """`loss` in nats a token; `bytes` of UTF-8 text in the `tokens` (0 when unknown).
+    """The result of a validation: `loss` in nats per token, `bytes` of UTF-8 text in the `tokens` (0 if unknown).
 
-    `sources` has the same of each source, where there are several; `ema` that of the averaged weights
+    `sources` has the result of each source, if there are several; `ema` is the result of the averaged weights
     (`optimizer.ema_decay`).
     """
 
@@ -92,18 +92,18 @@ class ValidationResult:
 
     @property
     def bits_per_byte(self) -> float | None:
-        """Bits of loss per byte of UTF-8 text; None where the number of bytes is unknown."""
+        """Bits of loss per byte of UTF-8 text; None if the number of bytes is unknown."""
         return self.loss * self.tokens / math.log(2) / self.bytes if self.bytes else None
 
     def metrics(self, split: str = "val") -> dict[str, float]:
-        """Fields of ``metrics.jsonl``."""
+        """Return the fields of ``metrics.jsonl``, with the prefix `split`."""
         fields = {"loss": self.loss, "tokens": float(self.tokens), "seconds": self.seconds}
         if self.bits_per_byte is not None:
             fields["bits_per_byte"] = self.bits_per_byte
-        for label, one in self.sources.items():
-            fields[f"loss/{label}"] = one.loss
-            if one.bits_per_byte is not None:
-                fields[f"bits_per_byte/{label}"] = one.bits_per_byte
+        for label, source in self.sources.items():
+            fields[f"loss/{label}"] = source.loss
+            if source.bits_per_byte is not None:
+                fields[f"bits_per_byte/{label}"] = source.bits_per_byte
         if self.ema is not None:
             fields["loss_ema"] = self.ema.loss
         return {f"{split}_{name}": value for name, value in fields.items()}
@@ -111,14 +111,14 @@ class ValidationResult:
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """What evaluation tasks say of the checkpoint of `step`; `metrics` are fields of ``metrics.jsonl``."""
+    """Results of evaluation tasks on the checkpoint of `step`; `metrics` are fields of ``metrics.jsonl``."""
 
     step: int
     metrics: dict[str, float]
 
 
 class Metrics(Hook):
-    """Writes every step's line of metrics. Only rank 0 has one."""
+    """Writes every step's line of metrics; only on rank 0."""
 
     priority = -10
 
@@ -131,7 +131,7 @@ class Metrics(Hook):
         self.validation: dict[str, float] = {}
 
     def on_train_start(self, run: Run) -> None:
-        """Open `metrics.jsonl`, without the steps that are done again after a resume. Raises InputError."""
+        """Open `metrics.jsonl`, without steps that are repeated after a resume. Raises InputError if it cannot."""
         path = self.folder / "metrics.jsonl"
         drop_later_steps(path, run.step)
         with writing(path):
@@ -147,7 +147,7 @@ class Metrics(Hook):
         self.validation = result.metrics()
 
     def after_evaluation(self, run: Run, result: EvaluationResult) -> None:
-        """Write a line of its own, with the step that was evaluated."""
+        """Write a separate line, with the step of the evaluated checkpoint."""
         self._write(run, {"iteration": result.step, **result.metrics})
 
     def on_save(self, run: Run, path: Path) -> None:
@@ -181,17 +181,17 @@ class Metrics(Hook):
             raise not_written(path, run, error) from error
 
     def _take_recorded(self, run: Run, raw: dict[str, Any]) -> dict[str, Any]:
-        """What hooks recorded for this step."""
+        """Return and reset the metrics that hooks recorded for this step."""
         recorded, run.recorded = run.recorded, {}
-        if taken := sorted(recorded.keys() & raw.keys()):
+        if duplicates := sorted(recorded.keys() & raw.keys()):
             raise RunFailed(
-                f"step {run.step}: a hook recorded the metric {taken[0]!r}, which every step has already; "
+                f"step {run.step}: a hook recorded the metric {duplicates[0]!r}, which every step has already; "
                 f"record it under another name"
             )
         return recorded
 
     def on_error(self, run: Run, error: Exception) -> None:
-        """Write the line of a step that is done, if a hook failed before."""
+        """Write the line of the last step, if another hook failed before it was written."""
         if run.last_result is not None and self.written_step < run.step:
             self.after_step(run, run.last_result)
 
@@ -201,7 +201,7 @@ class Metrics(Hook):
             self.file.close()
 
     def _console_fields(self, run: Run, result: StepResult) -> dict[str, Any]:
-        """nanotron's names, in its order."""
+        """Return the fields of the console line, under nanotron's names and in its order."""
         seconds = result.seconds + result.data_wait_seconds
         tokens_per_sec = run.step_tokens / seconds
         stage = run.data.stage_at(run.step)
@@ -232,7 +232,7 @@ class Metrics(Hook):
         return fields
 
     def _other_fields(self, run: Run, result: StepResult) -> dict[str, Any]:
-        """Fields that the console line does not show."""
+        """Return the fields that the console line does not show."""
         work = self.work[run.data.stage_at(run.step).sequence_length]
         achieved = work.flops * run.step_tokens / self.world / (result.seconds + result.data_wait_seconds)
         fields: dict[str, Any] = {
@@ -249,7 +249,7 @@ class Metrics(Hook):
         return fields
 
     def _source_fields(self, run: Run) -> dict[str, Any]:
-        """Tokens and epochs read from each source, where the run has several."""
+        """Return the tokens and epochs read from each source, if the run has several."""
         if len({source.label for stage in run.data.stages for source in stage.sources}) == 1:
             return {}
         fields: dict[str, Any] = {}
@@ -261,7 +261,7 @@ class Metrics(Hook):
 
 
 def not_written(path: str, run: Run, error: OSError) -> RunFailed:
-    """The error that ends a run whose metrics cannot be written to `path`."""
+    """Return the error that ends a run whose metrics cannot be written to `path`."""
     return RunFailed(
         f"{path}: cannot write the metrics of step {run.step}: {error.strerror}; free space there, or set another "
         f"logging.log_dir, and start the same command again: it resumes from the newest checkpoint"
@@ -269,7 +269,7 @@ def not_written(path: str, run: Run, error: OSError) -> RunFailed:
 
 
 def memory_fields(run: Run) -> dict[str, int]:
-    """Memory of the device (of the process, on a CPU) and of the disk that checkpoints go to, in bytes."""
+    """Return the memory of the device (of the process, on a CPU) and of the disk of checkpoints, in bytes."""
     memory = devices.memory(run.device)
     prefix = "cuda" if run.device.type == "cuda" else "cpu"
     fields = {
@@ -284,13 +284,13 @@ def memory_fields(run: Run) -> dict[str, int]:
 
 
 def drop_later_steps(path: Path, step: int) -> None:
-    """Delete the lines of steps after `step`, which are done again: a killed run may have logged more than it saved.
+    """Delete the lines of steps after `step`, which are repeated: a killed run may have logged more than it saved.
 
     Raises InputError if the file cannot be replaced.
     """
     if not path.exists():
         return
     with writing(path):
-        remove_leftovers(path)  # a run may have been killed here, too
+        remove_leftovers(path)  # of a run that was killed while it replaced the file
         kept = [text for text, line in logged_lines(path) if line["iteration"] <= step]
         replace_file(path, "".join(text + "\n" for text in kept).encode())

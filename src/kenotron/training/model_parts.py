@@ -1,4 +1,4 @@
-"""The model of a run in memory: built without memory, split by its own plan, and only then allocated."""
+"""Build the model of a run: on the meta device, sharded by its plan, and only then allocated."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ COMPILATIONS = 64
 
 
 def build_parts(config: Config, mesh: Mesh, device: torch.device) -> tuple[list[Decoder], Pipeline | None]:
-    """The model in memory on `device`, weights undefined, split as the layout says.
+    """Allocate the model on `device`, sharded by the layout, with undefined weights.
 
-    Returns one part, which is the model, and None; with pp this rank's parts, and the pipeline that runs them. Order:
-    meta device → tensor parallel → recomputation → compilation → data parallel → memory.
+    Returns one part, which is the model, and None; with pp, this rank's parts and the pipeline that runs them. Order:
+    meta device → tensor parallel → recomputation → compilation → data parallel → allocation.
     """
     if mesh.degree("pp") == 1:
         parts = [_on_meta(config, mesh, None)]
@@ -46,11 +46,12 @@ def build_parts(config: Config, mesh: Mesh, device: torch.device) -> tuple[list[
 
 
 def _on_meta(config: Config, mesh: Mesh, part: ModelPart | None) -> Decoder:
-    """The model or a part of it, without memory, split over tp."""
+    """Return the model or a part of it on the meta device, sharded over tp."""
     with torch.device("meta"):
         model = build(config.model, mesh.degree("tp"), part)
-    for parameter in filter(lambda each: each.requires_grad, model.parameters()):
-        parameter.data = parameter.data.to(getattr(torch, config.kept_dtype))
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(getattr(torch, config.kept_dtype))
     if mesh.degree("tp") > 1:
         from kenotron.parallel import tensor as tensor_parallel
 
@@ -67,8 +68,8 @@ def _on_meta(config: Config, mesh: Mesh, part: ModelPart | None) -> Decoder:
 
         experts.apply(model, model.plan, mesh)
     layout = config.parallelism
-    in_blocks = layout.context_parallel_size > 1 and layout.context_parallel_method in OWN_BLOCKS  # each a whole result
-    model.set_recompute(layout.recompute_layer, layout.tp, attention=not in_blocks)
+    by_blocks = layout.context_parallel_size > 1 and layout.context_parallel_method in OWN_BLOCKS
+    model.set_recompute(layout.recompute_layer, layout.tp, attention=not by_blocks)
     if config.model.compile:
         limit_recompilations()
         model.compile_blocks()
@@ -77,16 +78,16 @@ def _on_meta(config: Config, mesh: Mesh, part: ModelPart | None) -> Decoder:
 
 
 def limit_recompilations() -> None:
-    """Set the number of compilations of a function beyond which a run fails, where torch would go on uncompiled.
+    """Limit the compilations of a function, and fail beyond the limit, where torch would continue uncompiled.
 
-    Kinds of layers, training and validation, and fixed and varying lengths multiply beyond torch's 8.
+    The combinations of kinds of layers, training or validation, and fixed or varying lengths exceed torch's limit of 8.
     """
     torch._dynamo.config.recompile_limit = COMPILATIONS
     torch._dynamo.config.fail_on_recompile_limit_hit = True
 
 
 def _shard(config: Config, mesh: Mesh, model: Decoder, root: nn.Module, device: torch.device) -> None:
-    """Data parallelism over `root`, the module that is called (`model`, or the stage around it); then memory."""
+    """Make `root`, the module that is called (`model`, or the stage around it), data-parallel; then allocate it."""
     blocks = [block for _, block in modules(model, model.plan.blocks)]
     data_parallel.load_strategy(config.parallelism.strategy)(
         root,

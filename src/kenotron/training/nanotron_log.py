@@ -1,4 +1,4 @@
-"""nanotron's log (`logging.format: nanotron`): its lines, in its order. `report.run_log` loads it by name."""
+"""Log lines of nanotron, in its order (`logging.format: nanotron`). `report.run_log` imports this module by name."""
 
 from __future__ import annotations
 
@@ -25,39 +25,39 @@ if TYPE_CHECKING:
 
 
 class NanotronLog(RunLog):
-    """The run's log in the lines of nanotron's log, in its order."""
+    """Logs the lines of nanotron's log, in its order."""
 
     always_local = True
 
     def project(self, config: Config) -> None:
-        """The project's name, before anything is loaded."""
+        """Log the project's name, before anything is loaded."""
         logger.info("project: %s", config.general.project)
 
     def config(self, config: Config) -> None:
-        """The config with all defaults, and the model's once more."""
+        """Log the config with all defaults, and the model's config again."""
         logger.info("Config:\n%s", dump(config).rstrip())
         architecture = config.model.architecture.model_dump(mode="json", by_alias=True)
         logger.info("Model Config:\n%s", "\n".join(f"{name}: {value}" for name, value in architecture.items()))
         super().config(config)
 
     def building(self) -> None:
-        """Before the model is built."""
+        """Log the start of the model's construction."""
         logger.info("Building model..")
         logger.info("Setting PP block ranks...")
 
     def model_size(self, skeleton: Decoder, parts: Sequence[Decoder], device: torch.device) -> None:
-        """Parameters of the model and of this rank, and the memory of `device`."""
+        """Log the parameters of the model and of this rank, and the memory of `device`."""
         super().model_size(skeleton, parts, device)
         logger.info("[After model building]%s", _memory_line(device))
 
     def first_weights(self) -> None:
-        """The parametrization and its rule of learning rates."""
+        """Log the parametrization and its rule of learning rates."""
         logger.info("No checkpoint path provided.")
         logger.info("Parametrizing model parameters using StandardParametrizator")
         logger.info("[Optimizer Building] Using LearningRateForSP as learning rate")
 
     def plan(self, run: Run) -> None:
-        """Stages, sizes, and where the run starts."""
+        """Log stages, sizes, and the step at which the run starts."""
         for stage, section in zip(run.data.stages, run.config.data_stages, strict=True):
             logger.info(
                 "[Training Plan] Stage %s has %d remaining training steps and has consumed %d samples",
@@ -96,13 +96,13 @@ class NanotronLog(RunLog):
         logger.info("%s", _memory_line(run.device))
 
     def step(self, run: Run, fields: Mapping[str, float], recorded: Mapping[str, float]) -> None:
-        """The iteration line, below the memory where that has it."""
+        """Log the iteration line, after a line of memory if `fields` has memory."""
         if "hd_total_memory_tb" in fields:
             logger.info("%s", _memory_line(run.device))
         logger.info("%s", _iteration_line({**fields, **recorded}, run.last_step))
 
     def saving(self, folder: Path) -> None:
-        """Before a checkpoint is written: a warning, as there."""
+        """Log a warning before a checkpoint is written, as nanotron does."""
         logger.warning("Saving checkpoint at %s", folder)
 
 
@@ -118,13 +118,13 @@ def _log_libraries(run: Run) -> None:
 
 
 def _iteration_line(fields: Mapping[str, float], last_step: int) -> str:
-    """``iteration: 5 / 15 | consumed_tokens: 2.56K | …`` from raw `fields`, in their order."""
+    """Format raw `fields` as ``iteration: 5 / 15 | consumed_tokens: 2.56K | …``, in their order."""
     shown = [f"iteration: {fields['iteration']} / {last_step}"]
     shown += [f"{name}: {human_format(value)}" for name, value in fields.items() if name != "iteration"]
     return " | ".join(shown)
 
 
 def _memory_line(device: torch.device) -> str:
-    """One line of `device.memory`'s numbers, in nanotron's words."""
+    """Format the numbers of `device.memory` as nanotron's line."""
     line = " Memory usage: {allocated}. Peak allocated {peak_allocated}. Peak reserved: {peak_reserved}"
     return line.format(**{name: mebibytes(count) for name, count in devices.memory(device).items()})

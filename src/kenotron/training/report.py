@@ -1,4 +1,4 @@
-"""What rank 0 logs about a run before its first step and after its last."""
+"""Log messages of rank 0 about a run, before its first step and after its last."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ if TYPE_CHECKING:
     from kenotron.training.run import Run
 
 LOGS = {"plain": "kenotron.training.report.RunLog", "nanotron": "kenotron.training.nanotron_log.NanotronLog"}
-"""The lines of each `logging.format`."""
+"""`logging.format` → its class."""
 
 
 class RunLog:
-    """The lines of a plain log (`logging.format`); `NanotronLog` has nanotron's."""
+    """Logs the lines of the plain format (`logging.format`); `NanotronLog` logs nanotron's."""
 
     always_local = False
 
     def project(self, config: Config) -> None:
-        """The project's name, before anything is loaded: printed by `launch`, before torch is."""
+        """Called before anything is loaded; `launch` has printed the project's name, before it imported torch."""
 
     def config(self, config: Config) -> None:
-        """The config with all defaults (at level debug: the run's folder has it)."""
+        """Log the config with all defaults at level debug, as it is also in the run's folder."""
         logger.debug("Config:\n%s", dump(config).rstrip())
         if config.model.compile:
             logger.info("model.compile: the first step compiles the blocks, which takes up to a minute")
 
     def building(self) -> None:
-        """Before the model is built."""
+        """Called before the model is built."""
 
     def model_size(self, skeleton: Decoder, parts: Sequence[Decoder], device: torch.device) -> None:
-        """Parameters of the whole model (`skeleton`) and of this rank's `parts`, if those are fewer."""
+        """Log the parameters of the whole model (`skeleton`), and of this rank's `parts` if they have fewer."""
         counts = parameter_counts(skeleton, parts)
         width = next(parts[0].parameters()).element_size()
         for name, count in counts.items():
@@ -59,10 +59,10 @@ class RunLog:
                 logger.info("%s number of parameters: %s (%s)", name, human_format(count), size)
 
     def first_weights(self) -> None:
-        """After weights were drawn and the optimizer was made."""
+        """Called after random weights were drawn and the optimizer was built."""
 
     def plan(self, run: Run) -> None:
-        """Data, batch, steps, and where the run's files are."""
+        """Log data, batch, steps, and the folder of the run's logs."""
         for line in run.data.describe():
             logger.info("%s", line)
         now = run.data.stage_at(min(run.step + 1, run.end))
@@ -78,15 +78,15 @@ class RunLog:
         logger.info("%s", _amount(run))
 
     def step(self, run: Run, fields: Mapping[str, float], recorded: Mapping[str, float]) -> None:
-        """One step's numbers, and those that hooks recorded."""
+        """Log one step's metrics, and the metrics that hooks recorded."""
         logger.info("%s", console.plain_line(fields, recorded, run.last_step))
 
     def saving(self, folder: Path) -> None:
-        """Before a checkpoint is written."""
+        """Called before a checkpoint is written."""
 
 
 def _amount(run: Run) -> str:
-    """``61.4K tokens in all, 4.1K a step; until step 15 of stage 'text': 0.52 epochs of text``."""
+    """Return ``61.4K tokens in all, 4.1K a step; until step 15 of stage 'text': 0.52 epochs of text``."""
     step = min(run.step + 1, run.last_step)
     now = run.data.stage_at(step)
     a_step = now.batch_size(step) * now.sequence_length
@@ -96,19 +96,19 @@ def _amount(run: Run) -> str:
 
 
 def parameter_counts(skeleton: Decoder, parts: Sequence[Decoder]) -> dict[str, int]:
-    """Parameters of the whole model (``Total``) and of this rank's shard of it (``Local``)."""
-    here = [shard_of(parameter).tensor for part in parts for parameter in part.parameters()]
+    """Count the parameters of the whole model (``Total``) and of this rank's shard of it (``Local``)."""
+    local = [shard_of(parameter).tensor for part in parts for parameter in part.parameters()]
     total = sum(parameter.numel() for _, parameter in named_parameters(skeleton))
-    return {"Total": total, "Local": sum(tensor.numel() for tensor in here)}
+    return {"Total": total, "Local": sum(tensor.numel() for tensor in local)}
 
 
 def run_log(config: Config) -> RunLog:
-    """The lines of the run's `logging.format`."""
+    """Return the log of the run's `logging.format`."""
     return import_dotted(LOGS[config.logging.format], "logging.format")()
 
 
 def already_finished(start: Start) -> str:
-    """Why nothing is done: the checkpoint has all steps."""
+    """Return the message for a run whose checkpoint has all steps already."""
     return (
         f"This run is finished: {start.path} has all {start.step} steps. "
         "Raise tokens.train_steps to continue, or start over with --fresh."
@@ -116,7 +116,7 @@ def already_finished(start: Start) -> str:
 
 
 def exhausted(data: RunData, start: Start) -> str:
-    """Why nothing is done: the data allow no further step."""
+    """Return the message for a run whose data allow no further step."""
     return (
         f"This run is finished: after step {start.step} of {data.config.tokens.train_steps}, "
         f"{data.exhausted(start.step + 1)}. "
@@ -125,7 +125,7 @@ def exhausted(data: RunData, start: Start) -> str:
 
 
 def farewell(run: Run) -> None:
-    """Where logs and checkpoint are, and the commands to use them."""
+    """Log the paths of logs and checkpoint, and commands to use them."""
     folder = run.config.checkpoint_folder / str(run.step)
     state = f"stopped ({run.stop_reason})" if run.stop_reason else "finished"
     logger.info(
@@ -139,28 +139,30 @@ def farewell(run: Run) -> None:
     )
     settings, url = run.config.checkpoints, run.config.upload_url
     saved = settings.save_final_state or run.stop_reason or run.step % settings.checkpoint_interval == 0
-    where = str(folder) if folder.exists() else f"{url.rstrip('/')}/{run.step}" if url and saved else ""
-    if where:  # a URL where the local copy was removed after its upload
-        logger.info("Checkpoint: %s. Next:\n  %s", where, "\n  ".join(next_commands(run, where)))
+    location = str(folder) if folder.exists() else ""
+    if not location and url and saved:  # the local copy was removed after its upload
+        location = f"{url.rstrip('/')}/{run.step}"
+    if location:
+        logger.info("Checkpoint: %s. Next:\n  %s", location, "\n  ".join(next_commands(run, location)))
 
 
-def next_commands(run: Run, where: str) -> list[str]:
-    """For a shell in the working folder: generate, convert to Hugging Face where that has the model, make a page."""
-    us, path, logs = program("kenotron"), shlex.quote(where), shlex.quote(str(log_folder(run.config)))
-    prompts = run.config.logging.sample_prompts
-    prompt = f"--prompt {shlex.quote(prompts[0])} " if prompts else "" if run.tokenizer else "--prompt-tokens 1,2,3 "
-    exported = shlex.quote(str(run.config.checkpoint_folder / f"{run.step}-hf"))
-    return [
-        f"{us} generate {path} {prompt}--max-new-tokens 64",
-        *([f"{us} convert to-hf {path} {exported}"] if family_of(run.config.model.decoder).hf_class else []),
-        f"{us} report {logs}",
-    ]
+def next_commands(run: Run, checkpoint: str) -> list[str]:
+    """Return shell commands for the working folder: generate, convert to Hugging Face if supported, write a page."""
+    kenotron, path, logs = program("kenotron"), shlex.quote(checkpoint), shlex.quote(str(log_folder(run.config)))
+    prompt = "" if run.tokenizer else "--prompt-tokens 1,2,3 "
+    if prompts := run.config.logging.sample_prompts:
+        prompt = f"--prompt {shlex.quote(prompts[0])} "
+    commands = [f"{kenotron} generate {path} {prompt}--max-new-tokens 64"]
+    if family_of(run.config.model.decoder).hf_class:
+        exported = shlex.quote(str(run.config.checkpoint_folder / f"{run.step}-hf"))
+        commands.append(f"{kenotron} convert to-hf {path} {exported}")
+    return [*commands, f"{kenotron} report {logs}"]
 
 
 def program(name: str) -> str:
-    """How a shell here finds a program: by its name, or by its path in this environment if PATH lacks that."""
-    beside = Path(sys.executable).with_name(name)
-    if shutil.which(name) or not beside.exists():
+    """Return a program's name for a shell command, or its path in this environment if it is not on PATH."""
+    path = Path(sys.executable).with_name(name)
+    if shutil.which(name) or not path.exists():
         return name
-    here = Path.cwd()
-    return shlex.quote(str(beside.relative_to(here) if beside.is_relative_to(here) else beside))
+    folder = Path.cwd()
+    return shlex.quote(str(path.relative_to(folder) if path.is_relative_to(folder) else path))

@@ -1,4 +1,4 @@
-"""Loading a checkpoint into a run that has been built: weights, optimizer, position, state of streams and hooks."""
+"""Load a checkpoint into a run that has been built: weights, optimizer, step, and state of streams and hooks."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ NAMES = {"model": "weights", "optimizer": "optimizer", "data": "data position", 
 
 
 def restore(run: Run, start: Start) -> None:
-    """Load what `start` names into `run`; all ranks call it, each reads its own blocks.
+    """Load the parts of the checkpoint in `start.loads` into `run`; all ranks call it, and each reads its own blocks.
 
-    Raises InputError if a file is damaged, or if the run has another tokenizer than before.
+    Raises InputError if a file is damaged, or if the run's tokenizer differs from the checkpoint's.
     """
     if start.path is None:
         return
@@ -31,8 +31,9 @@ def restore(run: Run, start: Start) -> None:
     if "optimizer" in start.loads and (start.path / "optimizer").is_dir():
         init_state(run.optimizer)
         moments = state_tensors(named_parameters(*run.parts), run.optimizer)
-    path, of_optimizer = start.path, None if moments is None else optimizer_tensors(moments, run.parts)
-    loaded = run.checkpoints.load(start, model_tensors(*run.parts), of_optimizer)
+    path = start.path
+    optimizer = None if moments is None else optimizer_tensors(moments, run.parts)
+    loaded = run.checkpoints.load(start, model_tensors(*run.parts), optimizer)
     run_on_rank0(lambda: _check_data(run, loaded.state.get("data", {}), start))
     if moments is not None:
         load_numbers(named_parameters(*run.parts), run.optimizer, moments)
@@ -48,15 +49,15 @@ def restore(run: Run, start: Start) -> None:
 
 
 def _check_data(run: Run, saved: dict[str, str], start: Start) -> None:
-    """Refuse a different tokenizer, whose token ids mean different text; log a warning for data that changed."""
-    now = run.data.fingerprints()
-    for name in sorted(saved.keys() & now.keys()):
-        if now[name] in saved.values() or (name != "tokenizer" and "data" not in start.loads):
+    """Raise for a different tokenizer, whose token ids mean different text; log a warning for changed data."""
+    current = run.data.fingerprints()
+    for name in sorted(saved.keys() & current.keys()):
+        if current[name] in saved.values() or (name != "tokenizer" and "data" not in start.loads):
             continue
         if name == "tokenizer" and start.continues:
             assert run.tokenizer is not None
             raise InputError(
-                f"tokenizer: {run.tokenizer.name} (hash {now[name]}) is not the tokenizer of {start.path} (hash "
+                f"tokenizer: {run.tokenizer.name} (hash {current[name]}) is not the tokenizer of {start.path} (hash "
                 f"{saved[name]}), which is in {start.path}/tokenizer; put that one back, or start over with --fresh"
             )
         logger.warning("%s has changed since %s was saved: the run continues with the new content", name, start.path)

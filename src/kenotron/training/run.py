@@ -1,4 +1,4 @@
-"""A run: what it consists of, and the loop.
+"""A run: its parts and state, and the training loop.
 
     build_run ─▶ fit ─▶ close
 
@@ -44,12 +44,12 @@ REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {"mean": statistics.
 
 
 class StopWhileWaiting(BaseException):
-    """Raised in a rank that is asked to stop while it waits for data; not an `Exception`, which readers would retry."""
+    """Raised on a rank that is asked to stop while it waits for data; no `Exception`, which readers would retry."""
 
 
 @dataclass
 class Run:
-    """Everything of one training run. `step` counts the steps done."""
+    """All parts and the state of one training run. `step` counts completed steps."""
 
     config: Config
     mesh: Mesh
@@ -62,22 +62,22 @@ class Run:
     pipeline: Pipeline | None = None  # with pp: runs the parts of all ranks as one model
     start: Start = Start()  # noqa: RUF009
     attention: Callable[..., torch.Tensor] = attention  # `_attn_implementation`
-    teach: Callable[[MicroBatch], MicroBatch] | None = None  # with distillation, where the head is
+    teach: Callable[[MicroBatch], MicroBatch] | None = None  # with distillation, on ranks with the head
     checkpoints: Checkpoints = field(kw_only=True)
 
-    # Where the run is: these change from step to step, those above do not.
+    # The state of the run, which changes from step to step; the fields above are constant.
     step: int = 0
-    loss_scale: float = 1.0  # of the step that is computed: float16's gradients are multiplied by it
+    loss_scale: float = 1.0  # of the current step: float16's gradients are multiplied by it
     stop_requested: str | None = None  # this rank's reason to stop
     waiting_for_data: bool = False
-    batches: Sequence[TokenBatch] = ()  # this rank's of the step that is computed, or was last
-    stop_reason: str | None = None  # the reason that all ranks agreed on: no further step
-    seconds: float = 0.0  # spent in this process's steps, and the part of it spent waiting for data
+    batches: Sequence[TokenBatch] = ()  # this rank's micro-batches of the current or last step
+    stop_reason: str | None = None  # set once all ranks agreed to do no further step
+    seconds: float = 0.0  # spent in this process's steps, including waits for data
     data_wait_seconds: float = 0.0
     last_result: StepResult | None = None
-    recorded: dict[str, float] = field(default_factory=dict)  # by hooks, for the next line of metrics
-    off_console: set[str] = field(default_factory=set)  # names of those that the console does not show
-    last_metrics: dict[str, float] = field(default_factory=dict)  # the last line; on rank 0
+    recorded: dict[str, float] = field(default_factory=dict)  # metrics of hooks for the next line
+    off_console: set[str] = field(default_factory=set)  # names of recorded metrics that the console does not show
+    last_metrics: dict[str, float] = field(default_factory=dict)  # the last line, on rank 0
 
     @property
     def model(self) -> Decoder:
@@ -86,7 +86,7 @@ class Run:
 
     @property
     def tokenizer(self) -> TextTokenizer | None:
-        """The tokenizer of the data; None where they are tokens."""
+        """The tokenizer of the data; None if they are token ids without one."""
         return self.data.tokenizer
 
     @property
@@ -96,49 +96,49 @@ class Run:
 
     @property
     def consumed_samples(self) -> int:
-        """Samples of all steps done."""
+        """The number of samples of all completed steps."""
         return self.data.samples_before(self.step + 1)
 
     @property
     def consumed_tokens(self) -> int:
-        """Tokens of all steps done."""
+        """The number of tokens of all completed steps."""
         return self.data.tokens_before(self.step + 1)
 
     @property
     def end(self) -> int:
-        """The step after which the run has done all its steps: `tokens.train_steps`, unless it is a restart."""
+        """The run's last step: `tokens.train_steps`, or later for a run that restarts the schedule."""
         return self.start.end(self.config)
 
     @property
     def last_step(self) -> int:
-        """Where the run ends: after all its steps, or where the data of the stages so far allow no further one."""
+        """The last step that the run can do: `end`, or earlier if the data of the stages so far are exhausted."""
         return self.data.last_step(max(self.step, 1, self.start.data_start + 1))
 
     @property
     def total_tokens(self) -> int:
-        """Tokens of all steps up to `last_step`."""
+        """The number of tokens of all steps up to `last_step`."""
         return self.data.tokens_before(self.last_step + 1)
 
     @property
     def step_tokens(self) -> int:
-        """Tokens of the last step done."""
+        """The number of tokens of the last completed step."""
         return self.consumed_tokens - self.data.tokens_before(self.step)
 
     @property
     def interrupted(self) -> bool:
-        """Whether the run stops before its last step: whatever can wait should not be started."""
+        """Whether the run stops before its last step, so that hooks should not start optional work."""
         return self.stop_reason is not None and not self.finished
 
     @property
     def finished(self) -> bool:
-        """Whether every step is done, or the data allow no further one."""
+        """Whether all steps are done, or the data allow no further step."""
         return self.step >= self.end or self.data.exhausted(self.step + 1) is not None
 
     def stop(self, reason: str) -> None:
-        """Ask the run to end after the current step. May be called on one rank alone, also from a signal handler.
+        """Ask the run to end after the current step; may be called on a single rank, also from a signal handler.
 
-        There it ends a wait for data, by `StopWhileWaiting`: a source that hangs must not cost the steps since the
-        last checkpoint.
+        In a signal handler it interrupts a wait for data with `StopWhileWaiting`: a source that hangs must not cost the
+        steps since the last checkpoint.
         """
         self.stop_requested = self.stop_requested or reason
         if self.waiting_for_data and threading.current_thread() is threading.main_thread():
@@ -146,7 +146,7 @@ class Run:
             raise StopWhileWaiting
 
     def sync_stop_request(self) -> None:
-        """Set `stop_reason` on all ranks once any was asked to stop: a signal reaches ranks at different steps."""
+        """Set `stop_reason` on all ranks if any rank was asked to stop: a signal reaches ranks at different steps."""
         if self.stop_reason is not None or self.mesh.world_size == 1:
             self.stop_reason = self.stop_reason or self.stop_requested
         elif any_rank(self.stop_requested is not None, self.mesh.world_size, self.device):
@@ -157,15 +157,15 @@ class Run:
     ) -> None:
         """Add a number to the next line of metrics: in ``metrics.jsonl``, `on_console` and in TensorBoard.
 
-        Up to a hook's `after_step` that is the current step's line. The value of rank 0 is written; `reduce` combines
-        those of all ranks instead, and all of them have to make the call. A name that the line has already is an
-        error when the line is written.
+        Until a hook's `after_step`, this is the current step's line. The value of rank 0 is written; with `reduce`,
+        the reduced value of all ranks, which then all have to make the call. A name that the line already has raises
+        an error when the line is written.
         """
         if not isinstance(name, str):
             raise InputError(f"record_metric: expected a name, found {name!r}")
         try:
             number = float(value)
-        except (TypeError, ValueError, RuntimeError) as error:  # of a text, a list, a tensor of several
+        except (TypeError, ValueError, RuntimeError) as error:  # a text, a list, a tensor of several numbers
             raise InputError(f"record_metric: {name}: expected a number, found {value!r}") from error
         if not on_console:
             self.off_console.add(name)
@@ -201,7 +201,7 @@ def fit(run: Run) -> None:
 
 
 def next_batches(run: Run, loader: Iterator[list[TokenBatch]]) -> list[TokenBatch] | None:
-    """The micro-batches of the next step; None once this rank is asked to stop, even while its data are late."""
+    """Return the micro-batches of the next step, or None if this rank is asked to stop, even if it waits for data."""
     try:
         run.waiting_for_data = True
         batches = None if run.stop_requested else next(loader)
@@ -212,12 +212,12 @@ def next_batches(run: Run, loader: Iterator[list[TokenBatch]]) -> list[TokenBatc
 
 
 def report_failure(run: Run, error: Exception) -> None:
-    """Call every hook's `on_error`; what goes wrong there is logged, so `error` stays the cause of the failure."""
+    """Call every hook's `on_error`, and log its errors, so that `error` remains the cause of the failure."""
     _call_each([partial(hook.on_error, run, error) for hook in run.hooks], "a hook's on_error")
 
 
 def close(run: Run) -> None:
-    """Release what the hooks and the data hold; what goes wrong is logged, so an earlier error stays the cause."""
+    """Release the resources of hooks and data, and log errors, so that an earlier error remains the cause."""
     hooks = (partial(hook.on_close, run) for hook in run.hooks)
     _call_each([*hooks, run.checkpoints.close, run.data.close], "closing the run")
 

@@ -1,4 +1,4 @@
-"""The folder that a run logs in: ``<logging.log_dir>/<general.run>/`` with config, metrics and TensorBoard events."""
+"""The log folder of a run: ``<logging.log_dir>/<general.run>/`` with config, metrics and TensorBoard events."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 
 def log_folder(config: Config) -> Path:
-    """Where a run of this config writes its logs."""
+    """Return the folder in which a run of this config logs."""
     return Path(config.logging.log_dir) / config.general.run
 
 
 def take_log_folder(config: Config, until_end: ExitStack) -> None:
-    """Make the folder, before the model is built, and keep other runs out of it: two would mix their numbers.
+    """Create the log folder and lock it `until_end`: two runs in it would mix their metrics.
 
-    Raises InputError if that is not possible, no file fits in it, or a run that is alive logs there.
+    Raises InputError if the folder or a file in it cannot be created, or if another live run logs in it.
     """
     folder = log_folder(config)
     with writing(folder):
@@ -41,7 +41,7 @@ def take_log_folder(config: Config, until_end: ExitStack) -> None:
 
 
 def open_log_folder(config: Config, continues: bool) -> None:
-    """Write the resolved config to the folder; metrics of another run there are set aside.
+    """Write the resolved config to the log folder, after metrics of another run in it were moved aside.
 
     `continues`: the run continues from its own checkpoint. Raises InputError if the folder cannot be written.
     """
@@ -53,31 +53,31 @@ def open_log_folder(config: Config, continues: bool) -> None:
 
 
 def append_line(config: Config, file: str, line: dict[str, Any]) -> None:
-    """Add a JSON object to a file of the folder that has one a line."""
-    with (log_folder(config) / file).open("a", encoding="utf-8") as opened:
-        opened.write(json.dumps(line) + "\n")
+    """Append a JSON object to a JSON Lines file of the log folder."""
+    with (log_folder(config) / file).open("a", encoding="utf-8") as stream:
+        stream.write(json.dumps(line) + "\n")
 
 
 def writing(path: Path) -> AbstractContextManager[None]:
-    """Raise InputError if the system refuses what the block does with a file or folder of the logs."""
+    """Turn OSErrors of the block, which writes to a file or folder of the logs, into InputErrors."""
     return os_errors(f"logging.log_dir: cannot write to {path}")
 
 
 def _is_of_this_run(config: Config, folder: Path) -> bool:
-    """Whether the run that logged in `folder` last keeps its checkpoints where this one does."""
+    """Whether the last run that logged in `folder` has the same checkpoints folder as this run."""
     file = folder / "config.yaml"
     if not file.exists():
         return True
     try:
         saved = yaml.safe_load(file.read_text(encoding="utf-8"))["checkpoints"]["checkpoints_path"]
     except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError):
-        return False  # nothing that we wrote: the metrics beside it are kept under another name
+        return False  # not a config of a run: its metrics are moved aside
     return Path(saved).absolute() == Path(config.checkpoints.checkpoints_path).absolute()
 
 
 def _set_metrics_aside(folder: Path) -> None:
-    """Move an earlier run's metrics: no run deletes what another measured, or mixes its curves with its own."""
+    """Move an earlier run's metrics, neither deleting them nor mixing them with this run's."""
     names = METRICS, HISTORY, SAMPLES, "skipped_steps.jsonl", "nonfinite_steps.jsonl", "events.out.tfevents.*"
-    found = [path for name in names for path in folder.glob(name) if path.stat().st_size > 0]
-    if found:
-        logger.warning("%s has metrics of an earlier run; they are now in %s", folder, move_aside(found, folder))
+    files = [path for name in names for path in folder.glob(name) if path.stat().st_size > 0]
+    if files:
+        logger.warning("%s has metrics of an earlier run; they are now in %s", folder, move_aside(files, folder))

@@ -1,7 +1,6 @@
-"""What a checkpoint holds of a run, in the form in which it is saved.
+"""Convert the state of a run to and from the format in which a checkpoint saves it: named tensors and JSON values.
 
-A function of the run alone: tensors by name, and a few JSON numbers. The data position is the step, randomness is
-counter-based, the schedule is arithmetic: there is no other state.
+The data position is the step, randomness is counter-based, the schedule is arithmetic: there is no other state.
 """
 
 from __future__ import annotations
@@ -24,30 +23,30 @@ if TYPE_CHECKING:
     from kenotron.training.run import Run
 
 TENSOR = "kenotron.tensor"
-"""In the JSON state of a hook, the only key of a tensor's placeholder; its value is the tensor's name."""
+"""The only key of a tensor's placeholder in a hook's JSON state; its value is the tensor's name."""
 
 
 def model_tensors(*parts: Decoder, copy_buffers: bool = False) -> dict[str, TensorShard]:
-    """Name → this rank's block of a weight or saved buffer, sharing its memory, without vocabulary padding.
+    """Return name → this rank's block of a weight or saved buffer, sharing its memory, without vocabulary padding.
 
-    `copy_buffers`: buffers have memory of their own, which the next forward pass does not write.
+    `copy_buffers`: copy buffers, so that the next forward pass does not change the result.
     """
     tensors = dict(named_state(*parts))
     if copy_buffers:
-        tensors |= {name: each.clone() for name, each in tensors.items() if not isinstance(each, Parameter)}
+        tensors |= {name: tensor.clone() for name, tensor in tensors.items() if not isinstance(tensor, Parameter)}
     return {name: _without_padding(name, tensor, parts[0]) for name, tensor in tensors.items()}
 
 
 def optimizer_tensors(tensors: dict[str, Tensor], parts: Sequence[Decoder]) -> dict[str, TensorShard]:
-    """``state.<parameter>.<key>`` → this rank's block of it, sharing its memory, cut as its parameter is."""
+    """Return ``state.<parameter>.<key>`` → this rank's block, sharing its memory, without vocabulary padding."""
     parameters = {key: key.removeprefix("state.").rpartition(".")[0] for key in tensors}
     return {key: _without_padding(parameters[key], tensor, parts[0]) for key, tensor in tensors.items()}
 
 
 def _without_padding(name: str, tensor: Tensor, model: Decoder) -> TensorShard:
-    """This rank's block of `tensor` without the rows beyond the vocabulary, whose number depends on tp.
+    """Return this rank's block of `tensor` without the rows beyond the vocabulary, whose number depends on tp.
 
-    50 tokens padded to 64 rows, over 4 ranks: 16, 16, 16 and 2 rows of a [50, hidden] tensor.
+    For 50 tokens padded to 64 rows, over 4 ranks: 16, 16, 16 and 2 rows of a [50, hidden] tensor.
     """
     shard = shard_of(tensor.detach())
     rows = model.config.vocab_size
@@ -57,9 +56,9 @@ def _without_padding(name: str, tensor: Tensor, model: Decoder) -> TensorShard:
 
 
 def manifest_state(run: Run) -> dict[str, Any]:
-    """The JSON values of `run` in a checkpoint's manifest: counters, data fingerprints. All ranks call it.
+    """Return the JSON values of `run` for a checkpoint's manifest: counters, data fingerprints. All ranks call it.
 
-    `val_loss`: of a validation after this very step, on rank 0, whose manifest it is.
+    `val_loss` is included on rank 0, which writes the manifest, if this step had a validation.
     """
     return {
         "step": run.step,
@@ -67,26 +66,26 @@ def manifest_state(run: Run) -> dict[str, Any]:
         "consumed_train_samples": run.consumed_samples,
         "schedule_start": run.start.schedule_start,
         "data_start": run.start.data_start,
-        "data": run_on_rank0(run.data.fingerprints),  # which reads of every file: once, and not on a thousand ranks
+        "data": run_on_rank0(run.data.fingerprints),  # reads from every file, so not on a thousand ranks
         "held_out": run.data.held_out_hashes(),
         **{name: value for name, value in run.last_metrics.items() if name == "val_loss"},
     }
 
 
 def hook_states(run: Run) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The states of hooks as JSON values, and the tensors in them by name.
+    """Return the states of hooks as JSON values, and the tensors in them by name.
 
-    ``{"mean": tensor}`` of package.Class is ``{"mean": {"kenotron.tensor": "package.Class.mean"}}`` and
-    ``{"package.Class.mean": tensor}``. The state is that of rank 0: other ranks add their blocks of DTensors, nothing
-    else. For an engine in the background tensors are copied: a hook may change its own at any time.
+    The state ``{"mean": tensor}`` of package.Class becomes ``{"mean": {"kenotron.tensor": "package.Class.mean"}}`` and
+    ``{"package.Class.mean": tensor}``. Only rank 0's state is saved; other ranks add only their blocks of DTensors. For
+    an engine in the background tensors are copied, because a hook may change its tensors at any time.
     """
     tensors: dict[str, Tensor] = {}
 
     def split(value: Any, name: str) -> Any:
         if isinstance(value, dict):
-            return {key: split(each, f"{name}.{key}") for key, each in value.items()}
+            return {key: split(item, f"{name}.{key}") for key, item in value.items()}
         if isinstance(value, list | tuple):
-            return [split(each, f"{name}.{number}") for number, each in enumerate(value)]
+            return [split(item, f"{name}.{number}") for number, item in enumerate(value)]
         if not isinstance(value, Tensor):
             return value
         while name in tensors:  # a key with a dot in it
@@ -102,7 +101,7 @@ def hook_states(run: Run) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def load_hook_states(hooks: Sequence[Hook], saved: dict[str, dict[str, Any]], tensors: dict[str, Tensor]) -> None:
-    """Give every hook its state, of what `hook_states` returned; a hook that is not in it keeps its own."""
+    """Load the states that `hook_states` returned into their hooks; hooks without a saved state are unchanged."""
     for name, hook in named_hooks(hooks):
         if name in saved:
             hook.load_state_dict(_joined(saved[name], tensors))
@@ -110,16 +109,16 @@ def load_hook_states(hooks: Sequence[Hook], saved: dict[str, dict[str, Any]], te
 
 def _joined(value: Any, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, list):
-        return [_joined(each, tensors) for each in value]
+        return [_joined(item, tensors) for item in value]
     if not isinstance(value, dict):
         return value
     if value.keys() == {TENSOR}:
         return tensors[value[TENSOR]]
-    return {key: _joined(each, tensors) for key, each in value.items()}
+    return {key: _joined(item, tensors) for key, item in value.items()}
 
 
 def named_hooks(hooks: Sequence[Hook]) -> Iterator[tuple[str, Hook]]:
-    """Every hook with its class's dotted path; a second one of the same class is ``package.Class#2``."""
+    """Yield every hook with its class's dotted path; a second hook of the same class is ``package.Class#2``."""
     seen: Counter[str] = Counter()
     for hook in hooks:
         name = f"{type(hook).__module__}.{type(hook).__qualname__}"

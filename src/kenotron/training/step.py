@@ -1,14 +1,14 @@
 """One training step: forward, backward, clip, update.
 
-A step is a list of micro-batches. Each token's loss counts 1 / (real tokens of the global batch), so losses
-and gradients of micro-batches and ranks simply add up, however unevenly the tokens are spread:
+A step computes a list of micro-batches. Each token's loss is weighted with 1 / (real tokens of the global batch), so
+losses and gradients of micro-batches and ranks simply add up, however unevenly the tokens are spread:
 
     micro-batch 1: 510 real tokens ─ loss sum / 1000 ─┐
     micro-batch 2: 490 real tokens ─ loss sum / 1000 ─┴─▶ the mean over 1000 tokens
 
-The host waits for the device once, for loss and gradient norm together (`Numbers.read`): they decide whether the
-weights are updated. torch's fused Adam on a GPU decides that by itself, and so is queued before the host waits; other
-optimizers are, once the host knows. Numbers that the host has already (token counts, requests to stop) are summed
+The host waits for the device once, for loss and gradient norm together (`Numbers.read`), which decide whether the
+weights are updated. torch's fused Adam decides this on the GPU, and so is queued before the host waits; other
+optimizers are queued after the wait. Numbers that are on the hosts already (token counts, requests to stop) are summed
 between the hosts.
 """
 
@@ -44,13 +44,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Numbers of one step, global over the layout. Loss in nats a token, without the z-loss."""
+    """Metrics of one step, global over the layout. `lm_loss` is in nats per token, without the z-loss."""
 
     lm_loss: float
     z_loss: float
     grad_norm: float
     learning_rate: float
-    skipped: bool  # the weights are as they were
+    skipped: bool  # the weights are unchanged
     real_tokens: int
     seconds: float
     data_wait_seconds: float = 0.0
@@ -59,22 +59,22 @@ class StepResult:
 
     @property
     def finite(self) -> bool:
-        """Whether loss and gradient are numbers."""
+        """Whether losses and gradient norm are finite."""
         return all(map(math.isfinite, (self.lm_loss, self.z_loss, self.grad_norm)))
 
     @property
     def overflow(self) -> bool:
-        """Whether they are none that a smaller loss scale may make numbers."""
+        """Whether they are not finite, and a smaller loss scale may help."""
         return not self.finite and self.loss_scale > 1
 
     @property
     def broken(self) -> bool:
-        """Whether they are none, and no loss scale is the reason."""
+        """Whether they are not finite, and the loss scale is not the reason."""
         return not self.finite and not self.overflow
 
 
 def train_step(run: Run, batches: Sequence[TokenBatch]) -> StepResult:
-    """Do step ``run.step + 1`` on this rank's micro-batches. A non-finite loss or gradient changes no weight."""
+    """Do step ``run.step + 1`` on this rank's micro-batches. A non-finite loss or gradient leaves weights unchanged."""
     started = time.perf_counter()
     real_tokens = count_real_tokens(run, batches)
 
@@ -86,15 +86,15 @@ def train_step(run: Run, batches: Sequence[TokenBatch]) -> StepResult:
         scale_gradients(parameters, 1 / run.loss_scale)
     schedule, step = run.config.optimizer.learning_rate_scheduler, run.step + 1 - run.start.schedule_start
     rate = set_learning_rates(run.optimizer, schedule, step, run.config.tokens.train_steps)
-    max_norm, alone = run.config.optimizer.clip_grad, decides_alone(run.optimizer) and not _hooks_decide(run)
-    norm = clip_gradients(parameters, None if alone else max_norm, run.mesh)
+    max_norm, on_device = run.config.optimizer.clip_grad, decides_alone(run.optimizer) and not _hooks_decide(run)
+    norm = clip_gradients(parameters, None if on_device else max_norm, run.mesh)
     numbers = Numbers(*losses, norm)
-    if alone:
+    if on_device:
         _update(run, partial(step_where_finite, run.optimizer, numbers.on_device, norm, max_norm))
     lm_loss, z_loss, grad_norm = numbers.read()
     accepted = all(map(math.isfinite, (lm_loss, z_loss, grad_norm)))
     accepted = accepted and all(hook.accepts_update(run, lm_loss, grad_norm) for hook in run.hooks)
-    if accepted and not alone:
+    if accepted and not on_device:
         _update(run, run.optimizer.step)
     if accepted and run.pipeline is not None:
         run.pipeline.share_tied_weights()
@@ -115,21 +115,24 @@ def train_step(run: Run, batches: Sequence[TokenBatch]) -> StepResult:
 
 
 def forward_backward(
-    run: Run, batches: Sequence[TokenBatch], of_a_token: float, loss_scale: float = 1.0
+    run: Run, batches: Sequence[TokenBatch], token_weight: float, loss_scale: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`loss_scale` times the gradients of the global mean loss into ``.grad``; returns (loss, its z part), summed over
-    ranks. `of_a_token`: a token's part of the mean.
+    """Compute `loss_scale` times the gradients of the global mean loss; return (loss, its z part), summed over ranks.
+
+    `token_weight` is the weight of a token in the mean: 1 / (real tokens of the global batch).
     """
     loss = load_loss(run.config.model.loss)
     if getattr(run.config.model.loss, "negatives", None) == "batch":
         loss = replace(loss, counts=_counts_of_labels(run, batches))  # type: ignore[type-var]  # a dataclass
     sequences = sum(len(batch.tokens) for batch in batches) * run.mesh.degree("batch")
-    micro_batches = (to_device(batch, run, loss_scale * of_a_token, loss_scale / sequences, loss) for batch in batches)
-    ready = micro_batches if run.teach is None else map(run.teach, micro_batches)
+    scales = loss_scale * token_weight, loss_scale / sequences
+    micro_batches: Iterable[MicroBatch] = (to_device(batch, run, *scales, loss) for batch in batches)
+    if run.teach is not None:
+        micro_batches = map(run.teach, micro_batches)
     if run.pipeline is not None:
-        total = run.pipeline.step(list(ready))
+        total = run.pipeline.step(list(micro_batches))
     else:
-        total = _accumulate(run.model, ready, len(batches), run.device)
+        total = _accumulate(run.model, micro_batches, len(batches), run.device)
     for root in run.roots:
         data_parallel.finish_gradients(root)
     if run.pipeline is not None:
@@ -141,14 +144,14 @@ def forward_backward(
 
 
 def _counts_of_labels(run: Run, batches: Sequence[TokenBatch]) -> torch.Tensor:
-    """How often each token is a label of the global batch ``[vocab]``."""
+    """Count how often each token is a label in the global batch: ``[vocab]``."""
     labels = np.concatenate([batch.labels.ravel() for batch in batches])
     counts = np.bincount(labels[labels >= 0], minlength=run.config.model.decoder.vocab_size)
     return all_reduce(upload(counts, run.device, torch.float32), run.mesh.group("batch"))
 
 
 class Numbers:
-    """(loss without its z part, z part, gradient norm), on their way from the device to the host."""
+    """(loss without its z part, z part, gradient norm), which are being copied from the device to the host."""
 
     def __init__(self, loss: torch.Tensor, z_loss: torch.Tensor, norm: torch.Tensor) -> None:
         self.on_device = torch.stack((loss - z_loss, z_loss, norm.to(loss.device)))
@@ -156,14 +159,14 @@ class Numbers:
         self.copied = mark(self.on_device.device)
 
     def read(self) -> list[float]:
-        """As Python numbers: the one time in a step that the host waits for the device."""
+        """Return the Python numbers; this is the only time in a step that the host waits for the device."""
         if self.copied is not None:
             self.copied.synchronize()
         return self.on_host.tolist()
 
 
 def _update(run: Run, step: Callable[[], Any]) -> None:
-    """The optimizer's `step`, after pending copies of what it changes."""
+    """Call the optimizer's `step`, after pending copies of the tensors that it changes."""
     run.checkpoints.fence()
     for hook in run.hooks:
         hook.before_update(run)
@@ -171,13 +174,13 @@ def _update(run: Run, step: Callable[[], Any]) -> None:
 
 
 def _hooks_decide(run: Run) -> bool:
-    """Whether a hook may refuse an update, or looks at gradients before it."""
-    neither = (Hook.accepts_update, Hook.before_update)
-    return any((kind.accepts_update, kind.before_update) != neither for kind in {type(hook) for hook in run.hooks})
+    """Whether a hook overrides `accepts_update` or `before_update`, which need the host before an update."""
+    defaults = (Hook.accepts_update, Hook.before_update)
+    return any((kind.accepts_update, kind.before_update) != defaults for kind in {type(hook) for hook in run.hooks})
 
 
 def _accumulate(model: Decoder, micro_batches: Iterable[MicroBatch], count: int, device: torch.device) -> torch.Tensor:
-    """Forward and backward of one micro-batch after the other; ``[2]``: the sums of their losses and z parts."""
+    """Run forward and backward of every micro-batch; return ``[2]``: the sums of their losses and z parts."""
     total = torch.zeros(2, device=device)
     for number, micro_batch in enumerate(micro_batches, start=1):
         data_parallel.set_last_micro_batch(model, last=number == count)
@@ -188,7 +191,7 @@ def _accumulate(model: Decoder, micro_batches: Iterable[MicroBatch], count: int,
 
 
 def count_real_tokens(run: Run, batches: Sequence[TokenBatch]) -> int:
-    """Labels that carry a loss, in the whole global batch."""
+    """Count the labels with a loss in the whole global batch."""
     local = sum(int((batch.labels != -100).sum()) for batch in batches)
     return sum_over_ranks(local, run.mesh.group("batch"), run.device)
 
@@ -196,9 +199,9 @@ def count_real_tokens(run: Run, batches: Sequence[TokenBatch]) -> int:
 def to_device(
     batch: TokenBatch, run: Run, loss_scale: float = 1.0, sequence_scale: float = 0.0, loss: TrainingLoss | None = None
 ) -> MicroBatch:
-    """The torch side of a numpy batch: token-flat, on the run's device, with everything that blocks may read.
+    """Return a numpy batch as flat tensors on the run's device, with the `Context` that blocks read.
 
-    Under context parallelism: this rank's tokens of every sequence.
+    With context parallelism it has this rank's tokens of every sequence.
     """
     sequences, length = batch.tokens.shape
     device = run.device
@@ -229,7 +232,7 @@ def to_device(
 
 
 def document_borders(documents: NDArray[np.integer]) -> tuple[int, ...]:
-    """Flat indices where a document or a sequence begins, and the end: ``[[0, 0, 1], [1, 1, 1]]`` → (0, 2, 3, 6)."""
+    """Return flat indices of starts of documents and sequences, and the end: [[0, 0, 1], [1, 1, 1]] → (0, 2, 3, 6)."""
     begins = np.ones(documents.shape, dtype=bool)
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
     return (*np.flatnonzero(begins).tolist(), documents.size)

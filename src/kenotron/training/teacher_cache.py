@@ -1,11 +1,11 @@
-"""A teacher's most probable tokens, kept in a file: it reads each sample once, and other runs look its answers up.
+"""A cache file of a teacher's most probable tokens: the teacher reads each sample once, and other runs read the cache.
 
     record of sample i, at i * bytes:    ids [length, k] | log-probabilities [length, k + 1], fp16 | hash of its tokens
 
-The last log-probability is that of all other tokens together, so that each row is a distribution, and the distance from
-it that of two distributions over k + 1 outcomes. Samples have the same numbers on every layout and in every run with
-the same data, seed and batch; the hash tells others. It comes last: a record that a full disk has cut has none, and is
-written again. Ranks write records of their own.
+The last log-probability is for all other tokens together, so that each row is a distribution over k + 1 outcomes.
+Samples have the same numbers on every layout and in every run with the same data, seed and batch; the hash detects
+other samples. It comes last: a record that was truncated by a full disk has no hash, and is written again. Ranks write
+disjoint records.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ HASH_BYTES = 8
 
 
 class TopK(NamedTuple):
-    """`ids` ``[tokens, k]``; `logs` ``[tokens, k + 1]`` fp16: log-probabilities, the last of all others together."""
+    """`ids` ``[tokens, k]``; log-probabilities `logs` ``[tokens, k + 1]`` in fp16, the last for all other tokens."""
 
     ids: Tensor
     logs: Tensor
 
 
 def top_k_of(logits: Tensor, k: int) -> TopK:
-    """The `k` most probable tokens by logits ``[tokens, vocab]`` in fp32."""
+    """Return the `k` most probable tokens by logits ``[tokens, vocab]`` in fp32."""
     ids = logits.topk(k).indices
     return TopK(ids, _grouped(logits, ids).half())
 
 
-def distance(logits: Tensor, theirs: TopK) -> Tensor:
-    """The Kullback-Leibler divergence of the model's logits ``[tokens, vocab]`` from `theirs`, for every token."""
-    expected = theirs.logs.float().log_softmax(-1)  # without what rounding has added
-    return F.kl_div(_grouped(logits, theirs.ids), expected, reduction="none", log_target=True).sum(-1)
+def distance(logits: Tensor, teacher: TopK) -> Tensor:
+    """Return the Kullback-Leibler divergence ``[tokens]`` of the model's logits ``[tokens, vocab]`` from `teacher`."""
+    expected = teacher.logs.float().log_softmax(-1)  # normalized again, because of fp16's rounding
+    return F.kl_div(_grouped(logits, teacher.ids), expected, reduction="none", log_target=True).sum(-1)
 
 
 def _grouped(logits: Tensor, ids: Tensor) -> Tensor:
@@ -56,21 +56,22 @@ def _grouped(logits: Tensor, ids: Tensor) -> Tensor:
 
 
 class TeacherCache:
-    """The file in `folder`, for samples of `length` tokens, `k` of the `vocab_size` entries of each.
+    """The file in `folder`, for samples of `length` tokens, with `k` of the `vocab_size` tokens at each position.
 
-    `facts` are what the answers depend on besides. Raises InputError: the folder is of others, or cannot be written.
+    `facts` are the other settings that the answers depend on. Raises InputError if the folder was made with other
+    settings, or cannot be written.
     """
 
     def __init__(self, folder: Path, k: int, length: int, vocab_size: int, facts: dict[str, object]) -> None:
         facts |= {"top_k": k, "sequence_length": length, "vocab_size": vocab_size}
-        said, file = folder / "top_k.json", folder / "top_k.bin"
+        settings, file = folder / "top_k.json", folder / "top_k.bin"
         with os_errors(f"{AT}: cannot use {folder}"):
             folder.mkdir(parents=True, exist_ok=True)
-            if not said.exists():
-                replace_file(said, json.dumps(facts, indent=2).encode())
-            for name, there in read_json(said).items():
-                if there != facts.get(name):
-                    raise InputError(f"{AT}: {folder} was made with {name} {there}; expected {facts.get(name)}")
+            if not settings.exists():
+                replace_file(settings, json.dumps(facts, indent=2).encode())
+            for name, value in read_json(settings).items():
+                if value != facts.get(name):
+                    raise InputError(f"{AT}: {folder} was made with {name} {value}; expected {facts.get(name)}")
             self.begun = file.exists()
             self._file = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
         self._ids = np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
@@ -79,7 +80,7 @@ class TeacherCache:
         self._bytes = self._ids_end + 2 * length * (k + 1) + HASH_BYTES
 
     def read(self, micro_batch: MicroBatch) -> TopK | None:
-        """What is known of the samples; None if one is missing. Raises InputError where they are others."""
+        """Return the answers for the samples, or None if one is missing. Raises InputError if their tokens differ."""
         ids, logs = [], []
         for number, hashed in _samples(micro_batch):
             record = os.pread(self._file, self._bytes, number * self._bytes)
@@ -87,7 +88,7 @@ class TeacherCache:
                 return None
             if record[-HASH_BYTES:] != hashed:
                 raise InputError(
-                    f"{AT}: sample {number} there is of other tokens; expected a folder of its own for other data, "
+                    f"{AT}: sample {number} has other tokens in the cache; expected a separate folder for other data, "
                     "another seed, sequence_length or global batch"
                 )
             ids.append(np.frombuffer(record[: self._ids_end], self._ids).reshape(self._shapes[0]))
@@ -96,18 +97,18 @@ class TeacherCache:
         numbers = torch.from_numpy(np.concatenate(ids).astype(np.int64)).to(device)
         return TopK(numbers, torch.from_numpy(np.concatenate(logs)).to(device))
 
-    def write(self, micro_batch: MicroBatch, found: TopK) -> None:
-        """Keep what was found of the samples. Raises InputError: the disk is full."""
-        samples = [*_samples(micro_batch)]
-        ids, logs = found.ids.cpu().numpy().astype(self._ids), found.logs.cpu().numpy()
+    def write(self, micro_batch: MicroBatch, top_k: TopK) -> None:
+        """Store the answers for the samples. Raises InputError if the disk is full."""
+        samples = _samples(micro_batch)
+        ids, logs = top_k.ids.cpu().numpy().astype(self._ids), top_k.logs.cpu().numpy()
         rows = zip(samples, np.split(ids, len(samples)), np.split(logs, len(samples)), strict=True)
         with os_errors(f"{AT}: cannot write"):
-            for (number, hashed), of_ids, of_logs in rows:
-                os.pwrite(self._file, of_ids.tobytes() + of_logs.tobytes() + hashed, number * self._bytes)
+            for (number, hashed), sample_ids, sample_logs in rows:
+                os.pwrite(self._file, sample_ids.tobytes() + sample_logs.tobytes() + hashed, number * self._bytes)
 
 
 def _samples(micro_batch: MicroBatch) -> list[tuple[int, bytes]]:
-    """The number of each sample, and the hash of its tokens."""
+    """Return the number of each sample, and the hash of its tokens."""
     numbers = micro_batch.ctx.sample_ids
     assert numbers is not None, "data give every sample a number"
     tokens = micro_batch.tokens.view(micro_batch.ctx.shape).cpu().numpy()
