@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kenotron.config import Config, InputError, dump, load, to_dict
-from kenotron.config.dotted import find_beside, import_dotted
+from kenotron.config.dotted import import_dotted, search_folder_of
 from kenotron.config.warnings import warnings_of
 from kenotron.config.writing import flatten
 from support.config_strategies import configs, plain
@@ -383,7 +383,7 @@ def test_a_module_beside_the_yaml_file_hides_no_installed_one(tmp_path: Path, mo
     monkeypatch.delitem(sys.modules, "colorsys", raising=False)
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "colorsys.py").write_text("def rgb_to_hsv(r, g, b):\n    return 'mine'\n")
-    find_beside(tmp_path / "my.yaml")
+    search_folder_of(tmp_path / "my.yaml")
     assert import_dotted("colorsys.rgb_to_hsv", "key")(1.0, 0.0, 0.0) == (0.0, 1.0, 1.0)
 
 

@@ -18,7 +18,7 @@ from kenotron.cli import main
 from kenotron.cli.nanotron_scripts import slurm_launcher
 from kenotron.config import dump, load
 from kenotron.config.errors import InputError
-from kenotron.config.packaged import packaged
+from kenotron.config.packaged import packaged_yaml
 from kenotron.launch.environment import share_threads
 from kenotron.launch.slurm.ranks import first_host, is_task_of_many, torchrun_variables
 from kenotron.launch.slurm.script import Job, render
@@ -439,7 +439,7 @@ def test_a_flag_of_nanotrons_that_is_not_served_is_refused_by_name(
 
 
 def test_nanotrons_sizes_have_the_parameters_of_their_names() -> None:
-    presets = packaged("kenotron.launch.slurm", "nanotron.yaml")["presets"]
+    presets = packaged_yaml("kenotron.launch.slurm", "nanotron.yaml")["presets"]
     for name, (layers, hidden, heads, kv_heads, feed_forward) in presets.items():
         kv = hidden // heads * kv_heads
         parameters = layers * (2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * feed_forward) + 2 * 65536 * hidden

@@ -28,7 +28,7 @@ from kenotron.checkpoint.engine import Engine, Keep, Saved, Unsaved, find_engine
 from kenotron.checkpoint.start import Start, StartElsewhere, logger, refuse_unusable, run_name, start_of_run
 from kenotron.checkpoint.tensors import Tensors, torch_dtype
 from kenotron.config import Config, dump
-from kenotron.config.dotted import FOUND
+from kenotron.config.dotted import USER_MODULES
 from kenotron.config.errors import os_errors
 from kenotron.config.resolved import CODE
 from kenotron.parallel.collectives import any_rank
@@ -172,7 +172,7 @@ class Checkpoints:
         if self._text is None or self._text[0] is not config:  # rendering takes 5 ms, during which training waits
             marks = {"step": STEP, "consumed_train_samples": SAMPLES}
             marked = config.model_copy(update={"general": config.general.model_copy(update=marks)})
-            code = "".join(f"{CODE} {name} from {file}\n" for name, file in sorted(FOUND.items()))
+            code = "".join(f"{CODE} {name} from {file}\n" for name, file in sorted(USER_MODULES.items()))
             self._text = config, dump(marked) + code
         return self._text[1].replace(str(STEP), str(step)).replace(str(SAMPLES), str(samples))
 

@@ -24,7 +24,7 @@ from kenotron.cli.replay import replay
 from kenotron.cli.runs import plot, report, runs
 from kenotron.cli.slurm import cancel, logs, status, submit
 from kenotron.cli.train import train
-from kenotron.config.messages import command_called, hint_of, paths_of
+from kenotron.config.messages import command_for, hint_of, paths_of
 
 HELP = """Pretrain language models from one YAML file, in one process or on any parallel layout.
 
@@ -83,7 +83,7 @@ def run(arguments: list[str]) -> int:
         unknown = getattr(error, "option_name", "") if hasattr(error, "possibilities") else ""
         hint = _without_dashes(unknown, context)
         if other := re.search(r"No such command '([\w-]+)'", error.format_message()):
-            meant = command_called(other[1])
+            meant = command_for(other[1])
             hint = f" Did you mean 'kenotron {meant}'?" if meant else ""
         if "unexpected extra argument" in error.format_message() and context and context.info_name == "generate":
             hint = "; a text to continue is an option: --prompt 'Once upon a time'"

@@ -34,7 +34,7 @@ def branch(
     folder are not changed.
     """
     from kenotron.config import load
-    from kenotron.config.loading import laid_over
+    from kenotron.config.loading import overlay
     from kenotron.config.overrides import is_file
     from kenotron.config.writing import dump, inline
 
@@ -69,7 +69,7 @@ def branch(
     if config.s3_upload is not None:
         changes["s3_upload.upload_s3_path"] = f"{config.s3_upload.upload_s3_path.rstrip('/')}-{name}"
     texts = [*(f"{key}={inline(value)}" for key, value in changes.items()), *(overrides or ())]
-    document = laid_over(file, texts, lambda line: None)
+    document = overlay(file, texts, lambda line: None)
     load(document.data, report=lambda line: None)
     typed = " ".join(map(str, (file, *files)))
     print(f"# {cooldown} steps of cooldown from step {at} of {config.general.run}; made by: kenotron branch {typed}")

@@ -20,7 +20,7 @@ from kenotron.config.data import CustomSource, PretrainDataset, SFTDataset, path
 from kenotron.config.decoder import DecoderArchitecture
 from kenotron.config.dotted import import_registered
 from kenotron.config.errors import counted, is_a_path, no_such_path
-from kenotron.config.families import built_in_names, is_users_own
+from kenotron.config.families import built_in_names, is_user_family
 from kenotron.config.warnings import amount
 from kenotron.launch.before_start import epochs, warnings_before_start
 
@@ -111,7 +111,7 @@ def _check_architecture(config: Config) -> None:
         from kenotron.parallel.partial_gradients import check_plan
 
         check_plan(config.model, config.parallelism)
-        if is_users_own(architecture.family):
+        if is_user_family(architecture.family):
             _check_family(config, architecture)
     if isinstance(architecture, DecoderArchitecture) and config.optimizer.param_groups:
         _check_groups(config)

@@ -1,4 +1,4 @@
-"""The YAML schema: one file per section, pydantic models as the single source. No torch here.
+"""The YAML schema: pydantic models, one file per section, are its single source. The package does not import torch.
 
 >>> from kenotron.config import load
 >>> config = load("my.yaml", ["tokens.train_steps=100"])
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kenotron.config.unsupported import refuse_unsupported
     from kenotron.config.writing import ABSENT, diff, dump, to_dict
 
-# Imported when first used: `kenotron --help` needs the errors and not the schema.
+# Imported at first use, because `kenotron --help` needs the errors but not the schema.
 _MODULES = {
     "config": ["Config"],
     "errors": ["InputError", "NotSupportedYet"],

@@ -1,12 +1,12 @@
-"""`model.model_config`: the shapes of a model family, which is recognized by its keys.
+"""`model.model_config`: the shapes of a model, whose family is recognized by the keys.
 
     {is_llama_config: true, hidden_size: 64, …}     → the section of the built-in family llama
     {hidden_size: 64, …}                            → the first family that has all these keys, nanotron's first
     {family: my_module.MyFamily, …}                 → the section of that family
-    {hf: org/name, rope_theta: 500000.0}            → HFArchitecture: read from there, with one value changed
-    {module: my_module.MyModel, …}                  → a module of the user's, with arguments of its constructor
+    {hf: org/name, rope_theta: 500000.0}            → HFArchitecture: a Hugging Face config, with one value changed
+    {module: my_module.MyModel, …}                  → the user's own torch module, with its constructor's arguments
 
-As in nanotron, a marker counts by its presence; its value changes nothing.
+As in nanotron, only the presence of a marker such as `is_llama_config` counts; its value has no effect.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from pydantic_core import CoreSchema
 
 from kenotron.config.decoder import DecoderArchitecture
 from kenotron.config.families import USER_MODULE, built_in_families, built_in_family, built_in_names, find_family
-from kenotron.config.section import OURS, LocalPath, Section, by_rule, has, our_key
+from kenotron.config.section import OURS, LocalPath, Section, by_rule, has_key, our_key
 
 
 class HFArchitecture(Section):
     """An architecture read from a Hugging Face config before the run starts; keys of its family override it.
 
-    Only then is it known which other keys exist: keys of no family here are checked then.
+    The family is known only then, so keys that no family of this library has are checked then.
     """
 
     hf: LocalPath = our_key("Folder or hub name of a Hugging Face model.")
@@ -47,73 +47,78 @@ class HFArchitecture(Section):
     @model_validator(mode="before")
     @classmethod
     def _gather_overrides(cls, value: Any) -> Any:
-        """In YAML the overrides are beside `hf`; they are checked as keys of a family, which they are."""
+        """Move the keys that YAML has beside `hf` into `overrides`, and validate them as keys of their family."""
         if not isinstance(value, dict) or "hf" not in value:
             return value
         overrides = {k: v for k, v in value.items() if k not in ("hf", "overrides")}
         overrides |= value.get("overrides", {})
-        section = _section_of(overrides)
-        known = {name: each for name, each in overrides.items() if name in yaml_keys(section)}
-        checked = section.model_validate(known).model_dump(by_alias=True, exclude_unset=True)
+        checked = _family_keys(overrides).model_dump(by_alias=True, exclude_unset=True)
         return {"hf": value["hf"], "overrides": overrides | checked}
 
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        own = handler.resolve_ref_schema(handler(schema))
-        own["properties"].pop("overrides")
+        result = handler.resolve_ref_schema(handler(schema))
+        result["properties"].pop("overrides")
         for section in reversed(built_in_sections().values()):
-            of_section = section.model_json_schema()
-            own["properties"] |= _inlined(of_section["properties"], of_section.get("$defs", {}))
-        own["properties"]["family"] = {"type": "string"}
-        own["additionalProperties"] = True
-        return own
+            section_schema = section.model_json_schema()
+            result["properties"] |= _inlined(section_schema["properties"], section_schema.get("$defs", {}))
+        result["properties"]["family"] = {"type": "string"}
+        result["additionalProperties"] = True
+        return result
 
     @model_serializer
-    def _beside(self) -> dict[str, Any]:
+    def _flatten(self) -> dict[str, Any]:
         return {"hf": self.hf, **self.overrides}
 
     def unsupported(self) -> list[str]:
-        """What its overrides ask for that is not implemented yet."""
-        section = _section_of(self.overrides)
-        known = {name: each for name, each in self.overrides.items() if name in yaml_keys(section)}
-        return list(section.model_validate(known).unsupported())
+        """Return the overrides that are not implemented yet, as ``key: value``."""
+        return list(_family_keys(self.overrides).unsupported())
 
 
 def _inlined(node: Any, definitions: dict[str, Any]) -> Any:
-    """`node` of a JSON schema with its references replaced by what they name."""
+    """Return `node` of a JSON schema with each reference replaced by its definition."""
     if isinstance(node, dict):
         if "$ref" in node:
             return _inlined(definitions[node["$ref"].split("/")[-1]], definitions)
-        return {name: _inlined(each, definitions) for name, each in node.items()}
-    return [_inlined(each, definitions) for each in node] if isinstance(node, list) else node
+        return {name: _inlined(child, definitions) for name, child in node.items()}
+    return [_inlined(child, definitions) for child in node] if isinstance(node, list) else node
 
 
 def built_in_sections() -> dict[str, type[DecoderArchitecture]]:
-    """Sections of the built-in families by name; those that nanotron has first: keys without a marker are theirs."""
+    """Return family name → section, for the built-in families.
+
+    Families of nanotron come first, so that keys without a marker are theirs.
+    """
     sections = {name: family.section for name, family in built_in_families().items()}
 
-    def is_ours(name: str) -> bool:
+    def is_new(name: str) -> bool:
         marker = sections[name].model_fields.get(f"is_{name}_config")
         return marker is None or marker.json_schema_extra == {"mark": OURS}
 
-    return {name: sections[name] for name in sorted(sections, key=is_ours)}
+    return {name: sections[name] for name in sorted(sections, key=is_new)}
 
 
 def yaml_keys(section: type[Section]) -> set[str]:
-    """Names of a section's keys as YAML spells them, those of other systems included."""
+    """Return the names of a section's keys in YAML, including their names in other systems."""
     keys = {field.alias or name for name, field in section.model_fields.items()}
     return keys | set(section.other_names) if issubclass(section, DecoderArchitecture) else keys
 
 
 def _section_of(keys: dict[str, Any]) -> type[DecoderArchitecture]:
-    """The section that some of its keys belong to: of the family that they name, or of the one that has the most."""
+    """Return the section of the family that `keys` name, or of the built-in one that has most of them."""
     if isinstance(keys.get("family"), str):
         return find_family(keys["family"]).section
     return max(built_in_sections().values(), key=lambda section: len(yaml_keys(section) & set(keys)))
 
 
-def _own_section(value: Any) -> Any:
-    """The keys of a family from outside as the section that it brings."""
+def _family_keys(overrides: dict[str, Any]) -> DecoderArchitecture:
+    """Validate those of `overrides` that are keys of the section of their family."""
+    section = _section_of(overrides)
+    return section.model_validate({name: overrides[name] for name in overrides if name in yaml_keys(section)})
+
+
+def _user_section(value: Any) -> Any:
+    """Validate the keys of a family that is not built in with the family's own section."""
     if isinstance(value, dict) and "module" in value:
         value = {"family": USER_MODULE} | value
     if isinstance(value, dict) and isinstance(value.get("family"), str):
@@ -133,32 +138,32 @@ def _choose(value: Any) -> str | None:
 
 def _by_keys(value: dict[str, Any]) -> str:
     for name in built_in_names():
-        if has(value, f"is_{name}_config"):
+        if has_key(value, f"is_{name}_config"):
             return f"({name})"
     sections = built_in_sections()
-    fitting = [name for name, section in sections.items() if set(value) <= yaml_keys(section)]
-    return f"({(fitting or list(sections))[0]})"
+    matches = [name for name, section in sections.items() if set(value) <= yaml_keys(section)]
+    return f"({(matches or list(sections))[0]})"
 
 
 _rule = by_rule(_choose, "the keys of a model family, or {hf: folder or hub name}")
 
 
-def _one_of(built_in: Iterable[tuple[str, Any]]) -> Any:
-    """The union of what a `model_config` may be, with tags; `built_in` are the families' names and types."""
+def _tagged_union(built_in: Iterable[tuple[str, Any]]) -> Any:
+    """Return the tagged union of all variants of `model_config`; `built_in` has the families' names and types."""
     variants = [
         *(Annotated[kind, Tag(f"({name})")] for name, kind in built_in),
-        Annotated[SerializeAsAny[DecoderArchitecture], BeforeValidator(_own_section), Tag("(family)")],
+        Annotated[SerializeAsAny[DecoderArchitecture], BeforeValidator(_user_section), Tag("(family)")],
         Annotated[HFArchitecture, Tag("(hf)")],
     ]
     return Annotated[reduce(or_, variants), _rule]
 
 
 def architecture_variants() -> Any:
-    """Every section that a `model_config` may be, with its tag, for what shows the schema."""
-    return _one_of(built_in_sections().items())
+    """Return the tagged union of every section that `model_config` may be, to show the schema."""
+    return _tagged_union(built_in_sections().items())
 
 
-def _imported_when_named(name: str) -> Any:
+def _lazy_family(name: str) -> Any:
     return Annotated[Any, PlainValidator(lambda value: built_in_family(name).section.model_validate(value))]
 
 
@@ -167,11 +172,11 @@ if TYPE_CHECKING:
 else:
 
     class Architecture:
-        """One of `architecture_variants`. Only the family that the config names is imported: all take 0.1 s."""
+        """One of `architecture_variants`. Only the family that the config names is imported, as all take 0.1 s."""
 
         @classmethod
         def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-            return handler.generate_schema(_one_of((name, _imported_when_named(name)) for name in built_in_names()))
+            return handler.generate_schema(_tagged_union((name, _lazy_family(name)) for name in built_in_names()))
 
         @classmethod
         def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:

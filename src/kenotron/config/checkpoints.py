@@ -6,7 +6,7 @@ from pydantic import AfterValidator, Field, Tag, model_validator
 
 from kenotron.config.section import NO_EFFECT, LocalPath, Section, by_rule, key, null_means, our_key, problem
 
-# What a new run takes from the checkpoint that it starts from, by Gapetron's names.
+# Gapetron's name of a load mode → the parts that a new run takes from the checkpoint that it starts from.
 LOAD_MODES = {
     "continue": ("model", "optimizer", "data", "scheduler", "step"),
     "model_only": ("model",),
@@ -17,7 +17,7 @@ LOAD_MODES = {
     "transfer_with_lr": ("model", "optimizer", "scheduler", "step"),
     "cooldown": ("model", "optimizer", "data", "step"),
 }
-# Of `continue`, what nanotron's keys leave out where they are false.
+# nanotron's key → the parts of `continue` that it leaves out if it is false.
 _NANOTRON = {"load_optimizer": {"optimizer"}, "load_lr_scheduler": {"data", "scheduler", "step"}}
 
 
@@ -34,7 +34,7 @@ EngineName = Annotated[str, null_means("torch"), AfterValidator(lambda name: nam
 
 
 class DataStates(Section):
-    """The engine `datastates`."""
+    """Settings of the checkpointing engine `datastates`."""
 
     host_cache_size: float = key(
         "Host memory for copies that are not written yet, in GiB for each rank; a state beyond it waits for the disk.",
@@ -118,8 +118,8 @@ class Checkpoints(Section):
         "torch",
     )
     writer: str = our_key(
-        "What writes the files of tensors: `python`; `native` (in C++, past the page cache); or the dotted path or "
-        "entry point of a function of path and size.",
+        "Writer of the tensor files: `python`; `native` (in C++, past the page cache); or the dotted path or entry "
+        "point of a function of path and size.",
         "python",
     )
     datastates: Annotated[DataStates, null_means(DataStates())] = key(
@@ -127,34 +127,34 @@ class Checkpoints(Section):
     )
 
     def saves_at(self, step: int) -> bool:
-        """Whether a checkpoint, durable or local, is due after `step`."""
+        """Return whether a checkpoint, in checkpoints_path or local, is due after `step`."""
         intervals = [self.checkpoint_interval] + ([self.local.interval] if self.local else [])
         return any(step % interval == 0 for interval in intervals)
 
     @property
     def loads(self) -> frozenset[str]:
-        """The parts of a checkpoint that a new run takes."""
+        """The parts of a checkpoint that a new run loads."""
         left_out = [parts for name, parts in _NANOTRON.items() if not getattr(self, name)]
-        return self._of_mode.difference(*left_out)
+        return self._mode_parts.difference(*left_out)
 
     @property
-    def _of_mode(self) -> frozenset[str]:
+    def _mode_parts(self) -> frozenset[str]:
         return frozenset(LOAD_MODES[self.load_mode] if isinstance(self.load_mode, str) else self.load_mode)
 
     @model_validator(mode="after")
-    def _one_choice(self) -> Self:
+    def _check_load_mode(self) -> Self:
         if self.load_mode == "continue":
             return self
         if self.resume_checkpoint_path is None:
             raise problem("resume_checkpoint_path", "missing: checkpoints.load_mode needs it")
         for name, parts in _NANOTRON.items():
-            if not getattr(self, name) and (both := sorted(parts & self._of_mode)):
+            if not getattr(self, name) and (both := sorted(parts & self._mode_parts)):
                 raise problem("load_mode", f"{self.load_mode} has {both[0]}, but {name}: false; remove one of them")
         return self
 
 
 class S3Upload(Section):
-    """Where checkpoints of a local `checkpoints_path` are uploaded to."""
+    """Upload of the checkpoints of a local `checkpoints_path`."""
 
     upload_s3_path: str = key("URL of the folder that checkpoints are uploaded to: s3://, or another store's.")
     remove_after_upload: bool = key("As checkpoints.remove_after_upload.")

@@ -26,7 +26,7 @@ from kenotron.config.tokens import Tokens
 
 
 def _in_order(stages: list[DataStage]) -> list[DataStage]:
-    """The stages sorted by their start. Names and starts must be unique, and one must start at 1."""
+    """Return the stages sorted by their start. Names and starts must be unique, and one must start at 1."""
     for i, stage in enumerate(stages):
         for name in ("name", "start_training_step"):
             value = getattr(stage, name)
@@ -71,59 +71,61 @@ class Config(Section):
 
     @property
     def checkpoint_folder(self) -> Path:
-        """The local folder of the run's checkpoints; with a URL, where they wait for upload."""
+        """The local folder of the run's checkpoints; with a URL as `checkpoints_path`, they wait there for upload."""
         return Path(self.checkpoints.staging_path or self._local_folder(self.checkpoints.checkpoints_path))
 
     @property
     def resume_folder(self) -> Path | None:
-        """`resume_checkpoint_path`, or where it is once it has been fetched."""
-        named = self.checkpoints.resume_checkpoint_path
-        return None if named is None else self._local_folder(named)
+        """`resume_checkpoint_path`, or the local folder that it is fetched to if it is a URL."""
+        path = self.checkpoints.resume_checkpoint_path
+        return None if path is None else self._local_folder(path)
 
     def _local_folder(self, path: str) -> Path:
-        """``s3://bucket/run`` → ``logs/remote/s3/bucket/run``; a local path is itself."""
+        """Map ``s3://bucket/run`` to ``logs/remote/s3/bucket/run``; a local path stays as it is."""
         return Path(self.logging.log_dir, "remote", path.replace("://", "/")) if "://" in path else Path(path)
 
     @property
     def begins_remote(self) -> bool:
-        """Whether what the run begins from may have to be fetched."""
+        """Whether the checkpoint that the run starts from may have to be fetched."""
         return self.upload_url is not None or "://" in (self.checkpoints.resume_checkpoint_path or "")
 
     @property
     def upload_url(self) -> str | None:
-        """Where checkpoints are uploaded to; None if they stay on this machine."""
-        path = self.checkpoints.checkpoints_path
-        return path if "://" in path else self.s3_upload.upload_s3_path if self.s3_upload else None
+        """The URL that checkpoints are uploaded to; None if they stay on this machine."""
+        if "://" in self.checkpoints.checkpoints_path:
+            return self.checkpoints.checkpoints_path
+        return self.s3_upload.upload_s3_path if self.s3_upload else None
 
     @property
     def sequence_lengths(self) -> dict[str, int]:
-        """The sequence length of each stage, in order, by the key that sets it."""
-        tokens, found = self.tokens, {}
+        """Config key → the sequence length that it sets, for the stages in order."""
+        lengths = {}
         for i, stage in enumerate(self.data_stages):
-            at = "tokens" if stage.sequence_length is None else f"data_stages.{i}"
-            found[f"{at}.sequence_length"] = stage.sequence_length or tokens.sequence_length
-        return found
+            section = "tokens" if stage.sequence_length is None else f"data_stages.{i}"
+            lengths[f"{section}.sequence_length"] = stage.sequence_length or self.tokens.sequence_length
+        return lengths
 
     @property
     def datasets(self) -> list[PlainDataset | None]:
-        """The datasets of all stages, with mixtures expanded, and those to validate and to test on."""
-        of_stages = [dataset for stage in self.data_stages for dataset in stage.data.datasets]
-        return [*of_stages, *(dataset for _, dataset in self.tokens.evaluated)]
+        """The datasets of all stages, with mixtures expanded, then those for validation and test."""
+        training = [dataset for stage in self.data_stages for dataset in stage.data.datasets]
+        return [*training, *(dataset for _, dataset in self.tokens.evaluated)]
 
     @property
     def masks_documents(self) -> bool:
-        """Whether the documents of a sequence do not see each other, in all stages or in some."""
-        return self.model.document_masking or any(isinstance(each, SFT_DATASETS) for each in self.datasets)
+        """Whether the documents of a sequence are masked from each other, in any stage."""
+        return self.model.document_masking or any(isinstance(dataset, SFT_DATASETS) for dataset in self.datasets)
 
     @property
     def zero_stage(self) -> int | str:
         """0, 1, 2, 3 or "hybrid", from `optimizer.zero_stage` or `parallelism.strategy`."""
-        by_strategy = STRATEGIES.get(self.parallelism.strategy or "")
-        return next((stage for stage in (self.optimizer.zero_stage, by_strategy) if stage is not None), 0)
+        if self.optimizer.zero_stage is not None:
+            return self.optimizer.zero_stage
+        return STRATEGIES.get(self.parallelism.strategy or "", 0)
 
     @property
     def expert_sizes(self) -> tuple[int, ...]:
-        """Experts of a layer, their width and the model's, as ep and tp leave them to a rank; empty without experts."""
+        """(experts, expert width, hidden size) of a layer on one rank, after ep and tp; empty without experts."""
         model, layout = self.model.architecture, self.parallelism
         if not isinstance(model, DecoderArchitecture) or not model.experts:
             return ()
@@ -142,7 +144,7 @@ class Config(Section):
 
 
 def problems_of(config: Config) -> list[Problem]:
-    """(key, what is wrong) of keys that do not fit each other."""
+    """Return (key, message) for keys of different sections that contradict each other."""
     checks = (
         _check_decoder,
         _check_initial_weights,
@@ -166,7 +168,7 @@ def problems_of(config: Config) -> list[Problem]:
 
 
 def _check_decoder(config: Config) -> Iterator[Problem]:
-    """What an architecture itself says of its shape, and of the axes that split it."""
+    """Yield the problems that the architecture itself reports of its shapes and of the axes that split them."""
     model, tp, ep = config.model.architecture, config.parallelism.tp, config.parallelism.expert_parallel_size
     if isinstance(model, DecoderArchitecture):
         yield from ((f"model.model_config.{name}", problem) for name, problem in model.shape_problems())
@@ -243,10 +245,7 @@ def _check_domains(config: Config) -> Iterator[Problem]:
         yield "doremi.domain_weights", f"expected {count} numbers above 0 whose sum is 1, found {weights}"
     for i, stage in enumerate(config.data_stages):
         if (found := len(stage.data.datasets)) != count:
-            yield (
-                f"data_stages.{i}.data.dataset",
-                f"expected a mixture of {count}, one dataset a domain, found {found}",
-            )
+            yield f"data_stages.{i}.data.dataset", f"expected a mixture of {count}, one dataset a domain, found {found}"
     if doremi.ref_model_resume_checkpoint_path is not None and loss is not None:
         yield "model.loss", "expected null in a proxy run (doremi), which learns cross entropy"
 
@@ -264,8 +263,9 @@ def _check_evaluation(config: Config) -> Iterator[Problem]:
 
 
 def _check_documents(config: Config) -> Iterator[Problem]:
-    model, (name, length) = config.model.architecture, max(config.sequence_lengths.items(), key=lambda each: each[1])
-    problem = isinstance(model, DecoderArchitecture) and model.document_problem(length)
+    model, lengths = config.model.architecture, config.sequence_lengths
+    name = max(lengths, key=lengths.__getitem__)
+    problem = isinstance(model, DecoderArchitecture) and model.document_problem(lengths[name])
     if config.masks_documents and problem:
         yield name, problem
 
@@ -332,14 +332,14 @@ def _check_pipeline(config: Config) -> Iterator[Problem]:
         yield from (("parallelism.pp", problem) for problem in architecture.pp_problems(layout.pp))
     layers = architecture.num_hidden_layers if isinstance(architecture, DecoderArchitecture) else None
     if layout.pp_layers is not None:
-        given = layout.pp_layers
-        if len(given) != stages or min(given, default=0) < 1:
+        split = layout.pp_layers
+        if len(split) != stages or min(split, default=0) < 1:
             yield (
                 "parallelism.pp_layers",
-                f"expected {stages} numbers of at least 1 (pp x stages per rank), found {given}",
+                f"expected {stages} numbers of at least 1 (pp x stages per rank), found {split}",
             )
-        elif layers is not None and sum(given) != layers:
-            yield "parallelism.pp_layers", f"expected a sum of num_hidden_layers {layers}, found {sum(given)}"
+        elif layers is not None and sum(split) != layers:
+            yield "parallelism.pp_layers", f"expected a sum of num_hidden_layers {layers}, found {sum(split)}"
     elif layers is not None and layers < stages:
         yield "parallelism.pp", f"expected at most num_hidden_layers {layers} stages, found {stages}"
     if layout.pp_engine in ZERO_BUBBLE_ENGINES and config.zero_stage in (3, "hybrid"):
@@ -352,23 +352,24 @@ def _check_pipeline(config: Config) -> Iterator[Problem]:
 
 
 def _check_micro_batches(config: Config) -> Iterator[Problem]:
-    """Limits of the pipeline schedules, for every batch size of the run."""
+    """Check the pipeline schedule's limits on micro-batches, for every batch size of the run."""
     count = config.tokens.batch_accumulation_per_replica
     if expected := _micro_batches_needed(config.parallelism, count):
         yield "tokens.batch_accumulation_per_replica", f"expected {expected}, found {count}"
-    at_once = config.tokens.micro_batch_size * config.parallelism.dp
+    per_micro_batch = config.tokens.micro_batch_size * config.parallelism.dp
     for i, stage in enumerate(config.data_stages):
         ramp = stage.batch_size_ramp
         for size in range(ramp.start, config.global_batch_size, ramp.increment) if ramp else ():
-            expected = _micro_batches_needed(config.parallelism, size // at_once)
-            if size % at_once == 0 and expected:
+            count, rest = divmod(size, per_micro_batch)
+            expected = _micro_batches_needed(config.parallelism, count)
+            if rest == 0 and expected:
                 at = f"data_stages.{i}.batch_size_ramp"
-                yield at, f"expected {expected}, found {size // at_once} in a step of {size} samples"
+                yield at, f"expected {expected}, found {count} in a step of {size} samples"
                 break
 
 
 def _micro_batches_needed(layout: Parallelism, count: int) -> str | None:
-    """What the schedule needs instead of `count` micro-batches; None if it can run them."""
+    """Return what the schedule expects instead of `count` micro-batches, or None if it can run them."""
     least = 2 * layout.pp if layout.pp_engine == "dualpipev" else 1
     if count < least:
         return f"at least {least} micro-batches with pp_engine {layout.pp_engine} and pp {layout.pp}"
@@ -383,13 +384,13 @@ def _micro_batches_needed(layout: Parallelism, count: int) -> str | None:
 
 def _check_ramps(config: Config) -> Iterator[Problem]:
     tokens, size = config.tokens, config.global_batch_size
-    at_once = tokens.micro_batch_size * config.parallelism.dp
-    product = f"tokens.micro_batch_size {tokens.micro_batch_size} x dp {config.parallelism.dp} = {at_once}"
+    per_micro_batch = tokens.micro_batch_size * config.parallelism.dp
+    product = f"tokens.micro_batch_size {tokens.micro_batch_size} x dp {config.parallelism.dp} = {per_micro_batch}"
     for i, stage in enumerate(config.data_stages):
         if ramp := stage.batch_size_ramp:
             at = f"data_stages.{i}.batch_size_ramp."
             for name in ("start", "increment"):
-                if getattr(ramp, name) % at_once:
+                if getattr(ramp, name) % per_micro_batch:
                     yield at + name, f"expected a multiple of {product}, found {getattr(ramp, name)}"
             if ramp.start >= size:
                 yield at + "start", f"expected fewer than the global batch of {size} samples, found {ramp.start}"
@@ -459,8 +460,9 @@ def _check_validation(config: Config) -> Iterator[Problem]:
     for at, dataset in config.tokens.evaluated:
         fields = type(dataset).model_fields
         names = ONLY_TRAINING if isinstance(dataset, SFT_DATASETS) else (*ONLY_TRAINING, "packing")
-        for name in (name for name in names if name in fields and getattr(dataset, name) != fields[name].default):
-            yield f"{at}.{name}", "has no effect: validation and test read all of a dataset, in order; remove it"
+        for name in names:
+            if name in fields and getattr(dataset, name) != fields[name].default:
+                yield f"{at}.{name}", "has no effect: validation and test read all of a dataset, in order; remove it"
         for name in ("text_files", "tokens"):
             if isinstance(getattr(dataset, name, None), dict):
                 yield f"{at}.{name}", "expected a path or a list, found a map: shares have no effect here"

@@ -1,10 +1,10 @@
-"""`data_stages`: what the run reads, from which step on.
+"""`data_stages`: the data of the run, and the step at which each stage of them starts.
 
-A dataset is one of these, recognized by the key that comes first here:
+A dataset is one of these variants, recognized by the first key shown:
 
     null                                                     synthetic random tokens
     {hf_dataset_or_datasets: org/name, …}                    Hugging Face `datasets`, packed for pretraining
-    {hf_dataset_or_datasets: …, sft_dataloader: true}        their prompts and answers, for fine-tuning
+    {hf_dataset_or_datasets: …, sft_dataloader: true}        prompts and answers of such datasets, for fine-tuning
     {text_files: chats.jsonl, sft_dataloader: true}          the same from files                  (Kénotron)
     {dataset_folder: [a, b], dataset_weights: [1, 2], …}     folders of .ds files (Nanoset)
     {tokens: {code: 3, prose.bin: 1}}                        tokenized files of any format            (Kénotron)
@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import Field, Tag, model_validator
 
-from kenotron.config.section import NO_EFFECT, LocalPath, Section, by_rule, has, key, null_means, our_key, problem
+from kenotron.config.section import NO_EFFECT, LocalPath, Section, by_rule, has_key, key, null_means, our_key, problem
 
 
 def _by_kind(value: Any) -> str | None:
@@ -58,7 +58,7 @@ Weight = Annotated[
 
 
 class Dataset(Section):
-    """What all variants share."""
+    """The keys that all variants share."""
 
     weight: Weight | None = our_key(
         "Share in a mixture: a number, or in proportion to its training tokens (tokens) or bytes (size).", None
@@ -92,7 +92,7 @@ class _Streamed(Section):
     )
 
     @model_validator(mode="after")
-    def _of_windows(self) -> Self:
+    def _check_streaming(self) -> Self:
         for name in ("packing", "max_epochs", "dataset_processing_num_proc_per_process", "dataset_overwrite_cache"):
             field = type(self).model_fields.get(name)
             if self.streaming is not None and field is not None and (found := getattr(self, name)) != field.default:
@@ -177,20 +177,19 @@ class NanosetDataset(_PackedDataset):
         return as_list(self.dataset_folder)
 
     @model_validator(mode="after")
-    def _same_lengths(self) -> Self:
+    def _check_lengths(self) -> Self:
         folders = len(self.folders)
-        read = None if self.dataset_read_path is None else as_list(self.dataset_read_path)
-        lists = {"dataset_weights": self.dataset_weights, "dataset_read_path": read}
-        for name, values in (lists | {"dataset_max_tokens": self.dataset_max_tokens}).items():
-            if values is not None and len(values) != folders:
-                raise problem(name, f"expected one entry per folder ({folders}), found {len(values)}")
+        for name in ("dataset_weights", "dataset_read_path", "dataset_max_tokens"):
+            values = getattr(self, name)
+            if values is not None and len(as_list(values)) != folders:
+                raise problem(name, f"expected one entry per folder ({folders}), found {len(as_list(values))}")
         if self.packing == "best_fit" and not self.return_positions:
             raise problem("return_positions", "expected true with packing: best_fit, which needs document boundaries")
         return self
 
 
 def as_list(names: str | list[str]) -> list[str]:
-    """One name or several, as a list."""
+    """Return one name or several as a list."""
     return [names] if isinstance(names, str) else names
 
 
@@ -262,10 +261,10 @@ _DECIDING = {
 def _choose_plain(value: Any) -> str | None:
     if not isinstance(value, dict):
         return _TAGS.get(type(value))
-    is_sft = has(value, "sft_dataloader") or has(value, "debug_max_samples")
-    if has(value, "hf_dataset_or_datasets"):
+    is_sft = has_key(value, "sft_dataloader") or has_key(value, "debug_max_samples")
+    if has_key(value, "hf_dataset_or_datasets"):
         return "(sft)" if is_sft else "(pretrain)"
-    if has(value, "text_files") and is_sft:
+    if has_key(value, "text_files") and is_sft:
         return "(sft files)"
     return next((tag for name, tag in _DECIDING.items() if name in value), None)
 
@@ -282,12 +281,12 @@ PlainDataset = Annotated[_Plain, by_rule(_choose_plain, _EXPECTED + ", ".join(_K
 
 
 class MixtureDataset(Section):
-    """Several datasets; every prefix of the run holds each one's exact share to within two samples."""
+    """A mixture of datasets; in every prefix of the run, each has its exact share to within two samples."""
 
     mixture: list[PlainDataset] = our_key("Datasets, each with its weight.", min_length=1)
 
     @model_validator(mode="after")
-    def _weighted(self) -> Self:
+    def _check_weights(self) -> Self:
         for i, dataset in enumerate(self.mixture):
             if dataset.weight is None:
                 raise problem(f"mixture.{i}.weight", "missing: every dataset of a mixture needs a weight")
@@ -303,7 +302,7 @@ AnyDataset = Annotated[
 ]
 
 
-# Those whose text this run tokenizes.
+# TEXT_DATASETS are tokenized by this run, TOKEN_DATASETS were tokenized before.
 SFT_DATASETS = (SFTDataset, SFTFiles)
 TEXT_DATASETS = (PretrainDataset, EmbeddedCorpus, TextFiles, *SFT_DATASETS)
 TOKEN_DATASETS = (NanosetDataset, TokenFilesDataset)
@@ -312,7 +311,7 @@ ONLY_TRAINING = ("weight", "max_epochs", "streaming", "dataset_weights", "datase
 
 
 def paths_of(dataset: PlainDataset | None) -> list[str]:
-    """The local or remote paths of a plain dataset; none if it reads no files."""
+    """Return the local or remote paths of a plain dataset, or no paths if it reads no files."""
     if isinstance(dataset, NanosetDataset):
         return dataset.folders
     if not isinstance(dataset, TokenFilesDataset | TextFiles | SFTFiles):
@@ -322,7 +321,7 @@ def paths_of(dataset: PlainDataset | None) -> list[str]:
 
 
 def _most_sources(dataset: PlainDataset | None) -> int:
-    """How many sources a plain dataset has at most, each with a share: a mix file may hold any number."""
+    """Return the largest number of sources with shares in a plain dataset; 2 stands for any number, in a mix file."""
     is_map = isinstance(dataset, TextFiles) and isinstance(dataset.text_files, dict)
     if is_map or isinstance(dataset, NanosetDataset | TokenFilesDataset):
         paths = paths_of(dataset)
@@ -354,11 +353,11 @@ class Data(Section):
 
     @property
     def datasets(self) -> list[PlainDataset | None]:
-        """The datasets of its mixture, or the one that it has."""
+        """The datasets of the mixture, or the only dataset."""
         return [*self.dataset.mixture] if isinstance(self.dataset, MixtureDataset) else [self.dataset]
 
     @model_validator(mode="after")
-    def _nothing_without_effect(self) -> Self:
+    def _check_effects(self) -> Self:
         if isinstance(self.dataset, Dataset) and self.dataset.weight is not None:
             raise problem("dataset.weight", "expected only inside a mixture")
         limited = any(dataset is not None and dataset.max_epochs is not None for dataset in self.datasets)

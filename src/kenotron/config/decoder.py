@@ -1,10 +1,10 @@
-"""What the section of every decoder-only family has: shapes, tokens, the loss; and what follows from them.
+"""The base sections of decoder-only families: keys for shapes, tokens and the loss, and values derived from them.
 
-A family's own section derives from one of the classes here and adds its keys:
+The section of a family derives from one of these classes and adds its keys:
 
-    DecoderArchitecture       what every decoder has; enough for a family without attention (Mamba)
-    AttentionArchitecture     and heads, a feed-forward, a context length
-    RopeArchitecture          and rotary positions
+    DecoderArchitecture       the keys of every decoder; enough for a family without attention (Mamba)
+    AttentionArchitecture     also heads, a feed-forward, a context length
+    RopeArchitecture          also rotary positions
 
     class MistralArchitecture(RopeArchitecture):
         family: Literal["mistral"] = our_key("The family's name.", "mistral")
@@ -25,14 +25,14 @@ from kenotron.config.section import EXPORT, Section, key, our_key, problem
 Ring = Literal["ring", "ring_flash_triton", "llama3_ring_attention"]
 Flash = Literal["flash_attention_2", "flash_attention_3", "flash_attention_4"]
 AttentionImplementation = Literal["auto", Flash, "flex_attention", "sdpa", "eager", Ring]
-# nanotron's names of attention over context-parallel ranks → `parallelism.context_parallel_method` here.
+# nanotron's names of attention over context-parallel ranks → `parallelism.context_parallel_method`.
 RING_ATTENTION = {"ring": "ring", "ring_flash_triton": "ring", "llama3_ring_attention": "allgather"}
 
-# Names of Hugging Face's hidden_act, those that kernels.swiglu computes.
+# The values of Hugging Face's hidden_act that kernels.swiglu computes.
 ACTIVATIONS = ("silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast", "relu", "relu2")
 
 KEYS_OF_YARN = "original_max_position_embeddings attention_factor beta_fast beta_slow mscale mscale_all_dim truncate"
-# Keys of rope_scaling by type, those that models/blocks/rope.py reads: (required, optional).
+# rope_type → the keys of rope_scaling that models/blocks/rope.py reads: (required, optional).
 ROPE_KEYS: dict[str, tuple[set[str], set[str]]] = {
     "default": (set(), set()),
     "linear": ({"factor"}, set()),
@@ -41,7 +41,7 @@ ROPE_KEYS: dict[str, tuple[set[str], set[str]]] = {
     "llama3": ({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}, set()),
 }
 
-Problem = tuple[str, str]  # the key to change, and what is wrong
+Problem = tuple[str, str]  # the key to change, and the message
 
 
 def _check_rope_scaling(value: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -51,14 +51,14 @@ def _check_rope_scaling(value: dict[str, Any] | None) -> dict[str, Any] | None:
     if not isinstance(kind, str) or kind not in ROPE_KEYS:
         raise PydanticCustomError("expected", f"a rope_type among {', '.join(ROPE_KEYS)}")
     required, optional = ROPE_KEYS[kind]
-    found = set(value) - {"rope_type", "type"}
-    if missing := sorted(required - found):
+    keys = set(value) - {"rope_type", "type"}
+    if missing := sorted(required - keys):
         raise PydanticCustomError("expected", f"the key '{missing[0]}' beside rope_type: {kind}")
-    if unknown := sorted(found - required - optional):
+    if unknown := sorted(keys - required - optional):
         raise PydanticCustomError(
             "expected", f"for rope_type {kind} only {', '.join(sorted(required | optional))}, not '{unknown[0]}'"
         )
-    for name in sorted(found - {"truncate"}):
+    for name in sorted(keys - {"truncate"}):
         number = isinstance(value[name], int | float) and not isinstance(value[name], bool)
         if not number and not (value[name] is None and name in optional):
             raise PydanticCustomError("expected", f"a number as {name}")
@@ -69,14 +69,14 @@ RopeScaling = Annotated[dict[str, Any] | None, AfterValidator(_check_rope_scalin
 
 
 class DecoderArchitecture(Section):
-    """A family from outside of this library; its own section adds keys to these."""
+    """A family from outside of this library, whose own section adds keys to these."""
 
     not_served: ClassVar[tuple[str, ...]] = ()
     """Fields of other systems; a value other than their default is refused."""
     shape_keys: ClassVar[tuple[str, ...]] = ("hidden_size", "num_hidden_layers", "vocab_size")
-    """What the weights of another model must agree in to be taken over."""
+    """The keys in which another model must agree for its weights to be loaded."""
     other_names: ClassVar[dict[str, str]] = {}
-    """Names that keys have in other systems → ours, which they are read as."""
+    """Name of a key in other systems → its name here."""
 
     family: str = our_key(
         "The family: a built-in one's name, the dotted path of one of yours (my_module.MyFamily), or the name that an "
@@ -99,44 +99,44 @@ class DecoderArchitecture(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _in_our_names(cls, value: Any) -> Any:
+    def _rename_keys(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
-        for theirs, ours in cls.other_names.items():
-            if theirs in value and ours in value:
-                raise problem(theirs, f"is another name for {ours}; remove one of them")
-        return {cls.other_names.get(name, name): each for name, each in value.items()}
+        for other, name in cls.other_names.items():
+            if other in value and name in value:
+                raise problem(other, f"is another name for {name}; remove one of them")
+        return {cls.other_names.get(key, key): item for key, item in value.items()}
 
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        found = handler(schema)
-        properties = handler.resolve_ref_schema(found)["properties"]
-        properties |= {theirs: properties[ours] for theirs, ours in cls.other_names.items()}
-        return found
+        result = handler(schema)
+        properties = handler.resolve_ref_schema(result)["properties"]
+        properties |= {other: properties[name] for other, name in cls.other_names.items()}
+        return result
 
     @property
     def experts(self) -> int:
-        """Experts of a layer; 0: the family is dense."""
+        """The number of experts in a layer; 0 for a dense family."""
         return 0
 
     @property
     def expert_width(self) -> int:
-        """Width inside an expert; 0: the family has none."""
+        """The intermediate size of an expert; 0 for a dense family."""
         return getattr(self, "moe_intermediate_size", 0)
 
     @property
     def next_token_layers(self) -> range:
-        """Numbers of the blocks after the last layer, each of which learns to predict one token further."""
+        """The numbers of the multi-token-prediction blocks after the last layer; each predicts one token further."""
         return range(self.num_hidden_layers, self.num_hidden_layers)
 
     @property
     def longest_text(self) -> int:
-        """Positions that the model can read in generation."""
+        """The largest number of positions that the model can read in generation."""
         return sys.maxsize
 
     @property
     def fixed_rope_length(self) -> int:
-        """Positions within which rotary angles do not depend on the longest text of a batch."""
+        """The number of positions up to which rotary angles do not depend on the longest text of a batch."""
         return sys.maxsize
 
     @property
@@ -145,7 +145,7 @@ class DecoderArchitecture(Section):
         return self.fixed_rope_length < sys.maxsize
 
     def document_problem(self, length: int) -> str | None:
-        """What keeps packed documents out of sequences of `length` tokens."""
+        """Return the reason why sequences of `length` tokens cannot hold packed documents, or None."""
         if length <= self.fixed_rope_length:
             return None
         return (
@@ -154,30 +154,30 @@ class DecoderArchitecture(Section):
         )
 
     def shape_problems(self) -> Iterator[Problem]:
-        """(key, what is wrong) of shapes that do not fit each other."""
+        """Yield (key, message) for shapes that do not fit each other."""
         yield from ()
 
     def tp_problems(self, tp: int) -> Iterator[str]:
-        """What tensor parallelism of degree `tp` cannot divide."""
+        """Yield a message for each shape that tensor parallelism of degree `tp` cannot divide."""
         yield from ()
 
     def ep_problems(self, ep: int) -> Iterator[str]:
-        """What keeps `ep` ranks from sharing the experts of a layer."""
+        """Yield the reasons why `ep` ranks cannot share the experts of a layer."""
         if ep > 1 and not self.experts:
             yield f"expected 1: the family {self.family} has no experts; found {ep}"
         elif self.experts % ep:
             yield f"expected a divisor of the {self.experts} experts of a layer, found {ep}"
 
     def cp_problems(self, cp: int, tp: int, method: str, lengths: Mapping[str, int]) -> Iterator[str]:
-        """What keeps `cp` ranks from sharing sequences by `method`; `lengths`: sequence lengths by key."""
+        """Yield the reasons why `cp` ranks cannot share sequences by `method`; `lengths` maps config key → length."""
         yield from ()
 
     def pp_problems(self, pp: int) -> Iterator[str]:
-        """What keeps `pp` ranks from sharing the layers."""
+        """Yield the reasons why `pp` ranks cannot share the layers."""
         yield from ()
 
     def unsupported(self) -> Iterator[str]:
-        """``key: value`` of everything that is asked for here and not implemented yet."""
+        """Yield ``key: value`` for every value that is not implemented yet."""
         if self.hidden_act not in ACTIVATIONS:
             yield f"hidden_act: {self.hidden_act}{nearest(self.hidden_act, ACTIVATIONS)}"
         for name in self.not_served:
@@ -219,17 +219,17 @@ class AttentionArchitecture(DecoderArchitecture):
 
     @property
     def kv_heads(self) -> int:
-        """Key and value heads, with the default filled in."""
+        """The number of key and value heads, with the default filled in."""
         return self.num_key_value_heads or self.num_attention_heads
 
     @property
     def head_dim(self) -> int:
-        """Channels of one head."""
+        """The number of channels of one head."""
         return self.hidden_size // self.num_attention_heads
 
     @property
     def attention_window(self) -> int | None:
-        """Tokens that a token attends to, itself included: the key `sliding_window`; None: all before it."""
+        """The key `sliding_window`: how many tokens a token attends to, including itself; None: all before it."""
         return getattr(self, "sliding_window", None)
 
     @property
@@ -238,20 +238,20 @@ class AttentionArchitecture(DecoderArchitecture):
         return self.max_position_embeddings
 
     def shape_problems(self) -> Iterator[Problem]:
-        """Heads that do not share the width, or key-value heads that do not share the heads."""
+        """Check that the heads divide the width, and the key-value heads the query heads."""
         heads, kv = self.num_attention_heads, self.kv_heads
         yield from self.head_dim_problems()
         if kv > heads or heads % kv:
             yield "num_key_value_heads", f"expected a divisor of num_attention_heads {heads}, found {kv}"
 
     def head_dim_problems(self) -> Iterator[Problem]:
-        """What keeps heads from having a head_dim."""
+        """Yield (key, message) if the heads cannot have a whole head_dim."""
         if self.hidden_size % self.num_attention_heads:
             expected = f"expected a divisor of hidden_size {self.hidden_size}, found {self.num_attention_heads}"
             yield "num_attention_heads", expected
 
     def tp_problems(self, tp: int) -> Iterator[str]:
-        """Heads and the width of the feed-forward."""
+        """Check the heads and the width of the feed-forward."""
         heads, kv = self.num_attention_heads, self.kv_heads
         if heads % tp:
             yield f"expected a divisor of num_attention_heads {heads}, found {tp}"
@@ -261,7 +261,7 @@ class AttentionArchitecture(DecoderArchitecture):
             yield f"expected a divisor of intermediate_size {self.intermediate_size}, found {tp}"
 
     def cp_problems(self, cp: int, tp: int, method: str, lengths: Mapping[str, int]) -> Iterator[str]:
-        """A sliding window, heads that ulysses cannot share out, positions that depend on all tokens."""
+        """Check the sliding window, the heads that ulysses divides, and positions that depend on all tokens."""
         heads = self.num_attention_heads
         if method == "state_passing":
             yield (
@@ -284,7 +284,7 @@ class AttentionArchitecture(DecoderArchitecture):
                 )
 
     def unsupported(self) -> Iterator[str]:
-        """The base class's, and values that are context-parallel methods here."""
+        """Yield also names of attention functions that are context-parallel methods here."""
         name = self.attn_implementation
         if method := RING_ATTENTION.get(name):
             yield f"_attn_implementation: {name} (set parallelism.context_parallel_method: {method})"
@@ -305,32 +305,32 @@ class RopeArchitecture(AttentionArchitecture):
 
     @property
     def head_dim(self) -> int:
-        """Channels of one head, with the default filled in."""
+        """The number of channels of one head, with the default filled in."""
         return self.free_head_dim or super().head_dim
 
     @property
     def rotary_factor(self) -> float:
-        """Fraction of a head's channels that RoPE rotates."""
+        """The fraction of a head's channels that RoPE rotates."""
         return 1.0
 
     @property
     def rotary_dim(self) -> int:
-        """Channels of a head that RoPE rotates: the first ones."""
+        """The number of channels of a head that RoPE rotates: the first ones."""
         return int(self.head_dim * self.rotary_factor)
 
     def uses_rope(self, layer: int) -> bool:
-        """Whether layer number `layer` has rotary positions: every one, unless the family says otherwise."""
+        """Return whether layer number `layer` has rotary positions; a family may override it."""
         return True
 
     @property
     def rope_type(self) -> str:
-        """The rule of `rope_scaling`; "default" without one."""
+        """The type of `rope_scaling`; "default" without one."""
         scaling = self.rope_scaling or {}
         return str(scaling.get("rope_type", scaling.get("type", "default")))
 
     @property
     def longest_text(self) -> int:
-        """max_position_embeddings, or how far `rope_scaling` stretches it or the length of pretraining."""
+        """max_position_embeddings, or a larger number that `rope_scaling` stretches it or the pretraining length to."""
         scaling = self.rope_scaling or {}
         factor = scaling["factor"] if self.rope_type in ("linear", "dynamic", "yarn") else 1
         original = scaling.get("original_max_position_embeddings") or self.max_position_embeddings
@@ -338,11 +338,11 @@ class RopeArchitecture(AttentionArchitecture):
 
     @property
     def fixed_rope_length(self) -> int:
-        """max_position_embeddings with rope_scaling dynamic, whose angles grow with the longest text beyond it."""
+        """max_position_embeddings with rope_scaling dynamic, whose angles depend on the longest text beyond that."""
         return self.max_position_embeddings if self.rope_type == "dynamic" else sys.maxsize
 
     def head_dim_problems(self) -> Iterator[Problem]:
-        """RoPE rotates pairs of channels, so a head needs an even number; otherwise a given `head_dim` is free."""
+        """Check that a head has an even number of channels, as RoPE rotates pairs; otherwise `head_dim` is free."""
         if self.free_head_dim is not None:
             if self.free_head_dim % 2:
                 yield "head_dim", f"expected an even number, found {self.free_head_dim}"

@@ -1,4 +1,4 @@
-"""Older forms of the schema, rewritten to the current one before validation, with one message each.
+"""Rewrite older forms of the schema to the current one before validation, with one message each.
 
 optimizer:                            optimizer:
   adam_eps: 1.0e-8            →         optimizer_factory: {name: adamW, adam_eps: 1.0e-8, …}
@@ -12,7 +12,7 @@ pad_vocab_size_multiple: 8    →       make_vocab_size_divisible_by: 8
 _use_doc_masking: true        →       document_masking: true, beside model_config
 datastates: {…}               →       checkpoints: {datastates: {…}}
 wandb: {…}                    →       logging: {wandb: {…}}
-resume_checkpoint_path: a     →       (removed, where the run's own checkpoints go to a)
+resume_checkpoint_path: a     →       (removed, if the run's own checkpoints go to a)
 lighteval: {tasks: …}         →       evaluation: {tasks: […]}
 precision: bf16-mixed         →       model: {dtype: bfloat16}, optimizer: {accumulate_grad_in_fp32: true}
 weight_decay_exclude_named_params: [.*token_embedding.*]  →  [.*embed_tokens.*]
@@ -26,7 +26,7 @@ from kenotron.config.errors import nearest
 
 _FLAT_ADAM = ("adam_eps", "adam_beta1", "adam_beta2", "torch_adam_is_fused")
 _FIRST_STAGE = "Training Stage"
-_PRECISIONS = {  # Gapetron's and Lightning's names: dtype, and whether weights stay in fp32
+_PRECISIONS = {  # name in Gapetron and Lightning → dtype, and whether weights stay in fp32
     "32": ("float32", True),
     "32-true": ("float32", True),
     "bf16-mixed": ("bfloat16", True),
@@ -37,7 +37,7 @@ _PRECISIONS = {  # Gapetron's and Lightning's names: dtype, and whether weights 
 
 
 def upgrade(document: Document) -> Iterator[str]:
-    """Rewrite `document` in place; yields one message per upgraded key."""
+    """Rewrite `document` in place and yield one message per upgraded key."""
     for rewrite in (
         _flat_adam,
         _data_without_stages,
@@ -55,7 +55,7 @@ def upgrade(document: Document) -> Iterator[str]:
 
 
 def _moved(document: Document, old: Keys, new: Keys) -> str:
-    """Move a key; the message of it. Raises InputError: `new` is set, too, and is another value."""
+    """Move a key and return a message. Raises InputError if `new` is also set, to another value."""
     before, after = (".".join(map(str, keys)) for keys in (old, new))
     if document.get(*new) not in (None, document.get(*old)):
         raise document.error(old, f"{before} is also set in {after}; remove one of them")
@@ -76,22 +76,22 @@ def _flat_adam(document: Document) -> Iterator[str]:
 
 
 def precision(document: Document, overrides: bool = False) -> Iterator[str]:
-    """Replace `precision` by the two keys that it sets, of one file, or as it `overrides` what is there."""
+    """Replace `precision` by the two keys that it sets; they must not be set to other values unless it `overrides`."""
     if "precision" not in document.data:
         return
     name = str(document.data["precision"])
     if name not in _PRECISIONS:
-        what = f"precision: expected one of {', '.join(_PRECISIONS)}, found {name}{nearest(name, _PRECISIONS)}"
-        raise document.error(("precision",), what)
-    dtype, kept = _PRECISIONS[name]
-    sets: dict[Keys, object] = {("model", "dtype"): dtype, ("optimizer", "accumulate_grad_in_fp32"): kept}
-    for key, value in sets.items():
-        if document.get(*key) not in (None, value) and not overrides:
-            found = f"{'.'.join(map(str, key))} is {document.get(*key)}; remove one of them"
-            raise document.error(("precision",), f"precision {name} sets {value}, but {found}")
-        document.put(key, value, document.place(("precision",)))
-    said = f"precision {name} is model.dtype: {dtype}, optimizer.accumulate_grad_in_fp32: {str(kept).lower()}"
-    yield document.at(("precision",), said)
+        message = f"precision: expected one of {', '.join(_PRECISIONS)}, found {name}{nearest(name, _PRECISIONS)}"
+        raise document.error(("precision",), message)
+    dtype, fp32 = _PRECISIONS[name]
+    settings: dict[Keys, object] = {("model", "dtype"): dtype, ("optimizer", "accumulate_grad_in_fp32"): fp32}
+    for keys, value in settings.items():
+        if document.get(*keys) not in (None, value) and not overrides:
+            conflict = f"{'.'.join(map(str, keys))} is {document.get(*keys)}; remove one of them"
+            raise document.error(("precision",), f"precision {name} sets {value}, but {conflict}")
+        document.put(keys, value, document.place(("precision",)))
+    message = f"precision {name} is model.dtype: {dtype}, optimizer.accumulate_grad_in_fp32: {str(fp32).lower()}"
+    yield document.at(("precision",), message)
     del document.data["precision"]
 
 
@@ -105,7 +105,7 @@ def _data_without_stages(document: Document) -> Iterator[str]:
 
 
 def _datasets(document: Document) -> Iterator[Keys]:
-    """The paths of all datasets, including those inside mixtures."""
+    """Yield the keys of all datasets, including datasets inside mixtures."""
     stages = document.get("data_stages")
     for i in range(len(stages) if isinstance(stages, list) else 0):
         keys: Keys = ("data_stages", i, "data", "dataset")
@@ -132,13 +132,13 @@ def _moe_recompute(document: Document) -> Iterator[str]:
     parallelism = document.get("parallelism")
     if isinstance(parallelism, dict) and "moe_layer_recompute" in parallelism:
         keys = ("parallelism", "moe_layer_recompute")
-        what = "is ignored: recompute_layer recomputes layers with experts, too"
-        yield document.at(keys, f"parallelism.moe_layer_recompute {what}")
+        message = "parallelism.moe_layer_recompute is ignored: recompute_layer recomputes layers with experts, too"
+        yield document.at(keys, message)
         del parallelism["moe_layer_recompute"]
 
 
 def _early_nanotron(document: Document) -> Iterator[str]:
-    """Keys of nanotron until 0.2."""
+    """Rewrite keys of nanotron up to version 0.2."""
     old: Keys = ("parallelism", "recompute_granularity")
     name, parallelism = "parallelism.recompute_granularity", document.get("parallelism")
     if isinstance(parallelism, dict) and "recompute_granularity" in parallelism:
@@ -182,7 +182,7 @@ def _doc_masking(document: Document) -> Iterator[str]:
 
 
 def _mamba(document: Document) -> Iterator[str]:
-    """What nanotron's Mamba has of its own around the model's shapes, which `models.families.mamba` reads."""
+    """Rewrite nanotron's keys for Mamba other than the shapes, which `models.families.mamba` reads."""
     init, keys = document.get("model", "init_method"), document.get("model", "model_config")
     if isinstance(init, dict) and "initializer_range" in init and "std" not in init:
         at: Keys = ("model", "init_method", "initializer_range")
@@ -205,7 +205,7 @@ def _mamba(document: Document) -> Iterator[str]:
 
 
 def _sections(document: Document) -> Iterator[str]:
-    """Sections that stand at the top in the first Kénotron's example, or where people put them."""
+    """Move sections that the first Kénotron's example, or users, have at the top level."""
     for name, parent in (("datastates", "checkpoints"), ("wandb", "logging")):
         if name not in document.data:
             continue
@@ -218,11 +218,12 @@ def _sections(document: Document) -> Iterator[str]:
 
 
 def _embedding(document: Document) -> Iterator[str]:
-    """The one parameter that nanotron's published configs name: that of SmolLM3."""
+    """Rename the embedding in patterns: SmolLM3's, the only parameter that nanotron's published configs name."""
     keys = document.get("model", "model_config")
-    if isinstance(keys, dict) and {"family", "hf", "module"} & keys.keys():  # whose names are others
+    if isinstance(keys, dict) and {"family", "hf", "module"} & keys.keys():  # their parameters have other names
         return
-    patterns = document.get(*(at := ("optimizer", "weight_decay_exclude_named_params")))
+    at = ("optimizer", "weight_decay_exclude_named_params")
+    patterns = document.get(*at)
     for i, pattern in enumerate(patterns if isinstance(patterns, list) else ()):
         if "token_embedding" in str(pattern):
             patterns[i] = str(pattern).replace("token_embedding", "embed_tokens")
@@ -230,9 +231,12 @@ def _embedding(document: Document) -> Iterator[str]:
 
 
 def resume_from_itself(document: Document) -> Iterator[str]:
-    """nanotron resumes from what this key names, or starts afresh if nothing is there; here a run does so anyway."""
+    """Remove a `resume_checkpoint_path` that is the run's own folder, from which a run resumes without this key.
+
+    nanotron resumes only from this key's checkpoint, or starts afresh if there is none.
+    """
     at = ("checkpoints", "resume_checkpoint_path")
-    own = (document.get("checkpoints", "checkpoints_path"), document.get("s3_upload", "upload_s3_path"))
-    if document.get(*at) and document.get(*at) in own:
+    folders = (document.get("checkpoints", "checkpoints_path"), document.get("s3_upload", "upload_s3_path"))
+    if document.get(*at) and document.get(*at) in folders:
         yield document.at(at, "a run resumes from its own checkpoints; checkpoints.resume_checkpoint_path ignored")
         document.put(at, None)

@@ -1,4 +1,4 @@
-"""YAML as plain data that keeps the line of every key, for error messages.
+"""Read YAML as plain data, with the line of every key for error messages.
 
     tokens:                    >>> document = read("my.yaml")
       train_steps: abc         >>> document.data
@@ -6,8 +6,8 @@
                                >>> document.place(("tokens", "train_steps"))
                                'my.yaml:2'
 
-Plain scalars follow `scalars`; every tag other than plain data is an error. Of a key that is there twice the last one
-counts, as for PyYAML, with a line in `notes`: some of nanotron's examples have one.
+Plain scalars are read by the rules of `scalars`; a tag for anything but plain data is an error. Of a duplicate key the
+last one counts, as for PyYAML, and `notes` gets a line, because some of nanotron's examples have one.
 """
 
 from collections.abc import Iterator
@@ -23,12 +23,12 @@ from kenotron.config.scalars import Loader
 
 Keys = tuple[str | int, ...]  # ("data_stages", 0, "name")
 
-_LARGEST = 100_000  # nodes of a file with aliases expanded; stops a malicious one
+_MAX_NODES = 100_000  # with aliases expanded: stops a malicious file
 
 
 _PLAIN = {f"tag:yaml.org,2002:{tag}" for tag in ("bool", "int", "float", "null", "str")}
 _MERGE = "tag:yaml.org,2002:merge"
-_HINTS = {  # what a parser says, and what it usually means
+_HINTS = {  # words of the parser → the usual mistake
     "mapping values are not allowed here": "is a space missing after a colon, or the indentation wrong, here or above?",
     r"character '\t'": "indent with spaces",
 }
@@ -37,31 +37,31 @@ _scalars = yaml.constructor.SafeConstructor()
 
 @dataclass
 class Document:
-    """Plain data, and the origin of every key, such as `my.yaml:12` ("" if unknown)."""
+    """Plain data with the place of every key, such as `my.yaml:12` ("" if unknown)."""
 
     data: dict[str, Any]
     name: str = ""
     places: dict[Keys, str] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)  # what a reader of the file should know
+    notes: list[str] = field(default_factory=list)  # warnings about the file
 
     def place(self, keys: Keys) -> str:
-        """The origin of `keys`, or of the innermost section around them that has one."""
+        """Return the place of `keys`, or of the innermost section around them that has one."""
         for length in range(len(keys), 0, -1):
             if keys[:length] in self.places:
                 return self.places[keys[:length]]
         return self.name
 
     def at(self, keys: Keys, message: str) -> str:
-        """`message`, after the file and line (or the override) where `keys` were written."""
+        """Return `message` with the file and line, or the override, of `keys` in front."""
         place = self.place(keys)
         return f"{place}: {message}" if place else message
 
     def error(self, keys: Keys, message: str) -> InputError:
-        """The error that says `message` of `keys`."""
+        """Return an InputError with `message` and the place of `keys`."""
         return InputError(self.at(keys, message))
 
     def get(self, *keys: str | int) -> Any:
-        """The value at `keys`, or None."""
+        """Return the value at `keys`, or None."""
         value: Any = self.data
         for part in keys:
             if isinstance(value, dict):
@@ -73,7 +73,7 @@ class Document:
         return value
 
     def put(self, keys: Keys, value: object, place: str | None = None) -> None:
-        """Set `keys` to `value`, and create missing maps on the way."""
+        """Set `keys` to `value`, creating missing maps on the way; `place` replaces the places of the old value."""
         target: Any = self.data
         for i, part in enumerate(keys[:-1]):
             if isinstance(target, dict) and target.get(part) is None:
@@ -88,7 +88,7 @@ class Document:
             self.places[keys] = place
 
     def move(self, old: Keys, new: Keys) -> None:
-        """Move a key with everything below it; origins move along."""
+        """Move a key with everything below it, including places."""
         parent: Any = self.get(*old[:-1])
         self.put(new, parent.pop(old[-1]))
         for keys in [k for k in self.places if k[: len(old)] == old]:
@@ -96,7 +96,7 @@ class Document:
 
 
 def read(source: str | Path | dict[str, Any]) -> Document:
-    """The document of a YAML file, or of plain data from a program. Raises InputError."""
+    """Return the document of a YAML file, or of plain data from a program. Raises InputError."""
     if isinstance(source, dict):
         if not all(isinstance(name, str) for name in source):
             raise InputError(f"config: expected the names of sections as keys, found {next(iter(source))!r}")
@@ -119,7 +119,7 @@ def read(source: str | Path | dict[str, Any]) -> Document:
 
 
 def parse(text: str, name: str = "") -> Document:
-    """The document of a YAML text; `name` precedes line numbers in messages. Raises InputError."""
+    """Return the document of a YAML text; `name` precedes line numbers in messages. Raises InputError."""
     node = _compose(text, name)
     if node is None:
         raise InputError(f"{name or 'config'}: expected a config, found nothing")
@@ -131,7 +131,7 @@ def parse(text: str, name: str = "") -> Document:
 
 
 def parse_value(text: str, name: str) -> Any:
-    """The value of a YAML fragment on the command line; what cannot start YAML (`%date`) is text."""
+    """Return the value of a YAML fragment on the command line; what cannot start YAML (`%date`) is text."""
     if text.startswith(("%", "@", "`")):
         return text
     node = _compose(text, name)
@@ -154,24 +154,24 @@ def _compose(text: str, name: str) -> yaml.Node | None:
 
 
 class _NodeReader:
-    """Turns nodes into values and records their lines."""
+    """Converts nodes to values and records their lines."""
 
     def __init__(self, document: Document) -> None:
         self.document = document
-        self.open: set[int] = set()
+        self.open: set[int] = set()  # ids of the nodes around the current one, to find aliases that contain themselves
         self.count = 0
 
     def value(self, node: yaml.Node, keys: Keys) -> Any:
-        """The plain data of `node`, which is at `keys` of the document."""
+        """Return the plain data of `node`, which is at `keys` of the document."""
         self.count += 1
-        if self.count > _LARGEST:
-            raise InputError(f"{self._at(node)}: more than {_LARGEST} values with aliases expanded")
+        if self.count > _MAX_NODES:
+            raise InputError(f"{self._at(node)}: more than {_MAX_NODES} values with aliases expanded")
         if isinstance(node, yaml.ScalarNode):
             if node.tag not in _PLAIN:
                 raise InputError(f"{self._at(node)}: expected plain YAML, found the tag '{node.tag}'")
             try:
                 value = _scalars.construct_object(node)
-                # 1e3 is a whole number; a key that wants a float gets 1000.0 of it
+                # 1e3 is an integer; a key that expects a float converts it to 1000.0
                 whole = isinstance(value, float) and "e" in node.value.lower() and value.is_integer()
                 return int(value) if whole else value
             except (ValueError, yaml.YAMLError):
@@ -180,7 +180,7 @@ class _NodeReader:
             raise InputError(f"{self._at(node)}: an alias contains itself")
         self.open.add(id(node))
         if isinstance(node, yaml.SequenceNode):
-            result: Any = [self._noted(item, item, (*keys, i)) for i, item in enumerate(node.value)]
+            result: Any = [self._item(item, item, (*keys, i)) for i, item in enumerate(node.value)]
         else:
             result = self._mapping(node, keys)
         self.open.remove(id(node))
@@ -188,40 +188,40 @@ class _NodeReader:
 
     def _mapping(self, node: yaml.Node, keys: Keys) -> dict[str, Any]:
         result: dict[str, Any] = {}
-        own: dict[str, yaml.Node] = {}
+        names: dict[str, yaml.Node] = {}
         for name_node, value_node in node.value:
             if name_node.tag == _MERGE:
                 continue
             name = self.value(name_node, keys)
             if not isinstance(name, str):
                 raise InputError(f"{self._at(name_node)}: expected text as a key, found {name_node.value} (quote it)")
-            if name in own:
-                first = own[name].start_mark.line + 1
-                twice = f"{self._at(name_node)}: duplicate key '{name}' (first on line {first}); the last one counts"
-                self.document.notes.append(twice)
-            own[name] = name_node
-            result[name] = self._noted(name_node, value_node, (*keys, name))
+            if name in names:
+                first = names[name].start_mark.line + 1
+                note = f"{self._at(name_node)}: duplicate key '{name}' (first on line {first}); the last one counts"
+                self.document.notes.append(note)
+            names[name] = name_node
+            result[name] = self._item(name_node, value_node, (*keys, name))
         for name_node, value_node in self._merged(node):
             name = self.value(name_node, keys)
             if name not in result:
-                result[name] = self._noted(name_node, value_node, (*keys, name))
+                result[name] = self._item(name_node, value_node, (*keys, name))
         return result
 
     def _merged(self, node: yaml.Node) -> Iterator[tuple[yaml.Node, yaml.Node]]:
-        """Pairs merged by `<<:`; the map's own keys win, then earlier maps."""
+        """Yield the pairs that `<<:` merges into a map, whose own keys win, then the earlier maps."""
         for name_node, value_node in node.value:
             if name_node.tag != _MERGE:
                 continue
             maps = value_node.value if isinstance(value_node, yaml.SequenceNode) else [value_node]
-            for each in maps:
-                if not isinstance(each, yaml.MappingNode) or id(each) in self.open:
+            for merged in maps:
+                if not isinstance(merged, yaml.MappingNode) or id(merged) in self.open:
                     raise InputError(f"{self._at(name_node)}: expected a map, or a list of maps, after '<<'")
-                yield from (pair for pair in each.value if pair[0].tag != _MERGE)
-                self.open.add(id(each))
-                yield from self._merged(each)
-                self.open.remove(id(each))
+                yield from (pair for pair in merged.value if pair[0].tag != _MERGE)
+                self.open.add(id(merged))
+                yield from self._merged(merged)
+                self.open.remove(id(merged))
 
-    def _noted(self, at: yaml.Node, node: yaml.Node, keys: Keys) -> Any:
+    def _item(self, at: yaml.Node, node: yaml.Node, keys: Keys) -> Any:
         self.document.places[keys] = self._at(at)
         return self.value(node, keys)
 
@@ -231,7 +231,7 @@ class _NodeReader:
 
 
 def _copy(value: Any) -> Any:
-    """A copy of nested maps and lists, so that the caller's are not modified."""
+    """Copy nested maps and lists, so that changes do not reach the caller."""
     if isinstance(value, dict):
         return {k: _copy(v) for k, v in value.items()}
     return [_copy(v) for v in value] if isinstance(value, list | tuple) else value

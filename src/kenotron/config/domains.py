@@ -1,4 +1,4 @@
-"""The domains of `doremi`, rewritten as lists and mixtures before validation.
+"""Rewrite the domains of `doremi` as lists and mixtures before validation.
 
 doremi:                                          data_stages.0.data.dataset:
   domain_names: code, prose                →       mixture:
@@ -17,9 +17,9 @@ FOLDER_KEYS = ("hf_dataset_or_datasets", "text_files", "tokens", "dataset_folder
 
 
 def resolve_domains(document: Document) -> None:
-    """Write lists for `doremi`'s texts and files, and the mixture of the domains for a folder of them.
+    """Replace `doremi`'s texts and files by lists, and a dataset that is a folder of domains by their mixture.
 
-    Raises InputError if `domain_weights` names a file that cannot be read, or that is of other domains.
+    Raises InputError if `domain_weights` names a file that cannot be read, or that has other domains.
     """
     doremi = document.get("doremi")
     if not isinstance(doremi, dict):
@@ -45,11 +45,12 @@ def _numbers(document: Document, text: str, names: Any) -> list[float]:
         raise no_such_path(key, file)
     try:
         saved = json.loads(file.read_text(encoding="utf-8"))
-        found, weights = [*map(str, saved["domain_names"])], [*map(float, saved["domain_weights"])]
+        domains = [str(name) for name in saved["domain_names"]]
+        weights = [float(weight) for weight in saved["domain_weights"]]
     except (ValueError, KeyError, TypeError):
         raise InputError(f"{key}: {text}: expected the doremi.json that a proxy run writes") from None
-    if found != names:
-        raise InputError(f"{key}: {text} is of the domains {', '.join(found)}, but doremi.domain_names are others")
+    if domains != names:
+        raise InputError(f"{key}: {text} is of the domains {', '.join(domains)}, but doremi.domain_names are others")
     return weights
 
 

@@ -1,4 +1,4 @@
-"""Objects named by dotted path or entry point: how a config refers to a user's own class or function.
+"""Import the classes and functions that a config names by dotted path or entry point.
 
 import_dotted("torch.optim.Adagrad", "optimizer.optimizer_factory.name")      # the class
 import_dotted("counting.CountingTokens", "dataset.source")                    # counting.py beside the YAML file
@@ -16,14 +16,14 @@ from typing import Any
 
 from kenotron.config.errors import InputError, nearest
 
-FOUND: dict[str, str] = {}
-"""The files of the modules that were found by dotted path outside of installed packages: a user's own."""
+USER_MODULES: dict[str, str] = {}
+"""Module → file, for the modules that were imported by dotted path and are not in an installed package."""
 
 
 def import_dotted(path: str, key: str) -> Any:
-    """The object that ``package.module.name`` names; `key` is the config key to blame when there is none.
+    """Import and return the object ``package.module.name``; `key` is the config key for errors.
 
-    Installed modules come first, then those beside the YAML file (`find_beside`), then those of the working folder,
+    Installed modules come first, then modules beside the YAML file (`search_folder_of`), then the working folder,
     which a console script would not search. Raises `InputError`.
     """
     module_name, _, name = path.rpartition(".")
@@ -32,35 +32,36 @@ def import_dotted(path: str, key: str) -> Any:
     try:
         module = _import_module(module_name)
     except (ImportError, SyntaxError) as error:
-        absent = isinstance(error, ModuleNotFoundError) and module_name.startswith(f"{error.name}")
-        looked = "; looked beside the YAML, in the current folder and in PYTHONPATH: add its own" if absent else ""
-        raise InputError(f"{key}: cannot import '{module_name}' of '{path}': {error}{looked}") from error
+        missing = isinstance(error, ModuleNotFoundError) and module_name.startswith(f"{error.name}")
+        hint = "; looked beside the YAML, in the current folder and in PYTHONPATH: add its own" if missing else ""
+        raise InputError(f"{key}: cannot import '{module_name}' of '{path}': {error}{hint}") from error
     if not hasattr(module, name):
         raise InputError(f"{key}: module '{module_name}' has no '{name}'{nearest(name, dir(module))}")
     file = getattr(module, "__file__", None) or ""
     if file and module_name.partition(".")[0] != "kenotron" and not file.startswith((*get_paths().values(),)):
-        FOUND[module_name] = file
+        USER_MODULES[module_name] = file
     return getattr(module, name)
 
 
 def import_registered(name: str, key: str, group: str, built_in: Collection[str] = ()) -> Any:
-    """The object that an installed package registers as `name` among the entry points of `group`; what has a dot in it
-    is a dotted path. `built_in` are names that the caller knows itself, for the message. Raises `InputError`.
+    """Import and return the entry point `name` of `group`, or the object of a dotted path.
+
+    `built_in` are the names that the caller resolves itself, for the message. Raises `InputError`.
     """
     if "." in name:
         return import_dotted(name, key)
     registered = entry_points(group=group)
-    found = {entry.value: entry for entry in registered.select(name=name)}
-    if not found:
+    matches = {entry.value: entry for entry in registered.select(name=name)}
+    if not matches:
         names = sorted({*built_in, *registered.names})
         known = ", ".join(names) or "none"
         raise InputError(
             f"{key}: expected a dotted path such as my_module.name, or a name that an installed package registers "
             f"under {group} ({known}), found '{name}'{nearest(name, names)}"
         )
-    if len(found) > 1:
-        raise InputError(f"{key}: '{name}' is registered under {group} more than once: {', '.join(sorted(found))}")
-    (entry,) = found.values()
+    if len(matches) > 1:
+        raise InputError(f"{key}: '{name}' is registered under {group} more than once: {', '.join(sorted(matches))}")
+    (entry,) = matches.values()
     try:
         return entry.load()
     except (ImportError, SyntaxError, AttributeError) as error:
@@ -69,8 +70,8 @@ def import_registered(name: str, key: str, group: str, built_in: Collection[str]
         ) from error
 
 
-def find_beside(file: Path) -> None:
-    """Find modules in the folder of a config `file` too; ranks that this process starts get its search path."""
+def search_folder_of(file: Path) -> None:
+    """Append the folder of a config `file` to the module search path, which ranks inherit from this process."""
     folder = str(file.absolute().parent)
     if folder not in sys.path:
         sys.path.append(folder)
@@ -88,5 +89,5 @@ def _import_module(name: str) -> Any:
 
 
 def search_path() -> str:
-    """PYTHONPATH for a child process that is to find the modules that this process finds, those beside a script too."""
+    """Return a PYTHONPATH with which a child process finds all modules of this process, also those beside a script."""
     return os.pathsep.join(os.path.abspath(entry) for entry in sys.path)

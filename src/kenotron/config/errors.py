@@ -1,7 +1,7 @@
-"""Errors that end a command with one line, and the words they share.
+"""Errors that end a command with one line, and helpers for their messages.
 
-Every message names the key or file, says what was expected and what was found, and suggests the nearest
-valid name if there is one:
+Every message names the key or file, says what was expected and what was found, and suggests the nearest valid name,
+if there is one:
 
     >>> nearest("hiden_size", ["hidden_size", "hidden_act"])
     "; did you mean 'hidden_size'?"
@@ -20,7 +20,7 @@ class InputError(Exception):
 
 
 class NotSupportedYet(InputError):
-    """A known key or value that is not implemented yet."""
+    """The input uses a known key or value that is not implemented yet."""
 
     def __init__(self, what: str) -> None:
         super().__init__(f"not supported yet: {what}")
@@ -35,19 +35,19 @@ class RunFailed(Exception):
 
 
 class PeerFailed(Exception):
-    """Another rank failed, on `machine`, and reports the cause, which may be any error; this one only exits, with 1."""
+    """Another rank, on `machine`, failed and reports the cause, which may be any error; this rank only exits with 1."""
 
     def __init__(self, cause: str, machine: str = "") -> None:
         super().__init__(cause)
         self.machine = machine
 
 
-FOR_USERS = (InputError, RunFailed, PeerFailed)  # the message says all: nobody needs a traceback
+FOR_USERS = (InputError, RunFailed, PeerFailed)  # printed without a traceback, as the message is enough
 
 
 @contextmanager
 def os_errors(what: str, remedy: str = "") -> Iterator[None]:
-    """Raise InputError, `what` with the system's reason and a `remedy`, in place of an operating-system error."""
+    """Convert an OSError to an InputError of `what` happened, the system's reason and a `remedy`."""
     try:
         yield
     except OSError as error:
@@ -55,32 +55,31 @@ def os_errors(what: str, remedy: str = "") -> Iterator[None]:
 
 
 def first_of(problems: Sequence[str]) -> str:
-    """The first of `problems`, and how many more there are."""
+    """Return the first of `problems`, with the number of the others."""
     return problems[0] + (f" (and {len(problems) - 1} more)" if len(problems) > 1 else "")
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
-    """A "did you mean" suffix for an unknown `name`, whatever its case; empty if no valid name is similar."""
-    by_lower = {each.lower(): each for each in valid}
+    """Return a "did you mean" suffix for an unknown `name` in any case; empty if no valid name is similar."""
+    by_lower = {candidate.lower(): candidate for candidate in valid}
     match = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
     return f"; did you mean '{by_lower[match[0]]}'?" if match else ""
 
 
 def nearest_sibling(path: Path) -> str:
-    """`nearest` for the first part of `path` that does not exist; with it and the remaining parts the path exists."""
+    """Return `nearest` for the first missing part of `path`; the path exists with the suggestion in its place."""
     whole = path = path.absolute()
     while not path.parent.exists():
         path = path.parent
     rest = whole.relative_to(path)
-    # An .idx is nothing of its own: Megatron's prefix `data` means data.bin.
+    # An .idx file is not a suggestion: Megatron's prefix `data` means data.bin.
     others = [entry for entry in path.parent.glob("*") if entry.name != path.name and entry.suffix != ".idx"]
-    found = [entry for entry in others if (entry / rest).exists()]
-    near = nearest(path.name, [entry.name for entry in found])
+    near = nearest(path.name, [entry.name for entry in others if (entry / rest).exists()])
     return near.replace("'?", f"/{rest}'?") if near and rest.parts else near
 
 
 def no_such_path(where: str, path: object) -> InputError:
-    """The error for a missing `path` that the key or option `where` names. Remote folders are not listed."""
+    """Return the error for a missing `path` of the key or option `where`. Remote folders are not listed."""
     near = "" if "://" in str(path) else nearest_sibling(Path(str(path)).expanduser())
     if any(mark in str(path) for mark in "*?["):
         near = "; patterns are not expanded: name a folder or the files"
@@ -90,13 +89,13 @@ def no_such_path(where: str, path: object) -> InputError:
 
 
 def is_a_path(name_or_path: str | Path) -> bool:
-    """Whether its form alone rules out a name of the hub."""
+    """Return whether the form of `name_or_path` rules out a name of the hub."""
     name = str(name_or_path)
     return name.startswith(("/", ".", "~")) or name.count("/") > 1
 
 
 def byte_size(count: float) -> str:
-    """Bytes in decimal units: ``1.54 MB`` of 1542000."""
+    """Format a number of bytes in decimal units: 1542000 → ``1.54 MB``."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.3g} {unit}"
@@ -105,7 +104,7 @@ def byte_size(count: float) -> str:
 
 
 def human_format(number: float) -> str:
-    """Three significant digits and a suffix: 2840 → 2.84K, 11.13 → 11.1, 0.000264 → 0.000264, 11.0 → 11."""
+    """Format with three significant digits and a suffix: 2840 → 2.84K, 11.13 → 11.1, 0.000264 → 0.000264, 11.0 → 11."""
     if abs(number) < 1 or number != number or abs(number) == float("inf"):
         return f"{number:.3g}"
     value = float(f"{number:.3g}")
@@ -117,6 +116,6 @@ def human_format(number: float) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """``1 file``, ``1,200 files``, ``2 processes``: a count with its noun in the singular or plural."""
+    """Format a count with its noun in the singular or plural: ``1 file``, ``1,200 files``, ``2 processes``."""
     plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
     return f"{number:,} {noun if number == 1 else plural}"

@@ -1,11 +1,11 @@
-"""Model families, found by name. The built-in ones are found the way a user's are: nothing here names one of them.
+"""Find model families by name. Built-in families are discovered like a user's, so this file names none of them.
 
     model_config: {is_llama_config: true, …}              the module `llama` of kenotron.models.families
     model_config: {family: my_module.MyFamily, …}         my_module.py of yours
     model_config: {family: bigbird, …}                    an entry point of the group kenotron.models
 
-A family is a class with a `section`, the keys of its `model_config`. Modules of built-in families import no torch, so
-that a config is checked at once.
+A family is a class with a `section`, the keys of its `model_config`. Modules of built-in families do not import torch,
+so a config is checked without delay.
 """
 
 import importlib
@@ -20,37 +20,37 @@ from kenotron.config.errors import InputError
 BUILT_IN = "kenotron.models.families"  # a package whose modules hold one family each, under its name
 GROUP = "kenotron.models"
 KEY = "model.model_config.family"
-USER_MODULE = "kenotron.models.foreign.UserModule"  # of a model_config that names a `module`
+USER_MODULE = "kenotron.models.foreign.UserModule"  # the family of a model_config with the key `module`
 
 
 class HasSection(Protocol):
-    """What the config asks of a family; the rest is `kenotron.models.family.Family`."""
+    """The part of a family that the config needs; `kenotron.models.family.Family` has the rest."""
 
     section: ClassVar[type[DecoderArchitecture]]
 
 
 @cache
 def built_in_names() -> tuple[str, ...]:
-    """Names of the built-in families, alphabetically; none of them is imported."""
+    """Return the names of the built-in families, alphabetically, without importing them."""
     package = importlib.import_module(BUILT_IN)
     return tuple(sorted(info.name for info in pkgutil.iter_modules(package.__path__)))
 
 
 @cache
 def built_in_family(name: str) -> type[HasSection]:
-    """One of `built_in_names`: the class of the module that has a section."""
+    """Return the family of one of `built_in_names`: the only class of its module with a section."""
     module = importlib.import_module(f"{BUILT_IN}.{name}")
-    (found,) = (each for each in vars(module).values() if _is_family_of(each, module.__name__))
-    return found
+    (family,) = (value for value in vars(module).values() if _is_family_of(value, module.__name__))
+    return family
 
 
 def built_in_families() -> dict[str, type[HasSection]]:
-    """Every built-in family by name, alphabetically."""
+    """Return name → family for all built-in families, alphabetically."""
     return {name: built_in_family(name) for name in built_in_names()}
 
 
-def is_users_own(name: str) -> bool:
-    """Whether a family is code of the user's, or of a package of theirs."""
+def is_user_family(name: str) -> bool:
+    """Return whether a family is code of the user, or of a package that the user installed."""
     return name not in built_in_names() and not name.startswith("kenotron.")
 
 
@@ -59,17 +59,17 @@ def _is_family_of(value: object, module: str) -> bool:
 
 
 def find_family(name: str, where: str = KEY) -> type[HasSection]:
-    """The family called `name`: built in, a dotted path, or an entry point.
+    """Return the family called `name`: a built-in family, a dotted path or an entry point.
 
-    Raises InputError: missing, cannot be imported, or not a family. `where` is the key to blame.
+    Raises InputError if it is missing, cannot be imported or is not a family. `where` is the config key for errors.
     """
     if name in built_in_names():
         return built_in_family(name)
-    found = import_registered(name, where, GROUP, built_in_names())
-    section = getattr(found, "section", None)
+    family = import_registered(name, where, GROUP, built_in_names())
+    section = getattr(family, "section", None)
     if not (isinstance(section, type) and issubclass(section, DecoderArchitecture)):
         raise InputError(
             f"{where}: '{name}' is not a model family: expected a subclass of kenotron.models.family.Family whose "
-            f"`section` derives from kenotron.config.decoder.DecoderArchitecture, found {found!r}"
+            f"`section` derives from kenotron.config.decoder.DecoderArchitecture, found {family!r}"
         )
-    return found
+    return family

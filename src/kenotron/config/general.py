@@ -1,4 +1,4 @@
-"""`general`: what the run is called, and its seed."""
+"""`general`: the name of the run, its seed, and its hooks."""
 
 from pathlib import PurePath
 from typing import Annotated, Any

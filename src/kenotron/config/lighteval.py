@@ -1,4 +1,4 @@
-"""nanotron's section `lighteval`, rewritten as `evaluation`: its tasks, by the names that lm-evaluation-harness has.
+"""Rewrite nanotron's section `lighteval` as `evaluation`, with lm-evaluation-harness's names of the tasks.
 
 lighteval:                                                          evaluation:
   batch_size: 16                                              →       batch_size: 16
@@ -12,7 +12,7 @@ from typing import Any
 
 from kenotron.config.document import Document, Keys
 
-# lighteval's name → those of lm-evaluation-harness.
+# lighteval's name of a task or suite → lm-evaluation-harness's names of its tasks.
 _NAMES = {
     "siqa": ["social_iqa"],
     "early-signal": [
@@ -23,7 +23,7 @@ _NAMES = {
 
 
 def translate(document: Document) -> Iterator[str]:
-    """Rewrite a `lighteval` that names tasks; yields what became of it. Raises InputError."""
+    """Rewrite a `lighteval` that names tasks, and yield a message. Raises InputError."""
     section, at = document.get("lighteval"), ("lighteval",)
     listed = document.get("lighteval", "tasks", "tasks")
     if not isinstance(listed, str):
@@ -37,15 +37,16 @@ def translate(document: Document) -> Iterator[str]:
     new: dict[str, Any] = {"tasks": tasks, "num_fewshot": shots}
     new |= {"limit": section["tasks"].get("max_samples"), "eval_interval": section.get("eval_interval")}
     new |= {"batch_size": section.get("batch_size")}
-    left = [name for name, value in section.items() if value and name not in ("tasks", "batch_size", "eval_interval")]
-    left_out = f"; left out: {', '.join(left)}" if left else ""
+    used = ("tasks", "batch_size", "eval_interval")
+    unused = ", ".join(name for name, value in section.items() if value and name not in used)
+    left_out = f"; left out: {unused}" if unused else ""
     yield document.at(at, f"lighteval is now evaluation, by lm-evaluation-harness in a process of its own{left_out}")
     document.put(("evaluation",), {name: value for name, value in new.items() if value is not None}, document.place(at))
     del document.data["lighteval"]
 
 
 def _tasks(document: Document, listed: str) -> tuple[list[str], int | None]:
-    """Names, and the number of examples before a question; None where lighteval's text does not say."""
+    """Return the names of the tasks, and the number of examples before a question, or None if it is not specified."""
     names: list[str] = []
     shots: set[str] = set()
     for task in listed.split(","):
@@ -53,7 +54,7 @@ def _tasks(document: Document, listed: str) -> tuple[list[str], int | None]:
         name = fields[0] if fields else suite
         names += _NAMES.get(name, [name.replace(":", "_")])
         shots |= set(fields[1:2])
-    if len(shots) > 1 or not all(each.isdigit() for each in shots):
-        found = f"expected one number for all tasks, found {', '.join(sorted(shots))} examples"
-        raise document.error(("lighteval", "tasks", "tasks"), f"lighteval.tasks.tasks: {found}")
+    if len(shots) > 1 or not all(number.isdigit() for number in shots):
+        message = f"lighteval.tasks.tasks: expected one number for all tasks, found {', '.join(sorted(shots))} examples"
+        raise document.error(("lighteval", "tasks", "tasks"), message)
     return names, int(shots.pop()) if shots else None

@@ -1,4 +1,4 @@
-"""Pydantic's errors as lines that say where, which key, what was expected and what was found.
+"""Convert pydantic's errors to lines with the place, the key, the expected value and the value found.
 
 my.yaml:12: tokens.train_steps: expected an integer, found 'abc'
 my.yaml:30: unknown key 'tokens.trainsteps'; did you mean 'train_steps'?
@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from kenotron.config.document import Document, Keys
 from kenotron.config.errors import nearest
-from kenotron.config.packaged import packaged
+from kenotron.config.packaged import packaged_yaml
 from kenotron.config.schema import is_tag, owner, paths_by_name, siblings
 from kenotron.config.writing import inline
 
@@ -22,44 +22,45 @@ Location = tuple[str | int, ...]
 
 
 @cache
-def _known() -> dict[str, Any]:
-    """What messages.yaml says."""
-    return cast(dict[str, Any], packaged("kenotron.config", "messages.yaml"))
+def _texts() -> dict[str, Any]:
+    """Return the content of messages.yaml."""
+    return cast(dict[str, Any], packaged_yaml("kenotron.config", "messages.yaml"))
 
 
 @cache
 def _other_names() -> tuple[dict[str, str], dict[str, str]]:
-    """Names that other libraries have for a key → our name, and names of what is done another way here → how."""
-    keys = {theirs: ours for ours, names in _known()["keys"].items() for theirs in names.split()}
-    return keys, {name: each["hint"] for each in _known()["otherwise"] for name in each["names"].split()}
+    """Return two maps for names in other libraries: name → key, and name → hint if there is no such key."""
+    keys = {other: key for key, others in _texts()["keys"].items() for other in others.split()}
+    return keys, {name: entry["hint"] for entry in _texts()["otherwise"] for name in entry["names"].split()}
 
 
-def command_called(name: str) -> str:
-    """The command that other programs call `name`; empty if there is none."""
-    return next((ours for ours, names in _known()["commands"].items() if name in names.split()), "")
+def command_for(name: str) -> str:
+    """Return the command that other programs call `name`, or an empty string."""
+    return next((command for command, names in _texts()["commands"].items() if name in names.split()), "")
 
 
 def hint_of(name: str, around: str = "") -> str:
-    """What to write for the key `name`, of another library or elsewhere; empty if it is not known."""
+    """Return a hint for a key `name` of another library or section; empty if `name` is not known."""
     if hint := _other_names()[1].get(name):
         return f"; {hint}"
-    return f"; did you mean '{paths[0]}'?" if (paths := paths_of(name, around)) else ""
+    paths = paths_of(name, around)
+    return f"; did you mean '{paths[0]}'?" if paths else ""
 
 
 def explain(error: ValidationError, document: Document) -> list[str]:
-    """One line per error, in schema order."""
-    errors: list[dict[str, Any]] = [dict(each) for each in error.errors(include_url=False)]
-    extra: list[Location] = [each["loc"] for each in errors if each["type"] == "extra_forbidden"]
+    """Return one line per problem, in schema order."""
+    errors: list[dict[str, Any]] = [dict(details) for details in error.errors(include_url=False)]
+    extra: list[Location] = [details["loc"] for details in errors if details["type"] == "extra_forbidden"]
     lines: list[str] = []
-    for each in errors:
-        if each["type"] != "missing" or not _misspelt(each["loc"], extra):
-            lines.extend(_lines(each, extra, document))
+    for details in errors:
+        if details["type"] != "missing" or not _misspelt(details["loc"], extra):
+            lines.extend(_lines(details, extra, document))
     return list(dict.fromkeys(lines))
 
 
 def _misspelt(missing: Location, extra: list[Location]) -> bool:
-    """Whether an unknown key's own line already suggests this missing one."""
-    unknown = [str(each[-1]) for each in extra if each[:-1] == missing[:-1]]
+    """Return whether the message for an unknown key already suggests this missing one."""
+    unknown = [str(location[-1]) for location in extra if location[:-1] == missing[:-1]]
     return any(f"'{missing[-1]}'" in nearest(name, siblings(missing[:-1])) for name in unknown)
 
 
@@ -81,21 +82,21 @@ def _lines(error: dict[str, Any], extra: list[Location], document: Document) -> 
     else:
         if error["type"] == "variant" and isinstance(error["input"], dict) and "name" in error["input"]:
             keys, error = (*keys, "name"), error | {"input": error["input"]["name"]}
-        name, asked = error["input"], dotted(keys)
-        of_loss = asked == "model.loss" and name in context["keys"]
-        if isinstance(name, str) and (of_loss or asked.endswith("optimizer_factory")):
-            yield document.at(keys, f"{asked}: expected a map of keys, found {name!r}; set {asked}.name={name}")
+        value, path = error["input"], dotted(keys)
+        is_loss = path == "model.loss" and value in context["keys"]
+        if isinstance(value, str) and (is_loss or path.endswith("optimizer_factory")):
+            yield document.at(keys, f"{path}: expected a map of keys, found {value!r}; set {path}.name={value}")
             return
-        words = _names(error["input"]) if isinstance(error["input"], dict | str) else []
+        words = _names(value) if isinstance(value, dict | str) else []
         hint = next(filter(None, (_space_missing(word, location) for word in words)), "")
-        said = _expected(error, context)
-        if document.place(keys).startswith("override "):  # the shell takes quotes away
-            said = said.replace("(write it in quotes)", f"(write '{asked}=\"{shown(name)}\"')")
-        yield document.at(keys, f"{asked}: {said}{hint}")
+        message = _expected(error, context)
+        if document.place(keys).startswith("override "):  # the shell removes quotes
+            message = message.replace("(write it in quotes)", f"(write '{path}=\"{shown(value)}\"')")
+        yield document.at(keys, f"{path}: {message}{hint}")
 
 
 def dotted(keys: Keys) -> str:
-    """Keys as a dotted path; `config` for the root."""
+    """Return keys as a dotted path; `config` for the root."""
     return ".".join(map(str, keys)) or "config"
 
 
@@ -111,7 +112,7 @@ def _expected(error: dict[str, Any], context: dict[str, Any]) -> str:
     kind, found = error["type"], error["input"]
     if kind == "expected":
         return f"expected {error['msg']}, found {shown(found)}"
-    if kind not in _known()["expected"]:
+    if kind not in _texts()["expected"]:
         return str(error["msg"])
     if kind == "too_short" and isinstance(found, dict):
         return f"expected a map of at least {context['min_length']}, found {shown(found)}"
@@ -124,8 +125,8 @@ def _expected(error: dict[str, Any], context: dict[str, Any]) -> str:
         hint = " (write it in quotes)"
     elif kind == "float_type" and isinstance(found, str) and re.fullmatch(r"[-+]?\d+e[-+]?\d+", found, re.IGNORECASE):
         hint = " (text, as PyYAML reads numbers without a dot: give the file's name, or float(…))"
-    wanted = re.sub(r"\b(True|False)\b", lambda word: word[0].lower(), _known()["expected"][kind].format(**context))
-    return f"expected {wanted}, found {shown(found)}{hint}"
+    expected = re.sub(r"\b(True|False)\b", lambda word: word[0].lower(), _texts()["expected"][kind].format(**context))
+    return f"expected {expected}, found {shown(found)}{hint}"
 
 
 def _names(found: dict[str, Any] | str) -> list[str]:
@@ -135,7 +136,7 @@ def _names(found: dict[str, Any] | str) -> list[str]:
 def _unknown(location: Location, value: object) -> str:
     name = str(location[-1])
     keys = _without_tags(location)
-    around = "".join("<i>." if isinstance(key, int) else f"{key}." for key in keys[:-1])  # as paths of keys begin
+    around = "".join("<i>." if isinstance(key, int) else f"{key}." for key in keys[:-1])  # as in schema paths
     message = f"unknown key '{dotted(keys)}'"
     elsewhere = paths_of(name, around)
     exact = any(name in names for names in _other_names()) or any(path.startswith(around) for path in elsewhere)
@@ -149,41 +150,42 @@ def _unknown(location: Location, value: object) -> str:
 
 
 def paths_of(name: str, around: str = "") -> list[str]:
-    """The paths of keys of this name, or of the one that other libraries call so.
+    """Return the paths of the keys called `name`, here or in other libraries.
 
-    Those below `around` come first, and those of datasets for validation and test after those of the training data.
+    Paths below `around` come first, and datasets for validation and test after the training data.
     """
     paths = paths_by_name().get(_other_names()[0].get(name, name), [])
     return sorted(paths, key=lambda path: (not path.startswith(around), "_datasets." in path))
 
 
 def _space_missing(text: str, location: Location) -> str:
-    """A hint for ``train_steps:100``, which YAML takes for one word; empty if that is not the problem."""
+    """Return a hint for ``train_steps:100``, which YAML reads as one word; empty if that is not the problem."""
     key, colon, value = text.partition(":")
     known = bool(colon) and (key in siblings(location) or key in paths_by_name())
     return f"; write '{key}: {value}', with a space after the colon" if known else ""
 
 
 def _mixed_variants(location: Location, extra: list[Location], document: Document) -> str:
-    """One line for a map with keys of two variants, for example after an override."""
+    """Return one line for a map with keys of two variants, for example after an override."""
     around = location[:-1]
     other = owner(around, str(location[-1]))
-    foreign = [str(each[-1]) for each in extra if each[:-1] == around and owner(around, str(each[-1])) == other]
+    unknown = [str(extra_key[-1]) for extra_key in extra if extra_key[:-1] == around]
+    foreign = [name for name in unknown if owner(around, name) == other]
     keys = _without_tags(around)
-    own = {name: value for name, value in document.get(*keys).items() if name in siblings(around)}
+    valid = {name: value for name, value in document.get(*keys).items() if name in siblings(around)}
     overriding = [name for name in foreign if document.place((*keys, name)).startswith("override ")]
-    keep = {name: document.get(*keys, name) for name in overriding} or own
-    theirs, ours = (", ".join(f"'{name}'" for name in names) for names in (foreign, own))
+    keep = {name: document.get(*keys, name) for name in overriding} or valid
+    foreign_names, valid_names = (", ".join(f"'{name}'" for name in names) for names in (foreign, valid))
     message = (
-        f"{dotted(keys)}: {theirs} {'belongs' if len(foreign) == 1 else 'belong'} to the variant "
-        f"{str(other).strip('()')}, but {ours or 'the rest'} makes this {str(around[-1]).strip('()')}; "
+        f"{dotted(keys)}: {foreign_names} {'belongs' if len(foreign) == 1 else 'belong'} to the variant "
+        f"{str(other).strip('()')}, but {valid_names or 'the rest'} makes this {str(around[-1]).strip('()')}; "
         f"to switch, set the complete map: {dotted(keys)}={inline(keep)}"
     )
     return document.at((*keys, foreign[0]), message)
 
 
 def shown(value: object) -> str:
-    """A value as written in YAML, abbreviated."""
+    """Return a value as written in YAML, abbreviated."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     if isinstance(value, dict):

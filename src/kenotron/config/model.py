@@ -1,4 +1,4 @@
-"""`model`: its architecture, its initial weights, and its compute dtype."""
+"""`model`: the architecture, the initial weights, and the compute dtype."""
 
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
@@ -6,7 +6,7 @@ from pydantic import Field, Tag
 
 from kenotron.config.architecture import Architecture
 from kenotron.config.decoder import DecoderArchitecture
-from kenotron.config.section import LocalPath, Section, also_called, by_rule, has, key, our_key, upper_case
+from kenotron.config.section import LocalPath, Section, also_called, by_rule, has_key, key, our_key, upper_case
 
 
 class RandomInit(Section):
@@ -23,7 +23,7 @@ class RandomInit(Section):
 class SpectralInit(Section):
     """nanotron's spectral µTransfer: an initialization and a learning rate for each matrix, by its shape alone."""
 
-    std: ClassVar[float] = 1.0  # of which `models.parametrization` has the factors
+    std: ClassVar[float] = 1.0  # `models.parametrization` multiplies it by a factor for each matrix
     scaling_method: ClassVar[str] = "NONE"
     use_mup: Literal[True] = key("Select it. Its authors advise against it above 350M; see model.parametrization.")
     mup_factors: Literal["fused", "per_matrix"] = our_key(
@@ -40,8 +40,8 @@ class ExistingCheckpointInit(Section):
 def _choose_init(value: Any) -> str | None:
     if not isinstance(value, dict | RandomInit | SpectralInit | ExistingCheckpointInit):
         return None
-    found = [tag for name, tag in _INIT_TAGS.items() if has(value, name)]
-    return found[-1] if found else None
+    tags = [tag for name, tag in _INIT_TAGS.items() if has_key(value, name)]
+    return tags[-1] if tags else None
 
 
 # The key that selects the variant. With keys of several variants the last wins, and the others are errors.
@@ -56,7 +56,7 @@ InitMethod = Annotated[
 
 
 class Parametrization(Section):
-    """Initialization and steps relative to a model of another size, whose learning rate is then this one's, too."""
+    """Scale initialization and updates relative to a base model, so that its learning rate suits this model, too."""
 
     kind: Literal["mup", "completep"] = our_key("mup: for another width; completep: for another depth as well.")
     base_width: int = our_key("hidden_size of the model that the learning rate was found with.", ge=1)
@@ -64,41 +64,41 @@ class Parametrization(Section):
 
 
 class Headless(Section):
-    """The next token among a batch's own tokens, by their embeddings (Godey et al., 2023); no product with all."""
+    """The headless loss (Godey et al., 2023): predict a token's embedding among those of the batch, without logits."""
 
     name: Literal["headless"] = our_key("Selects the headless loss.")
     negatives: Literal["sequence", "block", "batch", "micro_batch"] = our_key(
-        "Tokens that the next one is told from: those of the sequence, of block_size neighbours in it, or of the "
-        "global batch; micro_batch makes the loss depend on micro_batch_size and dp.",
+        "Candidates for the next token: the tokens of the sequence, of a block of block_size neighbours in it, or of "
+        "the global batch; micro_batch makes the loss depend on micro_batch_size and dp.",
         "sequence",
     )
     block_size: int | None = our_key("Tokens of a block; divides sequence_length.", None, ge=2)
     temperature: float = our_key("Scores are divided by it.", 1.0, gt=0)
 
     def tokens_of_a_set(self, sequences: int, length: int) -> int | None:
-        """How many tokens of a micro-batch a token is told from; None: all of the vocabulary."""
+        """Return the number of candidates for the next token, or None with `negatives` batch."""
         sizes = {"sequence": length, "block": self.block_size, "micro_batch": sequences * length}
         return sizes.get(self.negatives)
 
 
 class Distillation(Section):
-    """The next token as a teacher sees it (Hinton et al., 2015), beside what it was; both in fp32."""
+    """Knowledge distillation (Hinton et al., 2015): the divergence from a teacher, and cross entropy, both in fp32."""
 
     name: Literal["distillation"] = our_key("Selects distillation.")
     teacher: str = our_key("Checkpoint, or Hugging Face folder or hub name, of a model of the same vocabulary.")
     weight: float = our_key(
-        "Part of the distance from the teacher in the loss; the rest is cross entropy.", 0.5, gt=0, le=1
+        "Weight of the divergence from the teacher in the loss; cross entropy has the rest.", 0.5, gt=0, le=1
     )
-    temperature: float = our_key("Logits of both are divided by it in the distance.", 1.0, gt=0)
+    temperature: float = our_key("The divergence is that of the logits of both divided by this.", 1.0, gt=0)
     top_k: int | None = our_key(
-        "Learn the probabilities of the teacher's so many most probable tokens, and of all others together; null: of "
-        "every token.",
+        "Number of the teacher's most probable tokens to learn, with all other tokens counted as one; null: every "
+        "token.",
         None,
         ge=1,
     )
     cache: LocalPath | None = our_key(
-        "Folder that keeps the teacher's answers, top_k of each token, by sample: the teacher reads each once, for "
-        "all runs with the same data, seed and batch. null: in every run.",
+        "Folder to cache the teacher's top_k probabilities of every sample in, so that the teacher reads it once for "
+        "all runs with the same data, seed and batch. null: no cache.",
         None,
     )
 
@@ -164,6 +164,6 @@ class Model(Section):
 
     @property
     def decoder(self) -> DecoderArchitecture:
-        """The architecture of a model that can be built: supported, and no longer a reference to Hugging Face."""
+        """The architecture of a model that can be built: supported, and with references to Hugging Face resolved."""
         assert isinstance(self.architecture, DecoderArchitecture), "an architecture that was refused or not resolved"
         return self.architecture

@@ -24,7 +24,7 @@ _FACTORY_TAGS = {name: f"({name})" for name in ("adamW", "sgd", "lion", "muon", 
 
 
 def _any_case(value: Any) -> Any:
-    """`AdamW` and `adamw` are `adamW`."""
+    """Return `adamW` for `AdamW` and `adamw`, and so on; other values stay as they are."""
     names = {name.lower(): name for name in _FACTORY_TAGS}
     return names.get(value.lower(), value) if isinstance(value, str) else value
 
@@ -54,7 +54,7 @@ class SGD(Section):
 
 
 class Lion(Section):
-    """The sign of interpolated momentum (Chen et al., 2023): half of Adam's state, a tenth to a third of its rate."""
+    """The sign of interpolated momentum (Chen et al., 2023); half of Adam's state, a tenth to a third of its rate."""
 
     name: Annotated[Literal["lion"], ANY_CASE] = our_key("Selects Lion.", "lion")
     lion_beta1: float = our_key("Weight of the momentum in the direction of a step.", 0.9, ge=0, lt=1)
@@ -100,9 +100,9 @@ TORCH = ("Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "ASGD", "NAdam", 
 
 
 def _dotted(name: Any) -> Any:
-    """`rmsprop` and `RMSprop` are torch.optim.RMSprop."""
-    found = [each for each in TORCH if isinstance(name, str) and each.lower() == name.lower()]
-    return f"torch.optim.{found[0]}" if found else name
+    """Return ``torch.optim.RMSprop`` for `rmsprop` and `RMSprop`, and so on; other names stay as they are."""
+    matches = [optimizer for optimizer in TORCH if isinstance(name, str) and optimizer.lower() == name.lower()]
+    return f"torch.optim.{matches[0]}" if matches else name
 
 
 class CustomOptimizer(Section):
@@ -117,11 +117,10 @@ class CustomOptimizer(Section):
 
 def _choose_factory(value: Any) -> str | None:
     if not isinstance(value, dict):
-        return _FACTORY_TAGS.get(getattr(value, "name", "")) or (
-            "(custom)" if isinstance(value, CustomOptimizer) else None
-        )
+        tag = _FACTORY_TAGS.get(getattr(value, "name", ""))
+        return "(custom)" if tag is None and isinstance(value, CustomOptimizer) else tag
     name = value.get("name")
-    if name is None:  # nanotron's rule: the Adam keys make it AdamW, nothing makes it SGD
+    if name is None:  # nanotron's rule: AdamW if there are Adam's keys, else SGD
         return "(adamW)" if any(k in value for k in _AdamKeys.model_fields) else "(sgd)"
     if isinstance(name, str) and "." in _dotted(name):
         return "(custom)"
@@ -198,7 +197,7 @@ class LearningRateScheduler(Section):
         return self.learning_rate if self.min_decay_lr is None else self.min_decay_lr
 
     def decay_steps(self, train_steps: int) -> int:
-        """`lr_decay_steps`, with its default for a run of `train_steps` filled in."""
+        """Return `lr_decay_steps`, with its default for a run of `train_steps` filled in."""
         return max(train_steps - self.decay_start, 0) if self.lr_decay_steps is None else self.lr_decay_steps
 
 
@@ -220,7 +219,7 @@ class ParamGroup(Section):
 
 
 class Spikes(Section):
-    """Steps whose loss or gradient norm is far above those before them change no weight."""
+    """Skip the update of a step whose loss or gradient norm is far above that of the steps before."""
 
     z_score: float = our_key("A spike is this many standard deviations above the window's mean.", 6.0, gt=0)
     window: int = our_key("Previous steps that a step is compared with; before that many, no check.", 128, ge=2)
@@ -248,7 +247,7 @@ class Optimizer(Section):
         "Round updates of bf16 weights up or down at random, in proportion: small ones are not lost. For adamW.", False
     )
     ema_decay: float | None = our_key(
-        "Keep a moving average of the weights, of which each step's are 1 - ema_decay; null: none.", None, gt=0, lt=1
+        "Decay of an exponential moving average of the weights; null: keep none.", None, gt=0, lt=1
     )
     learning_rate_scheduler: LearningRateScheduler = key("The learning rate over time.")
     weight_decay_exclude_named_params: list[Regex] | None = key(
@@ -264,21 +263,21 @@ class Optimizer(Section):
     spikes: Spikes | None = our_key("Skip steps with spikes of loss or gradient norm; null: never.", None)
 
     def group_of(self, name: str) -> ParamGroup:
-        """The settings of the parameter `name`: of the first pattern that is found in it, or the defaults."""
-        found = (rule for rule in self.param_groups or () if re.search(rule.pattern, name))
-        return next(found, ParamGroup(pattern=""))
+        """Return the first group whose pattern matches the parameter `name`, or a group of defaults."""
+        matches = (group for group in self.param_groups or () if re.search(group.pattern, name))
+        return next(matches, ParamGroup(pattern=""))
 
     @property
     def factories(self) -> list[tuple[str, OptimizerFactory]]:
-        """Every update rule with its key: that of all parameters, then those of groups."""
+        """(config key, update rule) of all parameters, then of the groups that have their own."""
         return [("optimizer.optimizer_factory", self.optimizer_factory), *self._of_groups("optimizer_factory")]
 
     @property
     def schedules(self) -> list[tuple[str, LearningRateScheduler]]:
-        """Every schedule with its key: that of all parameters, then those of groups."""
+        """(config key, schedule) of all parameters, then of the groups that have their own."""
         key = "learning_rate_scheduler"
         return [(f"optimizer.{key}", self.learning_rate_scheduler), *self._of_groups(key)]
 
     def _of_groups(self, name: str) -> list[tuple[str, Any]]:
-        found = [getattr(rule, name) for rule in self.param_groups or ()]
-        return [(f"optimizer.param_groups.{i}.{name}", value) for i, value in enumerate(found) if value is not None]
+        values = [getattr(group, name) for group in self.param_groups or ()]
+        return [(f"optimizer.param_groups.{i}.{name}", value) for i, value in enumerate(values) if value is not None]

@@ -1,4 +1,4 @@
-"""What a command line lays over a config: a dotted path, `=`, and a YAML value; or another YAML file.
+"""Apply the overrides of a command line to a config: a dotted path, `=`, and a YAML value; or another YAML file.
 
 tokens.train_steps=100    data_stages.0.data.seed=1    model.init_method={path: checkpoints/100}    data.yaml
 """
@@ -8,36 +8,36 @@ from kenotron.config.errors import InputError
 
 
 def is_file(text: str) -> bool:
-    """Whether `text` is the name of a YAML file, and not ``path=value``."""
+    """Return whether `text` is the name of a YAML file rather than ``path=value``."""
     return "=" not in text and text.endswith((".yaml", ".yml"))
 
 
 VARIANTS = {"optimizer_factory": ["name"], "loss": ["name"], "init_method": ["path", "use_mup", "std"]}
-"""Sections that have variants, and the keys by which one is chosen."""
+"""Section with variants → the keys that select one."""
 
 
 def merge(document: Document, other: Document, keys: Keys = ()) -> None:
-    """Lay `other` over `document` at `keys`: maps are joined, anything else takes the place of what is there.
+    """Merge `other` into `document` below `keys`: maps are merged, other values are replaced.
 
-    So does a map that chooses another variant.
+    A map that selects another variant replaces the old map, too.
     """
     for name, value in other.get(*keys).items():
-        here = (*keys, name)
-        before = document.get(*here)
-        if isinstance(value, dict) and isinstance(before, dict) and not _is_another(name, value, before):
-            merge(document, other, here)
+        path = (*keys, name)
+        old = document.get(*path)
+        if isinstance(value, dict) and isinstance(old, dict) and not _selects_another(name, value, old):
+            merge(document, other, path)
         else:
-            document.put(here, value, other.place(here))
-            document.places |= {each: place for each, place in other.places.items() if each[: len(here)] == here}
+            document.put(path, value, other.place(path))
+            document.places |= {inner: place for inner, place in other.places.items() if inner[: len(path)] == path}
 
 
-def _is_another(section: object, new: dict[str, object], old: dict[str, object]) -> bool:
-    chosen = [key for key in VARIANTS.get(str(section), ()) if key in new]
-    return any(key not in old or (key == "name" and new[key] != old[key]) for key in chosen)
+def _selects_another(section: object, new: dict[str, object], old: dict[str, object]) -> bool:
+    selecting = [key for key in VARIANTS.get(str(section), ()) if key in new]
+    return any(key not in old or (key == "name" and new[key] != old[key]) for key in selecting)
 
 
 def apply(document: Document, text: str) -> None:
-    """Put one `path=value` into `document`; whether path and value are valid is checked with the complete config."""
+    """Apply one override `path=value` to `document`; path and value are validated later, with the complete config."""
     path, equals, value = text.partition("=")
     path = path.strip()
     if not equals or not path or not all(path.split(".")):

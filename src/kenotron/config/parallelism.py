@@ -2,20 +2,21 @@
 
     parallelism: {dp: 4, dp_shard: 2, pp: 2, tp: 2}     16 ranks: 2 stages x 2 replicas of 2 shards x tp 2
 
-`parallel.mesh` makes its axes from it; docs/parallelism.md explains each axis.
+`parallel.mesh` builds the axes; docs/parallelism.md explains each of them.
 """
 
 from __future__ import annotations
 
 import os
 from math import prod
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, Literal, Protocol, get_args
 
 from kenotron.config.errors import InputError
 from kenotron.config.section import Section, key, null_means, our_key, upper_case
 
-CONTIGUOUS_METHODS = ("ulysses", "state_passing")  # of context parallelism: a rank holds one part of a sequence
-PP_ENGINES = ("afab", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev")
+CONTIGUOUS_METHODS = ("ulysses", "state_passing")  # of context parallelism: a rank holds one contiguous part
+PPEngine = Literal["afab", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev"]
+PP_ENGINES: tuple[str, ...] = get_args(PPEngine)
 # Each rank holds one stage of the first half of the model and one of the second.
 V_ENGINES = ("zbv_zero_bubble", "dualpipev")
 # Backward is split in two; the weight gradients fill the bubbles.
@@ -24,19 +25,19 @@ STRATEGIES: dict[str, int | str] = {"ddp": 0, "fsdp_grad_op": 2, "fsdp": 3, "fsd
 
 
 def stays_on_cpu() -> bool:
-    """Whether ``KENOTRON_DEVICE=cpu`` keeps runs off the accelerator. Raises InputError for another value."""
-    found = os.environ.get("KENOTRON_DEVICE", "")
-    if found not in ("", "cpu"):
-        raise InputError(f"KENOTRON_DEVICE: expected cpu, or unset to use an accelerator where one is, found {found!r}")
-    return found == "cpu"
+    """Return whether ``KENOTRON_DEVICE=cpu`` keeps runs on the CPU. Raises InputError for another value."""
+    device = os.environ.get("KENOTRON_DEVICE", "")
+    if device not in ("", "cpu"):
+        raise InputError(f"KENOTRON_DEVICE: expected cpu, or unset to use an accelerator if any, found {device!r}")
+    return device == "cpu"
 
 
 class HasLayout(Protocol):
-    """A section with a layout: a run's config, or what generation is asked for."""
+    """An object with a layout: the config of a run, or a request for generation."""
 
     @property
     def parallelism(self) -> Parallelism:
-        """Degrees of every axis."""
+        """The degrees of all axes."""
 
     @property
     def zero_stage(self) -> int | str:
@@ -44,7 +45,7 @@ class HasLayout(Protocol):
 
     @property
     def expert_sizes(self) -> tuple[int, ...]:
-        """The dimensions of stacked experts on a rank, before ZeRO splits them; empty where there are none."""
+        """The dimensions of the stacked experts of a rank, before ZeRO shards them; empty if there are none."""
 
 
 class Parallelism(Section):
@@ -67,10 +68,7 @@ class Parallelism(Section):
     )
     pp: int = key("Pipeline stages.", 1, ge=1)
     tp: int = key("Tensor-parallel ranks that each split weight is divided over.", 1, ge=1)
-    pp_engine: Annotated[
-        Literal["afab", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev"],
-        null_means("afab"),
-    ] = key(
+    pp_engine: Annotated[PPEngine, null_means("afab")] = key(
         "Pipeline schedule: all forward then all backward, one forward one backward, or a schedule with several stages "
         "per rank. No effect at pp 1.",
         "afab",
@@ -116,15 +114,15 @@ class Parallelism(Section):
 
     @property
     def world_size(self) -> int:
-        """Number of processes of the layout."""
+        """The number of processes of the layout."""
         return prod(self.degrees.values())
 
     @property
     def degrees(self) -> dict[str, int]:
-        """The degrees whose product is the number of processes, by short name."""
+        """Short name → degree, for the axes whose product is the number of processes."""
         return {"dp": self.dp, "pp": self.pp, "tp": self.tp, "cp": self.context_parallel_size}
 
     @property
     def stages_per_rank(self) -> int:
-        """Pipeline stages on each rank."""
+        """The number of pipeline stages on each rank."""
         return self.pp_stages_per_rank or (1 if self.pp_engine in ("afab", "1f1b") else 2)

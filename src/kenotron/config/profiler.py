@@ -25,5 +25,5 @@ class Profiler(Section):
 
     @property
     def steps(self) -> int:
-        """Number of steps that the complete trace needs."""
+        """The number of steps that the complete trace needs."""
         return self.skip_first + self.repeat * (self.wait + self.warmup + self.active)

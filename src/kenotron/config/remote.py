@@ -20,5 +20,5 @@ class RemoteData(Section):
 
 
 def is_remote(path: object) -> bool:
-    """Whether a path, in a config for example, is a URL."""
+    """Return whether a path is a URL."""
     return "://" in str(path)

@@ -1,7 +1,7 @@
-"""Whether two configs describe the same run, and the name of a run.
+"""Compare two configs: do they describe the same run? Also fill in the name of a run.
 
-A run that was stopped after step 10 of 15 may resume with 30 steps, on another layout or with other intervals,
-and is the same run; with another weight decay it would be a different run:
+A run that was stopped after step 10 of 15 may resume with 30 steps, on another layout or with other intervals, and is
+still the same run; with another weight decay it would be a different run:
 
     >>> same_run_difference(config, load("my.yaml", ["tokens.train_steps=30"]))
     >>> same_run_difference(config, load("my.yaml", ["optimizer.weight_decay=0.1"]))
@@ -10,7 +10,7 @@ and is the same run; with another weight decay it would be a different run:
 With `lr_decay_steps: null` the learning rate decays until the end of the run: if such a run is extended, it gets
 the schedule of the longer run, and is still the same run.
 
-Only stages of `data_stages` that have begun at the step of the resume are compared: later ones may be edited.
+Only stages of `data_stages` that have begun at the step of the resume are compared; later stages may be edited.
 """
 
 import math
@@ -53,9 +53,9 @@ Difference = tuple[str, Any, Any]
 
 
 def same_run_difference(before: Config, config: Config, step: int | None = None) -> Difference | None:
-    """The first key that makes `config` a different run from `before`, with both values; None if it is the same run.
+    """Return the first key that makes `config` a different run from `before`, with both values, or None.
 
-    `step` is the step of the checkpoint whose config is `before`, None for the last.
+    `step` is the step of the checkpoint whose config is `before`; None compares all stages.
     """
     same_batch = before.global_batch_size == config.global_batch_size
     for path, old, new in diff(before, config):
@@ -71,7 +71,7 @@ def same_run_difference(before: Config, config: Config, step: int | None = None)
 
 
 def same_batch_overrides(config: Config, dp: int) -> list[str]:
-    """Overrides that divide the micro-batches of `config` so that `dp` replicas have its global batch.
+    """Return overrides of the micro-batches with which `dp` replicas have the global batch of `config`.
 
     A global batch of 8 in micro-batches of 8, on two replicas: ``tokens.micro_batch_size=4
     tokens.batch_accumulation_per_replica=1``. Raises InputError if `dp` does not divide the global batch.
@@ -88,44 +88,48 @@ def same_batch_overrides(config: Config, dp: int) -> list[str]:
 
 
 def past_stage_difference(before: Config, config: Config, step: int | None) -> Difference | None:
-    """The first difference between the stages that have begun at `step` (None: all), with both values."""
+    """Return the first difference between the stages that have begun at `step` (None: all), with both values."""
     return _first_difference(_stages(before, step, begun=True), _stages(config, step, begun=True))
 
 
 def edited_stages(before: Config, config: Config, step: int) -> list[str]:
-    """Names of the stages after `step` that were changed, added or removed."""
-    saved, now = (_stages(each, step, begun=False) for each in (before, config))
-    names = {stage.start_training_step: stage.name for each in (before, config) for stage in each.data_stages}
-    starts = sorted({*saved, *now})
-    sides = ([{s: side[s]} if s in side else {} for side in (saved, now)] for s in starts)
-    return [names[start] for start, (old, new) in zip(starts, sides) if _first_difference(old, new)]
+    """Return the names of the stages after `step` that were changed, added or removed."""
+    old, new = _stages(before, step, begun=False), _stages(config, step, begun=False)
+    names = {stage.start_training_step: stage.name for stage in [*before.data_stages, *config.data_stages]}
+    starts = sorted({*old, *new})
+    return [names[start] for start in starts if _first_difference(_only(old, start), _only(new, start))]
 
 
 Stages = dict[int, tuple[int, dict[str, Any]]]
 
 
 def _stages(config: Config, step: int | None, begun: bool) -> Stages:
-    """Stages that have begun at `step`, or those that have not: first step → (index, what determines their data)."""
-    found: Stages = {}
+    """Return first step → (index, keys that determine the data), for stages that have `begun` at `step` or have not."""
+    stages: Stages = {}
     for number, (stage, content) in enumerate(zip(config.data_stages, to_dict(config)["data_stages"])):
         content["sequence_length"] = stage.sequence_length or config.tokens.sequence_length
         content.pop("name")
         if (step is None or stage.start_training_step <= step) == begun:
-            found[stage.start_training_step] = (number, content)
-    return found
+            stages[stage.start_training_step] = (number, content)
+    return stages
+
+
+def _only(stages: Stages, start: int) -> Stages:
+    return {start: stages[start]} if start in stages else {}
 
 
 def _first_difference(before: Stages, now: Stages) -> Difference | None:
     for start in sorted({*before, *now}):
         if start not in before or start not in now:
             number, _ = before[start] if start in before else now[start]
-            old, new = (start if start in side else None for side in (before, now))
+            old, new = (start if start in stages else None for stages in (before, now))
             return f"data_stages.{number}.start_training_step", old, new
         number, saved = before[start]
-        _, given = now[start]
-        if (kind := _of_its_kind(saved, given)) and (other := _of_its_kind(given, saved)):
-            return f"data_stages.{number}.data.dataset", kind, other
-        left, right = (dict(flatten(side, f"data_stages.{number}")) for side in (saved, given))
+        _, current = now[start]
+        removed, added = _dataset_keys_only_in(saved, current), _dataset_keys_only_in(current, saved)
+        if removed and added:  # a dataset of another kind
+            return f"data_stages.{number}.data.dataset", removed, added
+        left, right = (dict(flatten(stage, f"data_stages.{number}")) for stage in (saved, current))
         for difference in differences(left, right):
             if not _is_free(difference[0]):
                 return difference
@@ -137,11 +141,11 @@ def _is_free(path: str) -> bool:
 
 
 def _within(path: object, folder: str) -> bool:
-    """Whether `path` is among the run's own checkpoints: it resumes from those anyway."""
+    """Return whether `path` is among the run's own checkpoints, from which it resumes in any case."""
     return isinstance(path, str) and Path(path).absolute().is_relative_to(Path(folder).absolute())
 
 
-def _of_its_kind(stage: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """The keys of a stage's dataset that the other, a dataset of another kind, does not have."""
-    mine, others = stage["data"]["dataset"] or {}, other["data"]["dataset"] or {}
-    return {key: value for key, value in mine.items() if key not in others and value is not None}
+def _dataset_keys_only_in(stage: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys of a stage's dataset, except null ones, that the dataset of the other stage does not have."""
+    dataset, other_keys = stage["data"]["dataset"] or {}, other["data"]["dataset"] or {}
+    return {key: value for key, value in dataset.items() if key not in other_keys and value is not None}

@@ -1,4 +1,4 @@
-"""What a plain scalar of our YAML is: `1e-5` is a float, `12:30:00` and `2026-01-01` are text, `010` is not octal."""
+"""The rules for plain scalars in YAML: `1e-5` is a float, `12:30:00` and `2026-01-01` are text, `010` is not octal."""
 
 import re
 
@@ -6,7 +6,7 @@ import yaml
 
 
 class Loader(yaml.SafeLoader):
-    """SafeLoader with our own rules for plain scalars."""
+    """A SafeLoader with these rules for plain scalars."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012
 

@@ -1,9 +1,9 @@
-"""The schema as data: every key with its type, default and description, from the models.
+"""The schema as data: every key with its type, default and description, taken from the models.
 
     >>> [row.path for row in rows() if row.path.endswith("lr_warmup_steps")]
     ['optimizer.learning_rate_scheduler.lr_warmup_steps']
 
-Error messages take valid names from here, the config reference its tables, tests their lists of keys.
+Error messages use it for valid names, the config reference for its tables, tests for their lists of keys.
 """
 
 import json
@@ -29,7 +29,7 @@ from kenotron.config.section import Section
 
 @dataclass(frozen=True)
 class Row:
-    """One key. `path` is dotted, with `<i>` for an index of a list and `<name>` for a key of a map."""
+    """A key. `path` is dotted, with `<i>` for an index of a list and `<name>` for a key of a map."""
 
     path: str
     name: str
@@ -38,20 +38,20 @@ class Row:
 
 
 def is_tag(part: str | int) -> bool:
-    """Whether a part of an error's location is the tag of a variant."""
+    """Return whether a part of an error's location is the tag of a variant."""
     return isinstance(part, str) and part.startswith("(") and part.endswith(")")
 
 
 def kinds(annotation: Any, tag: str = "") -> Iterator[tuple[str, Any]]:
-    """The alternatives of a type, each with its tag ("" without one)."""
+    """Yield (tag, type) for the alternatives of a type; the tag is "" if it has none."""
     origin = get_origin(annotation)
     if origin is Annotated:
         inner, *metadata = get_args(annotation)
         tags = [m.tag for m in metadata if isinstance(m, Tag)]
         yield from kinds(inner, tags[0] if tags else tag)
     elif origin in (Union, UnionType):
-        for each in get_args(annotation):
-            yield from kinds(each, tag)
+        for alternative in get_args(annotation):
+            yield from kinds(alternative, tag)
     elif annotation is Architecture:
         yield from kinds(architecture_variants(), tag)
     else:
@@ -59,7 +59,7 @@ def kinds(annotation: Any, tag: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def sections(annotation: Any, below: str = "") -> Iterator[tuple[str, str, type[Section]]]:
-    """Sections inside a type: (path below the key, tag, section)."""
+    """Yield (path below the key, tag, section) for the sections inside a type."""
     for tag, kind in kinds(annotation):
         if isinstance(kind, type) and issubclass(kind, Section):
             yield below, tag, kind
@@ -70,14 +70,14 @@ def sections(annotation: Any, below: str = "") -> Iterator[tuple[str, str, type[
 
 
 def fields(section: type[Section]) -> Iterator[tuple[str, FieldInfo]]:
-    """The YAML keys of a section, with their fields."""
+    """Yield (YAML key, field) for the keys of a section."""
     for name, field in section.model_fields.items():
         if section is not HFArchitecture or name == "hf":
             yield field.alias or name, field
 
 
 def rows(section: type[Section] = Config, prefix: str = "") -> Iterator[Row]:
-    """Every key below `section`, in schema order."""
+    """Yield every key below `section`, in schema order."""
     for name, field in fields(section):
         path = prefix + name
         yield Row(path, name, section, field)
@@ -86,18 +86,18 @@ def rows(section: type[Section] = Config, prefix: str = "") -> Iterator[Row]:
 
 
 def section_at(location: Sequence[str | int]) -> type[Section] | None:
-    """The section at one of pydantic's locations (keys, indices and tags), or None."""
+    """Return the section at one of pydantic's locations (keys, indices and tags), or None."""
     current: Any = Config
     for part in location:
-        options = [kind for _, kind in kinds(current)]
         if is_tag(part):
-            current = next((kind for tag, kind in kinds(current) if tag == part), None)
+            types = [kind for tag, kind in kinds(current) if tag == part]
         elif isinstance(part, int):
-            current = next((get_args(kind)[0] for kind in options if get_origin(kind) is list), None)
+            types = [get_args(kind)[0] for _, kind in kinds(current) if get_origin(kind) is list]
         else:
-            current = next((_below(kind, part) for kind in options if _below(kind, part) is not None), None)
-    found = [kind for _, kind in kinds(current) if isinstance(kind, type) and issubclass(kind, Section)]
-    return found[0] if len(found) == 1 else None
+            types = [inner for _, kind in kinds(current) if (inner := _below(kind, part)) is not None]
+        current = types[0] if types else None
+    matches = [kind for _, kind in kinds(current) if isinstance(kind, type) and issubclass(kind, Section)]
+    return matches[0] if len(matches) == 1 else None
 
 
 def _below(kind: Any, name: str) -> Any:
@@ -107,7 +107,7 @@ def _below(kind: Any, name: str) -> Any:
 
 
 def siblings(location: Sequence[str | int]) -> set[str]:
-    """Valid keys of the section at a location."""
+    """Return the valid keys of the section at a location."""
     section = section_at(location)
     if section is HFArchitecture:
         return {"hf"}.union(*map(yaml_keys, built_in_sections().values()))
@@ -115,7 +115,7 @@ def siblings(location: Sequence[str | int]) -> set[str]:
 
 
 def owner(location: Sequence[str | int], name: str) -> str | None:
-    """The tag of another variant of the key at `location` that has the key `name`, or None."""
+    """Return the tag of another variant of the key at `location` that has the key `name`, or None."""
     if not location or not is_tag(location[-1]):
         return None
     parent = section_at(location[:-2])
@@ -128,16 +128,16 @@ def owner(location: Sequence[str | int], name: str) -> str | None:
 
 @lru_cache(maxsize=1)
 def paths_by_name() -> dict[str, list[str]]:
-    """Key name → the dotted paths that end in it."""
-    found: dict[str, list[str]] = {}
+    """Return key name → the dotted paths that end in it."""
+    paths: dict[str, list[str]] = {}
     for row in rows():
-        if row.path not in found.setdefault(row.name, []):
-            found[row.name].append(row.path)
-    return found
+        if row.path not in paths.setdefault(row.name, []):
+            paths[row.name].append(row.path)
+    return paths
 
 
 def json_schema() -> dict[str, Any]:
-    """JSON schema of a config file, for editors."""
+    """Return the JSON schema of a config file, for editors."""
     return Config.model_json_schema(by_alias=True) | {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "Kénotron config",
@@ -145,5 +145,5 @@ def json_schema() -> dict[str, Any]:
 
 
 def json_schema_text() -> str:
-    """`json_schema` as indented JSON."""
+    """Return `json_schema` as indented JSON."""
     return json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n"

@@ -1,18 +1,18 @@
 """The base of every section of the schema: strict pydantic models with a description per field.
 
 A section is a frozen model that forbids unknown keys and converts only integers to floats. Its fields are made
-by `key`, which takes the description that the generated reference prints, or by `our_key`, if nanotron has none such:
+by `key`, which takes the description for the generated reference, or by `our_key`, if nanotron does not have the key:
 
     class Tokens(Section):
         train_steps: int = key("Optimizer steps of the whole run.", ge=1)
         val_samples: int | None = our_key("Cap on the held-out sequences of one validation.", None)
 
-A check across several fields raises `problem`, which names the key to change:
+A check of several fields raises `problem`, which names the key to change:
 
     raise problem("train_steps", "expected at least 10 steps, found 5")
 
-Variants of one key (`init_method`, `dataset`, …) are distinguished by a function from value to tag, never by
-trying one after the other. Tags look like ``(random)``, so that they differ from keys in an error's location.
+Variants of one key (`init_method`, `dataset`, …) are distinguished by a function from value to tag, not by trying one
+after the other. Tags look like ``(random)`` to differ from keys in an error's location.
 """
 
 import os
@@ -33,8 +33,8 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 OURS = "Kénotron"  # not in nanotron
 EXPORT = "export only"  # written to the Hugging Face export, no effect on training
-NO_EFFECT = "no effect"  # accepted for nanotron's files; there is nothing here that it could change
-RECORD = "record"  # written to the config in a checkpoint; read by people and tools
+NO_EFFECT = "no effect"  # accepted because nanotron's files have it
+RECORD = "record"  # written to the config in a checkpoint, for people and tools
 
 
 class Section(BaseModel):
@@ -45,7 +45,7 @@ class Section(BaseModel):
     )
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Always an error: a changed config is a new one, so that all its values have been checked."""
+        """Raise AttributeError, because every value of a config must have been validated."""
         new = value if isinstance(value, str | int | float) else "…"
         raise AttributeError(
             f"a config is not changed in place; make a changed copy with the key's dotted path: "
@@ -54,28 +54,28 @@ class Section(BaseModel):
 
 
 def key(description: str, default: Any = ..., *, mark: str | None = None, **rules: Any) -> Any:
-    """A field with its description; without a default it is required."""
+    """Return a field with its description; without a default it is required."""
     return Field(default, description=description, json_schema_extra={"mark": mark} if mark else None, **rules)
 
 
 def our_key(description: str, default: Any = ..., **rules: Any) -> Any:
-    """A `key` that nanotron does not have."""
+    """Return a `key` that nanotron does not have."""
     return key(description, default, mark=OURS, **rules)
 
 
 def problem(path: str, message: str) -> PydanticCustomError:
-    """A failed check, at `path` below the section that raises it ("" for the section itself)."""
+    """Return the error for a failed check, at `path` below the section that raises it ("" for the section itself)."""
     return PydanticCustomError("check", "{path}: {message}", {"path": path, "message": message})
 
 
 class _Context(dict[str, Any]):
-    """Hashable, as `typing` wants the parts of an annotation to be."""
+    """A hashable dict, because `typing` hashes the parts of an annotation."""
 
     __hash__ = object.__hash__  # type: ignore[assignment]
 
 
 def by_rule(choose: Callable[[Any], str | None], expected: str, keys: Iterable[str] = ()) -> Discriminator:
-    """Choose a variant by its tag from `choose`; None means that the value is none of them.
+    """Return a discriminator: `choose` returns the tag of the variant of a value, or None if it is no variant.
 
     `expected` completes the message "expected …"; `keys` are the names to suggest for a misspelt one.
     """
@@ -88,7 +88,7 @@ def by_rule(choose: Callable[[Any], str | None], expected: str, keys: Iterable[s
 
 
 class _Spelling:
-    """A value with more spellings than the one that is stored."""
+    """The spellings that are accepted for a value in addition to the stored one."""
 
     def __init__(self, convert: Callable[[Any], Any], any_case: bool = False, names: Iterable[str] = ()) -> None:
         self.convert, self.any_case, self.names = convert, any_case, names
@@ -106,14 +106,14 @@ class _Spelling:
 
 
 def null_means(default: object) -> _Spelling:
-    """An explicit null means the default."""
+    """Accept null for the default."""
     return _Spelling(lambda value: default if value is None else value)
 
 
 def _expand_home(path: str) -> str:
     try:
         return os.path.expanduser(path)
-    except ValueError:  # no user has a NUL in its name
+    except ValueError:  # a NUL in the name of the user
         return path
 
 
@@ -122,7 +122,7 @@ LocalPath = Annotated[str, AfterValidator(_expand_home)]
 
 
 def upper_case(default: str) -> _Spelling:
-    """Names that are accepted in any case and stored in upper case, as in nanotron; null means the default."""
+    """Accept names in any case, and store them in upper case, as nanotron does; null means the default."""
 
     def convert(value: Any) -> Any:
         if value is None:
@@ -132,15 +132,15 @@ def upper_case(default: str) -> _Spelling:
     return _Spelling(convert, any_case=True)
 
 
-def has(value: Any, name: str) -> bool:
-    """Whether a variant, as a mapping or as a section, has this key."""
+def has_key(value: Any, name: str) -> bool:
+    """Return whether a variant, as a dict or as a section, has this key."""
     return name in value if isinstance(value, dict) else name in type(value).model_fields
 
 
 def also_called(names: dict[str, str], default: str, served: Iterable[str], expected: str) -> _Spelling:
-    """More names of a value, in any case (`names`: theirs → the stored one); null means `default`.
+    """Accept other names of a value in any case (`names`: other name → stored name); null means `default`.
 
-    A name that is neither one of them nor `served` is an error that says `expected`.
+    A name that is neither one of `names` nor `served` is an error, whose message has `expected`.
     """
 
     def convert(value: Any) -> Any:

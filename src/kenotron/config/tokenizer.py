@@ -28,7 +28,7 @@ class Tokenizer(Section):
     )
 
     @model_validator(mode="after")
-    def _one_origin(self) -> Self:
+    def _check_origin(self) -> Self:
         if self.train and self.tokenizer_name_or_path:
             raise problem("train", "expected either tokenizer_name_or_path or train, found both")
         if self.tokenizer_revision and not self.tokenizer_name_or_path:

@@ -15,7 +15,7 @@ def _never_or_positive(value: int) -> int:
     return value
 
 
-def _some(value: object) -> object:
+def _not_zero(value: object) -> object:
     if value == 0 and not isinstance(value, bool):
         raise PydanticCustomError(
             "expected", "a number above 0 (1e-9 holds out one document, or sample, and trains on all others)"
@@ -42,7 +42,7 @@ class Tokens(Section):
         None,
         ge=1,
     )
-    val_fraction: Annotated[float, BeforeValidator(_some)] = our_key(
+    val_fraction: Annotated[float, BeforeValidator(_not_zero)] = our_key(
         "Fraction of the documents that is held out, chosen by their hash (at least one of two or more documents). "
         "They are held out even if the run never validates.",
         0.005,
@@ -50,13 +50,13 @@ class Tokens(Section):
         lt=1,
     )
     val_datasets: list[PlainDataset] | None = our_key(
-        "Datasets to validate on, all of each; null: what is held out of the first stage.", None, min_length=1
+        "Datasets to validate on, each completely; null: the documents held out of the first stage.", None, min_length=1
     )
     limit_test_batches: int = key(
         "Global batches of test_datasets that the run is tested on after its last step; 0: none, -1: all.", 0, ge=-1
     )
     test_datasets: list[PlainDataset] | None = our_key(
-        "Datasets to test on, all of each, once: after the last step (limit_test_batches).", None, min_length=1
+        "Datasets to test on, each completely, once after the last step (limit_test_batches).", None, min_length=1
     )
 
     @property
@@ -66,6 +66,6 @@ class Tokens(Section):
 
     @property
     def evaluated(self) -> list[tuple[str, PlainDataset]]:
-        """The datasets to validate and to test on, each with its complete key."""
+        """(config key, dataset) of the datasets for validation, then for test."""
         lists = {"tokens.val_datasets": self.val_datasets, "tokens.test_datasets": self.test_datasets}
-        return [(f"{at}.{number}", each) for at, some in lists.items() for number, each in enumerate(some or ())]
+        return [(f"{key}.{i}", dataset) for key, datasets in lists.items() for i, dataset in enumerate(datasets or ())]

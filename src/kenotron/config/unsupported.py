@@ -1,6 +1,6 @@
-"""What a model family's keys, or the environment, ask for that is not implemented: refused by name, never ignored.
+"""Refuse keys of a model family, or of the environment, that are not implemented, instead of ignoring them.
 
-Unsupported keys of other sections are not in the schema; `unserved` lists them.
+Keys of other sections that are not implemented are not in the schema; `unserved` lists them.
 """
 
 from kenotron.config.config import Config
@@ -11,8 +11,8 @@ from kenotron.config.parallelism import stays_on_cpu
 def refuse_unsupported(config: Config) -> None:
     """Raise NotSupportedYet that names every key of the architecture that would otherwise have no effect.
 
-    Raises InputError for a device that no run takes, as `stays_on_cpu` does.
+    Raises InputError if KENOTRON_DEVICE is no device, as `stays_on_cpu` does.
     """
     stays_on_cpu()
-    if found := [f"model.model_config.{each}" for each in config.model.architecture.unsupported()]:
-        raise NotSupportedYet("; ".join(found))
+    if unsupported := [f"model.model_config.{setting}" for setting in config.model.architecture.unsupported()]:
+        raise NotSupportedYet("; ".join(unsupported))

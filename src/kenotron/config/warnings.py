@@ -1,4 +1,4 @@
-"""What a valid config says and probably does not mean: one line each, with the numbers.
+"""Warn of settings of a valid config that are probably mistakes, with one line each.
 
 >>> list(warnings_of(load("my.yaml", ["tokens.train_steps=20"])))      # doctest: +SKIP
 ['optimizer.learning_rate_scheduler.lr_warmup_steps is 50, tokens.train_steps only 20: the learning rate …']
@@ -14,7 +14,7 @@ HIGHEST_LEARNING_RATE = 1.0  # runs use 1e-5 to 5e-2
 
 
 def warnings_of(config: Config) -> Iterator[str]:
-    """The warnings about `config`, none of which stops a run."""
+    """Yield the warnings about `config`; none of them stops a run."""
     yield from _schedule(config)
     yield from _stages(config)
     yield from _length(config)
@@ -27,17 +27,17 @@ def warnings_of(config: Config) -> Iterator[str]:
 
 
 def amount(config: Config) -> str:
-    """``4.19M tokens a step, 2.1T in all``; at most that, where batches grow, or stages differ in length."""
+    """Format the tokens of a run: ``4.19M tokens a step, 2.1T in all``, or at most that if batches or lengths vary."""
     steps, batch, total = config.tokens.train_steps, config.global_batch_size, 0
     stages = sorted(config.data_stages, key=lambda stage: stage.start_training_step)
     ends = [stage.start_training_step for stage in stages[1:]] + [steps + 1]
     for stage, end in zip(stages, ends):
         length = stage.sequence_length or config.tokens.sequence_length
         total += max(0, min(end, steps + 1) - stage.start_training_step) * batch * length
-    grow = any(stage.batch_size_ramp for stage in config.data_stages)
-    most = "at most " if grow or len(set(config.sequence_lengths.values())) > 1 else ""
-    a_step = human_format(batch * max(config.sequence_lengths.values()))
-    return f"{most}{a_step} tokens a step, {'at most ' if grow else ''}{human_format(total)} in all"
+    grows = any(stage.batch_size_ramp for stage in config.data_stages)
+    at_most = "at most " if grows or len(set(config.sequence_lengths.values())) > 1 else ""
+    per_step = human_format(batch * max(config.sequence_lengths.values()))
+    return f"{at_most}{per_step} tokens a step, {'at most ' if grows else ''}{human_format(total)} in all"
 
 
 def _random_tokens(config: Config) -> Iterator[str]:
@@ -76,7 +76,7 @@ def _stages(config: Config) -> Iterator[str]:
 
 def _length(config: Config) -> Iterator[str]:
     architecture = config.model.architecture
-    name, length = max(config.sequence_lengths.items(), key=lambda each: each[1])
+    name, length = max(config.sequence_lengths.items(), key=lambda item: item[1])
     if isinstance(architecture, AttentionArchitecture) and length > architecture.longest_text:
         yield (
             f"{name} is {length}, but model_config.max_position_embeddings only "

@@ -1,4 +1,4 @@
-"""From `Config` to YAML, and the differences between two configs.
+"""Write a `Config` as YAML, and compare two configs.
 
     >>> print(dump(config))
     general:
@@ -20,7 +20,7 @@ from kenotron.config.scalars import Loader
 
 
 class _Missing:
-    """In a difference: the value of a key that one side does not have."""
+    """The value in a difference of a key that one side does not have."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -32,11 +32,11 @@ class _Missing:
 ABSENT, OTHER = _Missing("(absent)"), _Missing("something else")
 
 
-SafeDumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # libyaml's, ten times as fast, where PyYAML has it
+SafeDumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # libyaml's is ten times as fast, if PyYAML has it
 
 
 class _Dumper(SafeDumper):  # type: ignore[misc, valid-type]
-    """Quotes every text that our reader or PyYAML's would not read as text."""
+    """Quotes every text that this package's loader or PyYAML's would not read as text."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012
         first: Loader.yaml_implicit_resolvers.get(first, []) + SafeDumper.yaml_implicit_resolvers.get(first, [])
@@ -56,24 +56,24 @@ _Dumper.add_representer(str, _Dumper.represent_str)
 
 
 def to_dict(config: Config) -> dict[str, Any]:
-    """Plain data with every key under its YAML name, including defaults."""
+    """Return plain data with every key under its YAML name, including defaults."""
     return config.model_dump(by_alias=True)
 
 
 def dump(config: Config | dict[str, Any]) -> str:
-    """YAML with every key, including defaults; of plain data, with those that it has."""
+    """Return YAML with every key of a config, including defaults, or with the keys of plain data."""
     data = to_dict(config) if isinstance(config, Config) else config
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
 
 
 def inline(value: object) -> str:
-    """A value as one line of YAML, in the form of an override."""
+    """Return a value as one line of YAML, in the form of an override."""
     text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, sort_keys=False, width=10**6)
     return text.removesuffix("...\n").strip()
 
 
 def flatten(value: object, path: str = "") -> Iterator[tuple[str, object]]:
-    """The leaves of nested maps and lists with their dotted paths. An empty map or list is a leaf."""
+    """Yield (dotted path, value) for the leaves of nested maps and lists. An empty map or list is a leaf."""
     pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for name, inner in pairs:
         yield from flatten(inner, f"{path}.{name}" if path else str(name))
@@ -82,12 +82,12 @@ def flatten(value: object, path: str = "") -> Iterator[tuple[str, object]]:
 
 
 def diff(a: Config, b: Config) -> list[tuple[str, object, object]]:
-    """Every dotted path whose value differs, with both values (`ABSENT` if a side does not have the key)."""
+    """Return every dotted path whose value differs, with both values (`ABSENT` if a side does not have the key)."""
     return differences(dict(flatten(to_dict(a))), dict(flatten(to_dict(b))))
 
 
 def differences(left: Mapping[str, object], right: Mapping[str, object]) -> list[tuple[str, object, object]]:
-    """As `diff`, of values by their names; `OTHER` stands for a map or a list where a side has a plain value."""
+    """Return the differences as `diff` does, for maps of path → value; `OTHER` stands for a map or list of one side."""
     paths = dict.fromkeys([*left, *right])
     inner = {path[:end] for path in paths for end, character in enumerate(path) if character == "."}
     found = []

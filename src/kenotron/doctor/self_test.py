@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kenotron.config.packaged import packaged
+from kenotron.config.packaged import packaged_yaml
 from kenotron.doctor.facts import SelfTest
 from kenotron.doctor.limited import Failed, call_limited
 from kenotron.runs.files import METRICS, logged_steps
@@ -35,7 +35,7 @@ LIMIT_S = 90.0
 
 def tiny(folder: Path, ranks: int) -> dict[str, Any]:
     """The config of tiny.yaml on `ranks` ranks, all its files in `folder`."""
-    config: dict[str, Any] = packaged("kenotron.doctor", "tiny.yaml")
+    config: dict[str, Any] = packaged_yaml("kenotron.doctor", "tiny.yaml")
     config["checkpoints"] = {"checkpoints_path": str(folder / "checkpoints"), "checkpoint_interval": SAVED}
     config["logging"]["log_dir"] = str(folder / "logs")
     config["tokens"] |= {"train_steps": STEPS, "micro_batch_size": BATCH // ranks}

@@ -21,7 +21,7 @@ from kenotron.checkpoint.folders import Progress, Report, quiet
 from kenotron.checkpoint.model_files import save_text_files
 from kenotron.config import Config, dump, load
 from kenotron.config.errors import InputError
-from kenotron.config.packaged import packaged
+from kenotron.config.packaged import packaged_yaml
 from kenotron.interop.sources import Source, check_shape, hf_source, skeleton
 from kenotron.kernels.tensor_shard import TensorShard
 from kenotron.models import named_state
@@ -89,7 +89,7 @@ def _copy_tokenizer(source: Source, report: Report) -> Callable[[Path], None]:
 
 def _config(source: Source, name: str, root: Path) -> Config:
     """Return a complete config for the model, which loads; the name of its data stage says that it is a placeholder."""
-    config: dict[str, Any] = packaged("kenotron.interop", "imported.yaml")
+    config: dict[str, Any] = packaged_yaml("kenotron.interop", "imported.yaml")
     config["general"] = {"project": "imported", "run": Path(name).name or "imported"}
     config["model"] = source.model.model_dump(by_alias=True)
     config["checkpoints"] = {"checkpoints_path": str(root), "checkpoint_interval": 1000}

@@ -17,7 +17,7 @@ from typing import Any
 from kenotron.checkpoint.folders import CheckpointFolder, list_checkpoints, quiet, verify
 from kenotron.config import Config, load
 from kenotron.config.errors import InputError, counted, first_of
-from kenotron.config.packaged import packaged
+from kenotron.config.packaged import packaged_yaml
 from kenotron.config.resolved import read_resolved
 from kenotron.config.writing import inline, to_dict
 from kenotron.data import open_run
@@ -130,7 +130,7 @@ def config_of_replay(config: Config, folder: Path, step: int, overrides: Sequenc
     hooks = [*(to_dict(config)["general"].get("hooks") or [])]
     hooks.append({"path": "kenotron.observers.replay.StopAfter", "kwargs": {"step": step}})
     folders = {"checkpoints.checkpoints_path": str(folder / "checkpoints"), "logging.log_dir": str(folder / "logs")}
-    changes: dict[str, Any] = {"general.hooks": hooks} | folders | packaged("kenotron.launch", "replay.yaml")
+    changes: dict[str, Any] = {"general.hooks": hooks} | folders | packaged_yaml("kenotron.launch", "replay.yaml")
     keys = [override.partition("=")[0] for override in overrides]
     if any(key.startswith("profiler") for key in keys):
         del changes["profiler"]

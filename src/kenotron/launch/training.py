@@ -15,7 +15,7 @@ from kenotron.checkpoint.restart import start_elsewhere
 from kenotron.checkpoint.start import Start, continued_run, run_name, with_run_name
 from kenotron.config import Config
 from kenotron.config.errors import InputError
-from kenotron.config.families import is_users_own
+from kenotron.config.families import is_user_family
 from kenotron.config.warnings import warnings_of
 from kenotron.launch.environment import Ranks, ranks_from_environment
 from kenotron.launch.memory import machine_limits
@@ -41,7 +41,7 @@ def train(config: Config, mesh: Mesh, device: torch.device, *, fresh: bool = Fal
     said: list[str] = []
     with machine_limits(config, device):
         config = _resolved(config, said.append)
-        if config.masks_documents and is_users_own(config.model.decoder.family):
+        if config.masks_documents and is_user_family(config.model.decoder.family):
             longest = max(config.sequence_lengths.values())
             run_on_rank0(lambda: check_blocks(config.model.decoder, longest, device))
         fetch_checkpoints(config, fresh)

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import ArrayLike
 
 from kenotron.config.errors import InputError
-from kenotron.config.packaged import packaged
+from kenotron.config.packaged import packaged_yaml
 from kenotron.config.parallelism import stays_on_cpu
 from kenotron.kernels.products import rows_by_matrix
 
@@ -113,7 +113,7 @@ def vendor_peak(device: torch.device) -> float | None:
     """Return the data sheet's dense bf16 FLOP/s of this accelerator, or None if it is not in gpus.yaml."""
     if device.type != "cuda":
         return None
-    gpus, known = packaged("kenotron.parallel", "gpus.yaml").values(), name(device)
+    gpus, known = packaged_yaml("kenotron.parallel", "gpus.yaml").values(), name(device)
     return next((float(gpu["flops"]) for gpu in gpus if gpu["device"] in known), None)
 
 

@@ -9,7 +9,7 @@ import yaml
 from pydantic import Field, TypeAdapter, ValidationError
 
 from kenotron.config.errors import InputError, nearest, os_errors
-from kenotron.config.packaged import packaged
+from kenotron.config.packaged import packaged_yaml
 from kenotron.config.parallelism import stays_on_cpu
 
 GIB = 1 << 30
@@ -43,7 +43,7 @@ class Gpu(NamedTuple):
 
 GPUS = {
     name: Gpu(**fields | {"capability": tuple(fields.get("capability", (0, 0)))})
-    for name, fields in packaged("kenotron.parallel", "gpus.yaml").items()
+    for name, fields in packaged_yaml("kenotron.parallel", "gpus.yaml").items()
 }
 
 

@@ -15,7 +15,7 @@ from typing import Any, cast
 import yaml
 
 from kenotron.config.document import Document
-from kenotron.config.packaged import packaged
+from kenotron.config.packaged import packaged_yaml
 
 SIZES = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "intermediate_size")
 
@@ -23,7 +23,7 @@ SIZES = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "intermediate
 @cache
 def _known() -> dict[str, Any]:
     """What nanotron.yaml says: presets, flags, the config that they change, and what is refused."""
-    return cast(dict[str, Any], packaged("kenotron.launch.slurm", "nanotron.yaml"))
+    return cast(dict[str, Any], packaged_yaml("kenotron.launch.slurm", "nanotron.yaml"))
 
 
 def parser() -> argparse.ArgumentParser:
