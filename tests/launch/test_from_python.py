@@ -1,6 +1,5 @@
 """`kn.load`, `kn.train` and `kn.generate` from Python: a script, a notebook, a thread, a server."""
 
-import asyncio
 import json
 import signal
 import subprocess
@@ -73,15 +72,6 @@ def test_a_run_puts_signal_handlers_back_even_when_it_fails(tmp_path: Path) -> N
     with pytest.raises(RuntimeError, match="this hook is broken"):
         train_quietly(tiny_config(tmp_path / "fails", "general.hooks=[support.user_parts.Broken]"))
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)] == before
-
-
-def test_a_run_inside_a_running_event_loop(tmp_path: Path) -> None:
-    """As in a notebook's cell."""
-
-    async def cell() -> Any:
-        return train_quietly(tiny_config(tmp_path))
-
-    assert asyncio.run(cell()).step == 3
 
 
 def test_no_thread_of_a_run_outlives_it(tmp_path: Path) -> None:

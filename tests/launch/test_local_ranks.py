@@ -121,10 +121,10 @@ def test_sigterm_to_the_launcher_saves_on_all_ranks_and_is_a_success(tmp_path: P
 @pytest.mark.slow
 def test_ranks_wait_for_one_that_opens_its_data_however_long_it_takes(tmp_path: Path, nursery: Nursery) -> None:
     content = tiny_dict(tmp_path)
-    source = {"source": "support.user_parts.late", "kwargs": {"rank": 1, "seconds": 15}}
+    source = {"source": "support.user_parts.late", "kwargs": {"rank": 1, "seconds": 8}}
     content["data_stages"][0]["data"]["dataset"] = source
     (tmp_path / "late.yaml").write_text(yaml.safe_dump(content))
-    finished = nursery.run("train", "late.yaml", *TWO, "parallelism.timeout_seconds=10", folder=tmp_path)
+    finished = nursery.run("train", "late.yaml", *TWO, "parallelism.timeout_seconds=5", folder=tmp_path)
     assert (finished.code, finished.stderr) == (0, "")
 
 

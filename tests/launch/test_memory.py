@@ -16,7 +16,7 @@ GIB = 1 << 30
 MEDIUM = (
     "model.model_config.hidden_size=256",
     "model.model_config.intermediate_size=688",
-    "model.model_config.num_hidden_layers=4",
+    "model.model_config.num_hidden_layers=2",
     "model.model_config.max_position_embeddings=256",
     "tokens.sequence_length=256",
 )
