@@ -98,9 +98,7 @@ def test_a_larger_global_batch_and_random_tokens_are_said(path: Path) -> None:
     [
         (("train", "x.yaml", "--batch_size", "3"), "without dashes: tokens.micro_batch_size=…"),
         (("train", "x.yaml", "--lr", "3"), "optimizer.learning_rate_scheduler.learning_rate=…"),
-        (("train", "x.yaml", "--resume"), "a run resumes by itself"),
         (("run", "x.yaml"), "Did you mean 'kenotron train'?"),
-        (("export", "x"), "Did you mean 'kenotron convert to-hf'?"),
     ],
 )
 def test_what_other_programs_call_it_is_answered_with_ours(
@@ -110,13 +108,6 @@ def test_what_other_programs_call_it_is_answered_with_ours(
         main(list(arguments))
     assert ended.value.code == 2
     assert expected in capsys.readouterr().err
-
-
-def test_h_is_help(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["train", "-h"])
-    assert not ended.value.code
-    assert "--fresh" in capsys.readouterr().out
 
 
 def test_check_refuses_an_optimizer_without_a_rate_and_a_plan_that_names_nothing(
@@ -171,10 +162,6 @@ def test_diff_prints_one_line_per_key(path: Path, tmp_path: Path) -> None:
     assert output("diff", path, path) == ""
 
 
-def test_the_schema_is_printed() -> None:
-    assert json.loads(output("schema"))["title"] == "Kénotron config"
-
-
 def test_init_lists_the_starters_with_what_they_are_for() -> None:
     listed = runner.invoke(starter, []).stdout
     assert [line.split()[0] for line in listed.splitlines()] == ["hf-finetune", "text-folder", "tiny-llama", "tokens"]
@@ -189,27 +176,20 @@ def test_every_starter_loads_and_is_supported(name: str, tmp_path: Path) -> None
     refuse_unsupported(load(path, report=pytest.fail))
 
 
-def fresh(code: str) -> str:
-    """What a new Python prints."""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return done.stdout.strip()
-
-
-def test_the_config_package_and_its_commands_leave_heavy_libraries_alone(path: Path) -> None:
+def test_a_check_imports_no_heavy_library_and_takes_little_processor_time(path: Path) -> None:
     code = (
-        "import sys; from kenotron.cli.config import app; import kenotron.cli.init\n"
-        f"app(['check', {str(path)!r}], standalone_mode=False)\n"
+        "import sys, time; from kenotron.cli.config import app; import kenotron.cli.init\n"
+        f"app(['check', {str(path)!r}], standalone_mode=False); print(time.process_time())\n"
         "print([m for m in ('torch', 'transformers', 'datasets', 'tokenizers', 'numpy') if m in sys.modules])"
     )
-    assert fresh(code).splitlines()[-1] == "[]"
 
+    def is_quick() -> bool:
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        *_, seconds, heavy = done.stdout.splitlines()
+        assert heavy == "[]"
+        return float(seconds) < 0.7
 
-def test_loading_a_config_takes_little_processor_time(path: Path) -> None:
-    code = (
-        "import time; from kenotron.cli.config import app\n"
-        f"app(['check', {str(path)!r}], standalone_mode=False); print(time.process_time())"
-    )
-    assert min(float(fresh(code).splitlines()[-1]) for _ in range(3)) < 0.7
+    assert any(is_quick() for _ in range(3))
 
 
 def test_the_largest_config_loads_within_a_blink(minimal: dict[str, Any]) -> None:

@@ -15,13 +15,8 @@ SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too
 
 @settings(suppress_health_check=SLOW)
 @given(configs())
-def test_a_dumped_config_loads_to_an_equal_one(config: Config) -> None:
+def test_a_config_survives_as_yaml_and_as_plain_data_and_a_plain_yaml_reader_sees_the_same(config: Config) -> None:
     assert Config.model_validate(parse(dump(config)).data) == config
-
-
-@settings(suppress_health_check=SLOW)
-@given(configs())
-def test_a_config_survives_as_plain_data_and_a_plain_yaml_reader_sees_the_same(config: Config) -> None:
     assert load(to_dict(config)) == config
     assert yaml.safe_load(dump(config)) == to_dict(config)  # PyYAML's own rules, independent of our reader
 

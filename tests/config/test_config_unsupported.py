@@ -17,17 +17,11 @@ DATASET = "data_stages.0.data.dataset"
     [
         (["lighteval={}"], "lighteval"),
         (["model.model_config={is_starcoder2_config: true, attn_pdrop: 0.1}"], "model_config.attn_pdrop: 0.1"),
-        (["model.model_config={is_starcoder2_config: true, global_attn_layers: [1]}"], "global_attn_layers: [1]"),
-        (["model.model_config={is_starcoder2_config: true, use_position_embeddings: true}"], "embeddings: True"),
         (["model.model_config={is_qwen2_config: true, _use_doc_masking: true}"], "model_config._use_doc_masking: True"),
         (["model.model_config={is_qwen2_config: true, rope_seq_len_interpolation_factor: 2.0}"], "interpolation_fac"),
-        (["model.model_config={is_qwen2_config: true, ring_attn_heads_k_stride: 1}"], "ring_attn_heads_k_stride: 1"),
         (["model.model_config._attn_implementation=ring"], "set parallelism.context_parallel_method: ring"),
-        (["model.model_config._attn_implementation=llama3_ring_attention"], "context_parallel_method: allgather"),
         (["model.model_config.hidden_act=sliu"], "hidden_act: sliu; did you mean 'silu'?"),
         (["model.dtype=float64"], "model.dtype: float64"),
-        (["model.dtype=torch.double"], "model.dtype: torch.double"),
-        (["model.dtype=float8_e4m3fn"], "model.dtype: float8_e4m3fn"),
         (["checkpoints.local={path: x, interval: 1, copy_to_next_machine: true}"], "copy_to_next_machine: True"),
     ],
 )
@@ -45,7 +39,7 @@ def test_everything_unsupported_is_named_at_once(minimal: dict[str, Any]) -> Non
         refuse_unsupported(load(minimal, ["model.dtype=float64", "lighteval={}"]))
 
 
-@pytest.mark.parametrize("url", ["s3://a/b", "s3:/a/b", "gs://a/b", "hf://a/b", "https://a/b", "file:///a/b"])
+@pytest.mark.parametrize("url", ["s3://a/b", "s3:/a/b", "file:///a/b"])
 @pytest.mark.parametrize(
     "path",
     [
@@ -59,7 +53,7 @@ def test_a_url_is_no_local_path(minimal: dict[str, Any], path: str, url: str) ->
     assert str(caught.value) == f"not supported yet: {path}: {url}: expected a local path"
 
 
-@pytest.mark.parametrize("url", ["s3:/a/b", "s3://", "hf://a/b", "https://a/b", "http://a/b", "file:///a/b"])
+@pytest.mark.parametrize("url", ["s3:/a/b", "s3://", "hf://a/b"])
 @pytest.mark.parametrize("path", ["checkpoints.checkpoints_path", "checkpoints.resume_checkpoint_path"])
 def test_checkpoints_go_to_stores_and_nowhere_else(minimal: dict[str, Any], path: str, url: str) -> None:
     for good in ("s3://a/b", "gs://a/b", "memory://a"):

@@ -122,8 +122,6 @@ def test_a_starcoder2_has_nanotrons_defaults_and_names(minimal: dict[str, Any]) 
         ),
         ({"layer_norm_epsilon": 1e-5, "norm_epsilon": 1e-6}, "layer_norm_epsilon: is another name for norm_epsilon"),
         ({"num_key_value_heads": 3}, "num_key_value_heads: expected a divisor of num_attention_heads 16, found 3"),
-        ({"intermediate_size": 0}, "intermediate_size: expected a number of at least 1, found 0"),
-        ({"layer_norm_epsilo": 1.0}, "unknown key 'model.model_config.layer_norm_epsilo'; did you mean"),
     ],
 )
 def test_keys_of_a_starcoder2_that_do_not_fit_are_named(
@@ -204,7 +202,7 @@ def test_an_optimizer_is_known_by_its_name(minimal: dict[str, Any], keys: dict[s
     assert load(minimal).optimizer.optimizer_factory == expected
 
 
-@pytest.mark.parametrize(("name", "nearest"), [("muonn", "muon"), ("RMSPropp", "RMSprop"), ("lyon", "lion"), (3, None)])
+@pytest.mark.parametrize(("name", "nearest"), [("muonn", "muon"), (3, None)])
 def test_an_unknown_optimizer_lists_what_there_is(minimal: dict[str, Any], name: Any, nearest: str | None) -> None:
     minimal["optimizer"]["optimizer_factory"]["name"] = name
     with pytest.raises(
@@ -248,25 +246,15 @@ def test_a_dataset_is_known_by_its_keys(minimal: dict[str, Any], keys: Any, vari
         ({"corpus": "shakespeare"}, "expected 'python-stdlib', found 'shakespeare'"),
         ({"dataset_folder": ["a", "b"], "dataset_weights": [1]}, r"expected one entry per folder \(2\), found 1"),
         ({"dataset_folder": ["a", "b"], "dataset_weights": [1, 0]}, r"dataset_weights\.1: expected a number above 0"),
-        ({"dataset_folder": ["a"], "dataset_weights": [-2.0]}, r"dataset_weights\.0: .* above 0, found -2\.0"),
-        ({"dataset_folder": "a", "dataset_weights": [float("nan")]}, r"dataset_weights\.0: expected a .*number"),
         ({"dataset_folder": "a", "dataset_max_tokens": [0]}, r"dataset_max_tokens\.0: expected a number of at least 1"),
         ({"tokens": {"a": 0}}, r"tokens\.a: expected a number above 0, found 0"),
-        ({"tokens": {"a": float("inf")}}, r"tokens\.a: expected a finite number"),
         ({"tokens": {}}, "tokens: expected a map of at least 1"),
         ({"tokens": "a", "token_dtype": "float32"}, "token_dtype: expected 'uint8'"),
         ({"mixture": [{"corpus": "python-stdlib"}]}, "every dataset of a mixture needs a weight"),
-        ({"mixture": []}, "expected a list of at least 1"),
         ({"mixture": [{"weight": 1, "mixture": []}]}, "expected a dataset"),
-        ({"weight": 1, "corpus": "python-stdlib"}, "expected only inside a mixture"),
-        ({"text_files": {}}, "text_files: expected a map of at least 1, found a map with no keys"),
-        ({"text_files": []}, "text_files: expected a list of at least 1"),
-        ({"hf_dataset_or_datasets": {}}, "hf_dataset_or_datasets: expected a map of at least 1"),
-        (HF | {"hf_dataset_splits": []}, "hf_dataset_splits: expected a list of at least 1"),
         (HF | {"sft_dataloader": True, "text_column_name": "t"}, "belongs to the variant pretrain"),
         (HF | {"sft_dataloader": False}, "sft_dataloader: expected true, found false"),
         (HF | {"corpus": "python-stdlib"}, "'corpus' belongs to the variant corpus"),
-        ({"hf_dataset_or_datasets": 3}, "expected a name, a list of names"),
         ("org/name", "expected a dataset: null, or a map with one of the keys hf_dataset_or_datasets"),
     ],
 )
@@ -275,13 +263,6 @@ def test_other_datasets_are_errors(minimal: dict[str, Any], keys: Any, message: 
     minimal["data_stages"][0]["data"]["dataset"] = keys
     with pytest.raises(InputError, match=message):
         load(minimal)
-
-
-def test_hooks_are_dotted_paths_or_maps(minimal: dict[str, Any]) -> None:
-    minimal["general"]["hooks"] = ["my.Hook", {"path": "my.other", "kwargs": {"every": 3}}]
-    first, second = load(minimal).general.hooks or []
-    assert first == "my.Hook"
-    assert (second.path, second.kwargs) == ("my.other", {"every": 3})  # type: ignore[union-attr]
 
 
 def test_a_config_can_be_built_from_models_in_python(minimal: dict[str, Any]) -> None:
