@@ -6,6 +6,7 @@ import io
 import math
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -20,18 +21,26 @@ PEAK, FLOOR = 0.01, 0.001
 PAGE = sections(read_page("checkpoints.md"))
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The working folder of a user, with my.yaml, whose rate falls from step 5 on, trained for 8 steps."""
     content = tiny_dict(Path())
     content["checkpoints"] = {"checkpoints_path": "checkpoints/my_run", "checkpoint_interval": 2}
     content["tokens"]["train_steps"] = 8
     schedule = {"learning_rate": PEAK, "lr_warmup_steps": 2, "lr_decay_style": "linear", "min_decay_lr": FLOOR}
     content["optimizer"]["learning_rate_scheduler"] = schedule | {"lr_decay_starting_step": 4}
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "my.yaml").write_text(yaml.safe_dump(content))
-    train_quietly(kn.load("my.yaml"))
-    return tmp_path
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "my.yaml").write_text(yaml.safe_dump(content))
+    with contextlib.chdir(folder):
+        train_quietly(kn.load("my.yaml"))
+    return folder
+
+
+@pytest.fixture
+def folder(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of it, where a test stands."""
+    monkeypatch.chdir(shutil.copytree(trained, tmp_path / "user"))
+    return Path.cwd()
 
 
 def typed(line: str) -> str:

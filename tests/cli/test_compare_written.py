@@ -72,19 +72,6 @@ def test_what_is_no_run_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[s
         assert expected in capsys.readouterr().err
 
 
-def test_runs_that_cannot_be_drawn_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert call("plot", written(tmp_path / "nan", [None], {})) == 2
-    assert "nan: its metrics.jsonl has no losses yet" in capsys.readouterr().err
-    assert call("plot", *[written(tmp_path / str(number), [1.0], {}) for number in range(9)]) == 2
-    assert "expected at most 8 runs, found 9" in capsys.readouterr().err
-
-
-def test_another_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "notes.txt").write_text("not a number\n")
-    assert call("report", tmp_path / "notes.txt") == 2
-    assert "notes.txt: expected the metrics.jsonl of a run" in capsys.readouterr().err
-
-
 def test_two_runs_and_two_configs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rates = (0.01, 0.02)
     folders = []

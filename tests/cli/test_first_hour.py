@@ -40,7 +40,6 @@ LR = "optimizer.learning_rate_scheduler"
 
 REFUSED = [
     # names and numbers, as people write them
-    ("model.dtype=fp64", "not supported yet: model.dtype: fp64"),
     ("wandb.project=mine", "unknown key 'wandb'; did you mean 'logging.wandb'?"),
     (
         "tokens.val_fraction=0",
@@ -49,7 +48,6 @@ REFUSED = [
     ),
     ("optimizer.optimizer_factory.name=adam", "'adam_eps' belong to the variant adamW, but 'name' makes this custom"),
     ("optimizer.optimizer_factory={name: adagradd}", "found 'adagradd'; did you mean 'Adagrad'?"),
-    (f"{LR}.lr_decay_style=COSINE", "found 'COSINE'; did you mean 'cosine'?"),
     (
         "general.run=../../evil",
         "general.run: expected a name whose folder is inside logging.log_dir, found '../../evil'",
@@ -60,65 +58,32 @@ REFUSED = [
         "unknown key 'model.model_config.hf:gpt2'; write 'hf: gpt2', with a space after the colon",
     ),
     (
-        "model.init_method={path:x}",
-        "found a map with 'path:x'; did you mean 'path'?; write 'path: x', with a space after the colon",
-    ),
-    (
         "tokens=train_steps:3",
         "tokens: expected a map of keys, found 'train_steps:3'; write 'train_steps: 3', with a space after the colon",
-    ),
-    (
-        "tokens={train_steps:",
-        "not valid YAML: while parsing a flow node expected the node content, but found '<stream end>'; in a shell, "
-        "quote the complete override: '…={a: 1}'",
     ),
     # what the config names is not here
     (
         f"{STAGE}={{text_files: text.jsonl}}",
         f"{STAGE}.text_files: no such file or folder: text.jsonl; did you mean 'texts.jsonl'?",
     ),
-    (f"{STAGE}={{tokens: [a, b]}}", f"{STAGE}.tokens: no such file or folder: a"),
-    (f"{STAGE}={{dataset_folder: a}}", f"{STAGE}.dataset_folder: no such file or folder: a"),
     (f"{STAGE}={{source: nowhere.Source}}", f"{STAGE}.source: cannot import 'nowhere' of 'nowhere.Source': No module"),
-    (f"{STAGE}={{hf_dataset_or_datasets: ./a}}", "dataset.hf_dataset_or_datasets: no such file or folder: ./a"),
     ("tokenizer.tokenizer_name_or_path=./a", "tokenizer.tokenizer_name_or_path: no such file or folder: ./a"),
-    ("model.init_method={path: ./a}", "model.init_method.path: no such file or folder: ./a"),
     ("checkpoints.resume_checkpoint_path=a", "checkpoints.resume_checkpoint_path: no such file or folder: a"),
-    ("general.hooks=[nowhere.Hook]", "general.hooks: cannot import 'nowhere' of 'nowhere.Hook': No module"),
     (
         "general.hooks=[os.path.join]",
         "general.hooks: os.path.join cannot be called with no kwargs: missing a required argument: 'a'",
     ),
-    (
-        "general.hooks=[os.sep]",
-        "general.hooks: expected a kenotron.Hook class, or a function that returns one, at 'os.sep'",
-    ),
     ("model.loss=focal", ", or a dotted path such as my_module.name, found 'focal'"),
-    ("model.loss=./focal.py", "model.loss: expected a dotted path such as my_module.name, found './focal.py'"),
-    ("model.loss=nowhere.loss", "model.loss: cannot import 'nowhere' of 'nowhere.loss': No module named 'nowhere'"),
     (f"{LR}.lr_decay_style=math.sine", "lr_decay_style: module 'math' has no 'sine'; did you mean 'sin'?"),
 ]
 
 # More of what people type, none of it tested elsewhere.
 REFUSED += [
-    ("tokens.train_steps=", "tokens.train_steps: expected an integer, found null"),
-    ("tokens.sequence_length=-16", "tokens.sequence_length: expected a number of at least 1, found -16"),
-    (
-        "model.init_method={}",
-        "model.init_method: expected one of {std}, {use_mup: true}, {path}, found a map with no keys",
-    ),
-    (f"{LR}.warmup=5", f"unknown key '{LR}.warmup'"),
     ("lr=1e-3", f"unknown key 'lr'; did you mean '{LR}.learning_rate'?"),
-    ("general.hooks=[{kwargs: {}}]", "missing key 'general.hooks.0.path'"),
     (f"{STAGE}=texts.jsonl", f"{STAGE}: expected a dataset: null, or a map with one of the keys "),
     (f"{STAGE}={{text_files: texts.jsonl}}", "missing: the stage 'only' reads text (set it, or tokenizer.train)"),
     ("optimizer.optimizer_factory={name: fractions.Fraction}", "expected a torch.optim.Optimizer at 'fractions.Frac"),
-    (f"{LR}.lr_decay_style=math.pi", f"{LR}.lr_decay_style: expected a function at 'math.pi', found 3.14159"),
     ("optimizer.param_groups=[{pattern: nothere}]", "optimizer.param_groups: 'nothere' matches no parameter's name"),
-    (
-        "model.loss={name: distilation}",
-        "or a dotted path such as my_module.name, found 'distilation'; did you mean 'disti",
-    ),
     ("model.loss=headless", "model.loss: expected a map of keys, found 'headless'; set model.loss.name=headless"),
 ]
 
@@ -133,17 +98,6 @@ def test_config_check_refuses_in_one_line(override: str, line: str, tell: Shell)
     assert line in stderr
 
 
-def test_config_check_names_a_folder_without_text(tell: Shell, tmp_path: Path) -> None:
-    (tmp_path / "texts" / "of" / "mine").mkdir(parents=True)
-    text = (
-        f"{STAGE}={{text_files: texts}}",
-        "tokenizer={train: {vocab_size: 300}}",
-        "model.model_config.vocab_size=300",
-    )
-    code, _, stderr = tell("config", "check", "tiny.yaml", *text)
-    assert (code, stderr) == (2, f"error: {STAGE}.text_files: folder texts holds no text file\n")
-
-
 @pytest.mark.parametrize(
     ("override", "key", "value"),
     [
@@ -151,9 +105,6 @@ def test_config_check_names_a_folder_without_text(tell: Shell, tmp_path: Path) -
         ("model.dtype=torch.float32", "model.dtype", "float32"),
         ("optimizer.optimizer_factory.name=AdamW", "optimizer.optimizer_factory.name", "adamW"),
         ("tokens.train_steps=1e3", "tokens.train_steps", 1000),
-        ("tokens.train_steps=1.5e3", "tokens.train_steps", 1500),
-        (f"{LR}.learning_rate=1e0", f"{LR}.learning_rate", 1.0),
-        ("general.run=group/name", "general.run", "group/name"),
         ("logging.wandb={}", "logging.wandb.mode", "online"),
     ],
 )
@@ -242,32 +193,19 @@ def test_kn_train_takes_the_path_of_a_yaml_file(tmp_path: Path) -> None:
     assert run.config == kn.load(path)
 
 
-@pytest.mark.parametrize("overrides", ["tokens.train_steps=5", {"tokens.train_steps": 5}, [5], 5, None])
+@pytest.mark.parametrize("overrides", ["tokens.train_steps=5", [5]])
 def test_overrides_are_a_list_of_texts(overrides: Any, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"overrides: expected a list such as \['tokens.train_steps=100'\], found "):
         kn.load(tiny_yaml(tmp_path), overrides)
 
 
-@pytest.mark.parametrize("source", [3, None, ["my.yaml"], b"my.yaml"])
+@pytest.mark.parametrize("source", [None, ["my.yaml"]])
 def test_a_config_is_a_path_a_dict_or_a_config(source: Any) -> None:
     for take in (kn.load, kn.train):
         with pytest.raises(
             InputError, match=rf"^config: expected the path of a YAML file, .* found {re.escape(repr(source))}$"
         ):
             take(source)
-
-
-def test_a_dict_has_names_as_keys() -> None:
-    with pytest.raises(InputError, match=r"^config: expected the names of sections as keys, found 1$"):
-        kn.load({1: {}})  # type: ignore[dict-item]
-
-
-def test_generate_takes_the_path_of_a_model() -> None:
-    for path in (5, None, object):
-        with pytest.raises(
-            InputError, match=r"^path: expected a checkpoint or a Hugging Face model, by its path, found "
-        ):
-            kn.generate(path, "a")  # type: ignore[arg-type]
 
 
 def test_a_config_says_how_to_change_it(tmp_path: Path) -> None:
@@ -343,20 +281,7 @@ COMMANDS = [
         "fetching it",
     ),
     (("generate", "tiny.yaml"), "error: tiny.yaml is a file; expected a checkpoint, or a folder of checkpoints"),
-    (
-        ("generate", "x", "--batch-size", "0", "--stream"),
-        "error: Invalid value for '--batch-size': Input should be greater than or equal to 1",
-    ),
     (("generate", "x", "--temperature", "-1"), "error: temperature: expected 0 (greedy) or more, found -1"),
-    (
-        ("generate", "x", "def main("),
-        "error: Got unexpected extra argument(s) (def main(); a text to continue is an option: --prompt 'Once upon a",
-    ),
-    (("train",), "error: Missing argument 'file'."),
-    (
-        ("config", "check", "--config-file", "tiny.yaml"),
-        "error: No such option: --config-file; the YAML file is the first argument",
-    ),
     (
         ("train", "tiny.yaml", "--tokens.train_steps=5"),
         "error: No such option: --tokens.train_steps; a key is set without dashes: tokens.train_steps=…",
@@ -373,30 +298,19 @@ COMMANDS = [
         ("convert", "from-hf", "tiny.yaml", "out"),
         "error: tiny.yaml is a file; expected the folder of a Hugging Face model",
     ),
-    (("train", "."), "error: .: expected a YAML file, found a folder"),
     (("train", "tini.yaml"), "error: tini.yaml: no such file; did you mean 'tiny.yaml'?"),
-    (("trian", "tiny.yaml"), "error: No such command 'trian'. Did you mean 'train'?"),
-    (("init", "tini-llama"), "error: no starter 'tini-llama'; did you mean 'tiny-llama'?"),
-    (("convert", "to-hf", "tiny.yaml", "out"), "error: tiny.yaml is a file; expected a checkpoint, or a folder"),
-    (("checkpoint", "verify", "tiny.yaml"), "error: tiny.yaml is a file; expected a folder of checkpoints"),
     (
         ("generate", "texts.jsonx/10"),
         "error: no checkpoint at texts.jsonx/10: the current folder has no 'texts.jsonx'; did",
     ),
-    (("checkpoint", "list", "nowhere"), "error: nowhere is not a folder"),
     (
         ("data", "train-tokenizer", "texts.jsonl", "--vocab-size", "10", "--output", "t"),
         "error: --vocab-size: expected at least 257 (256 bytes and end of text), found 10",
     ),
     (
-        ("data", "train-tokenizer", "texts.jsonl", "--vocab-size", "300", "--output", "texts.jsonl/t"),
-        "error: --output: cannot create texts.jsonl/t: Not a directory",
-    ),
-    (
         ("data", "tokenize", "texts.jsonl", "--tokenizer", ".", "--output", "o"),
         "error: --tokenizer: the folder . has no tokenizer; expected tokenizer.json, or other files that",
     ),
-    (("data", "inspect", "nowhere"), "error: token files: no such file or folder: nowhere"),
     (
         (
             "train",
@@ -443,6 +357,7 @@ for arguments in (
         main(arguments)
     except SystemExit as ended:
         assert ended.code == 2
+main(["--help"])
 """
     process = subprocess.run(
         [sys.executable, "-c", code],
@@ -453,6 +368,8 @@ for arguments in (
         timeout=60,
     )
     assert process.returncode == 0, process.stderr
+    for name in ("init", "train", "generate", "config", "checkpoint", "convert", "--debug"):
+        assert re.search(rf"(?<!\S){name}\b", process.stdout)
     assert [line.split(":")[1].strip() for line in process.stderr.splitlines()] == [
         "no checkpoint at gpt2",
         "no checkpoint at nowhere/run/10",
@@ -471,13 +388,6 @@ def test_the_version_and_the_bare_command(tell: Shell) -> None:
     assert "Usage: kenotron" in stdout
     code, stdout, stderr = tell("data")
     assert (code, stderr) == (2, "")
-
-
-def test_the_shell_completes_commands(tell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("_KENOTRON_COMPLETE", "complete_bash")
-    monkeypatch.setenv("COMP_WORDS", "kenotron gen")
-    monkeypatch.setenv("COMP_CWORD", "1")
-    assert tell()[1].split() == ["generate"]
 
 
 def test_a_lost_latest_txt_costs_nothing_and_unnamed_prompts_are_named(tell: Shell, tmp_path: Path) -> None:

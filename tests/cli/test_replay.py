@@ -71,7 +71,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("step", "first"), [(7, 5), (9, 9), (3, 1)])
+@pytest.mark.parametrize(("step", "first"), [(7, 5), (3, 1)])
 def test_steps_computed_again_are_equal_bit_by_bit(step: int, first: int, run: Path, shell: Shell) -> None:
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}
     code, said, error = shell("replay", run / "checkpoints", "--step", step)
@@ -146,10 +146,8 @@ def test_where_numbers_first_differ_is_named_with_the_documents_of_that_step(run
     ("override", "own"),
     [
         ("checkpoints.checkpoints_path={run}/checkpoints", "checkpoints.checkpoints_path"),
-        ("checkpoints={{checkpoints_path: {run}/checkpoints}}", "checkpoints.checkpoints_path"),
         ("s3_upload.upload_s3_path=s3://bucket/run", "s3_upload"),
         ("general.hooks=[]", "general.hooks"),
-        ("general.run=other", "general.run"),
     ],
 )
 def test_an_override_cannot_lead_a_replay_to_the_runs_own_files(
