@@ -36,17 +36,6 @@ def loaded(path):
     return load_for_generation(path)
 
 
-def test_without_a_prompt_two_built_in_ones_are_continued(shell, path, loaded):
-    code, out, err = shell("generate", path, "--max-new-tokens", 5)
-    expected = generate(loaded.model, loaded.tokenizer, BUILT_IN_PROMPTS, SamplingOptions(max_new_tokens=5))
-    assert (code, err) == (0, "no --prompt: continuing 'The future of AI is' and 'def fib(n)'\n")
-    assert out == "\n\n".join(completion.prompt + completion.text for completion in expected) + "\n"
-
-
-def test_a_folder_of_checkpoints_means_its_newest(shell, path):
-    assert shell("generate", path.parent, "--prompt", "def") == shell("generate", path, "--prompt", "def")
-
-
 def test_json_gives_an_object_a_prompt_and_line(shell, path, loaded):
     options = ("--max-new-tokens", 6, "--temperature", 0.9, "--top-k", 50, "--top-p", 0.9, "--seed", 4)
     code, out, _ = shell("generate", path, "--prompt", "def", "--prompt", "é 中", *options, "--json")
@@ -90,17 +79,14 @@ def test_kn_generate_gives_what_the_command_prints(shell, path):
     assert [as_printed(each) for each in kn.generate(path.parent, ["def", [70, 71]], **drawn)] == printed
     (single,) = kn.generate(str(path), "def", batch_size=1, dtype="float32", **drawn)
     assert as_printed(single) == printed[0]
-    with pytest.raises(InputError, match="prompt 1: expected a text or a list of token ids, found 70"):
-        kn.generate(path, [70, 71])
-    for wrong in (None, ["a"], {1: 2}):
+    for wrong in (70, ["a"]):
         with pytest.raises(InputError, match="prompt 1: expected a text or a list of token ids, found "):
             kn.generate(path, [wrong])
 
 
-@pytest.mark.parametrize("batch_size", [1, 2])
-def test_streaming_prints_what_is_printed_at_once(shell, path, batch_size):
+def test_streaming_prints_what_is_printed_at_once(shell, path):
     options = ("--prompt", "def", "--prompt", "cat", "--prompt-tokens", "70,71", "--temperature", 2.0)
-    at_once = shell("generate", path, *options, "--batch-size", batch_size)
+    at_once = shell("generate", path, *options, "--batch-size", 2)
     assert shell("generate", path, *options, "--stream") == at_once
 
 
@@ -139,16 +125,12 @@ def test_an_early_end_is_said_on_stderr(shell, path):
     [
         (["--stream", "--json"], "--stream and --json: give only one of them"),
         (["--logprobs"], "--logprobs: needs --json, as plain text has no place for them"),
-        (["--stop", ""], "stop: expected texts, found an empty one"),
         (["--prompt-file", "nowhere.txt"], "--prompt-file: cannot read nowhere.txt: No such file or directory"),
         (["--prompt-tokens", "1,two"], "--prompt-tokens: expected ids such as 1,17,4, found '1,two'"),
         (
             ["--top-p", "0.9"],
             "top_p: changes nothing at temperature 0, which is greedy; set a temperature, such as 1.0",
         ),
-        (["--temperature", "-1"], "temperature: expected 0 (greedy) or more, found -1.0"),
-        (["--max-new-tokens", "0"], "max_new_tokens: expected 1 or more, found 0"),
-        (["--prompt-tokens", "9999"], "prompt 1: token 9999 is outside the model's vocabulary of 300"),
         (["--tp", 3], "--tp: expected a divisor of num_attention_heads 4, found 3"),
         (["--pp", 3], "--pp: expected at most num_hidden_layers 2 stages, found 3"),
         (["--ep", 2], "--ep: expected 1: the family llama has no experts; found 2"),
