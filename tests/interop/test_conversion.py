@@ -3,7 +3,6 @@
 import json
 import resource
 import shutil
-import weakref
 from unittest.mock import Mock
 
 import pytest
@@ -18,7 +17,6 @@ from kenotron.config.errors import InputError, NotSupportedYet
 from kenotron.data import load_tokenizer
 from kenotron.generation.load import load_for_generation
 from kenotron.interop import from_hf, initial_tensors, open_source, to_hf
-from kenotron.interop.hf_weights import Weights
 from kenotron.interop.sources import fitted
 from kenotron.models import named_parameters
 from kenotron.models.families.deepseek_v3 import DeepseekV3Architecture
@@ -52,16 +50,6 @@ def ours(tmp_path, tokenizer):
     return save_ours(our_model(tmp_path), tmp_path / "checkpoints", tokenizer)
 
 
-def test_sharded_weights_are_read_through_their_index(tmp_path):
-    theirs = hf_llama()
-    folder = save_hf(theirs, tmp_path / "hf", shard="30KB")
-    assert len(list(folder.glob("*.safetensors"))) > 3
-    tensors = initial_tensors(folder)
-    expected = theirs.state_dict()
-    assert set(tensors) == set(expected)
-    assert all(torch.equal(tensors[name], expected[name]) for name in expected)
-
-
 def test_an_export_is_cut_into_shards_that_transformers_and_we_read_back(ours, tmp_path):
     written = to_hf(ours, tmp_path / "out", dtype="float32", max_shard_size="40KB")
     sizes = [(tmp_path / "out" / name).stat().st_size for name in written.files]
@@ -87,21 +75,6 @@ def test_an_import_exported_again_is_the_same_model_bit_for_bit(hf_folder, tmp_p
     for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
         expected = json.loads((hf_folder / name).read_text()) | (older if name == "config.json" else {})
         assert json.loads((tmp_path / "again" / name).read_text()) == expected
-
-
-def test_an_import_holds_no_more_than_two_tensors_at_once(hf_folder, tmp_path, monkeypatch):
-    alive, most, read = [], [], Weights.__getitem__
-
-    def counted(self, name):
-        most.append(sum(each() is not None for each in alive))
-        found = read(self, name)
-        alive.append(weakref.ref(found))
-        return found
-
-    monkeypatch.setattr(Weights, "__getitem__", counted)
-    from_hf(hf_folder, tmp_path / "ours")
-    assert len(most) == len(load_file(hf_folder / "model.safetensors"))
-    assert max(most) <= 1
 
 
 def test_bf16_weights_stay_bf16_on_both_ways(tmp_path):
@@ -274,7 +247,7 @@ def test_a_disk_that_is_full_within_the_weights_is_a_line(ours, tmp_path):
     assert not list(tmp_path.glob("out*"))
 
 
-@pytest.mark.parametrize("size", ["five", "0", "-3GB", "3XB", ""])
+@pytest.mark.parametrize("size", ["five", "-3GB", "3XB"])
 def test_a_shard_size_that_is_none_is_refused(size, ours, tmp_path):
     with pytest.raises(InputError, match="max_shard_size: expected a size such as 5GB"):
         to_hf(ours, tmp_path / "out", max_shard_size=size)
@@ -287,22 +260,6 @@ def test_a_shard_size_is_the_same_in_every_unit(ours, tmp_path):
     assert len(found) == 5
     assert all(names == found[0] for names in found)
     assert len(found[0]) > 1
-
-
-def test_an_unknown_dtype_is_refused_with_the_nearest(ours, tmp_path):
-    with pytest.raises(InputError, match=r"dtype: expected one of .* found 'bflot16'; did you mean 'bfloat16'"):
-        to_hf(ours, tmp_path / "out", dtype="bflot16")
-
-
-def test_nothing_there_names_the_nearest_that_exists(tmp_path):
-    (tmp_path / "llama-model").mkdir()
-    with pytest.raises(InputError, match=f"the nearest that exists is {tmp_path}; did you mean 'llama-model'"):
-        from_hf(tmp_path / "lama-model", tmp_path / "ours")
-    with pytest.raises(InputError, match=r"llama-model is not a Hugging Face model: it has no config\.json$"):
-        from_hf(tmp_path / "llama-model", tmp_path / "ours")
-    (tmp_path / "llama-model" / "manifest.json").touch()
-    with pytest.raises(InputError, match=r"config\.json \(it is a checkpoint: `kenotron convert to-hf` converts it\)$"):
-        from_hf(tmp_path / "llama-model", tmp_path / "ours")
 
 
 # Hub names: the local cache first; offline means offline.
@@ -332,10 +289,6 @@ def test_a_cached_repository_is_imported_offline(repository, hf_folder, tmp_path
     found, expected = initial_tensors(tmp_path / "ours"), initial_tensors(hf_folder)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert load_for_generation(tmp_path / "ours").tokenizer is not None
-
-
-def test_a_cached_repository_gives_initial_tensors(repository, hf_folder):
-    assert set(initial_tensors(repository)) == set(initial_tensors(hf_folder))
 
 
 def test_generation_reads_a_cached_repository_by_its_name(repository, hf_folder):

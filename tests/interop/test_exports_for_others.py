@@ -22,7 +22,7 @@ from kenotron.interop.exporting import write_configs
 from kenotron.interop.hf_code import config_class
 from kenotron.interop.hf_config import architecture_from_hf
 from kenotron.interop.hf_weights import Weights
-from kenotron.interop.older_readers import with_older_class, with_older_keys
+from kenotron.interop.older_readers import with_older_keys
 from kenotron.interop.sources import Source
 from kenotron.interop.whole_config import whole_architecture
 from kenotron.models.family import family_of
@@ -248,11 +248,6 @@ def test_a_tokenizer_that_transformers_5_wrote_gets_a_class_that_others_know(tmp
     text = "def main<|a|> return<|b|>"
     assert again(text)["input_ids"] == plain(text)["input_ids"]
     assert again.all_special_ids == plain.all_special_ids
-
-
-def test_a_tokenizer_class_of_a_model_stays() -> None:
-    config = {"tokenizer_class": "GPT2Tokenizer", "extra_special_tokens": {"image_token": "<image>"}}
-    assert with_older_class(config) == config
 
 
 def ids(folder: Path, name: str = "config.json") -> dict[str, Any]:

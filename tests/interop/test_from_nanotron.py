@@ -1,5 +1,6 @@
 """nanotron's files, written here by their documented format, become a checkpoint from which the run goes on."""
 
+import itertools
 import weakref
 from pathlib import Path
 
@@ -184,11 +185,8 @@ def edit(file, old, new):
             r"has no tensor \S*input_layernorm\.weight, which",
         ),
         (remove(f"{LAYER}/attn/o_proj/{SECOND}"), "weight of 2 tensor-parallel ranks, found none of rank 1"),
-        (remove(OPTIMIZER), "pp 0, tp 0, dp 1 has none"),
         (remove(METADATA), "is not a checkpoint of nanotron: it has no checkpoint_metadata.json"),
-        (edit(CONFIG, "hidden_layers: 2", "hidden_layers: 1"), r"has the tensor model\.decoder\.1\..*, which .* lacks"),
         (edit(CONFIG, "size: 24", "size: 20"), r"gate_up_proj\.weight has shape \[48, 16\], and .* says \[40, 16\]"),
-        (edit(CONFIG, "size: 64", "size: 63"), r"embedding\.weight has shape \[64, 16\], and .* says \[63, 16\]"),
         (edit(CONFIG, "hidden_size", "hiden_size"), r"config\.yaml: .*hiden_size.* did you mean"),
         (edit(METADATA, '"1.5"', '"1.2"'), r"not supported yet: .*version 1\.2 \(supported: 1\.4, 1\.5\)"),
         (cut(f"{LAYER}/mlp/down_proj/{SECOND}"), r"down_proj.*rank-1-of-2\.safetensors is damaged"),
@@ -204,15 +202,14 @@ def test_what_is_wrong_is_one_line_that_names_it_and_nothing_is_written(break_it
     assert not (tmp_path / "ours").exists()
 
 
-@pytest.mark.parametrize("canary", sorted(CANARIES))
-def test_no_file_s_code_is_run(canary, theirs, tmp_path):
+def test_no_file_s_code_is_run(theirs, tmp_path):
     """Every kind of file in turn is a pickle, or YAML with a tag, that calls a function where it is loaded as such."""
     whole = {path: path.read_bytes() for path in (theirs / OPTIMIZER, theirs / CONFIG, theirs / METADATA)}
     whole[theirs / LAYER / "attn" / "o_proj" / SECOND] = (theirs / LAYER / "attn" / "o_proj" / SECOND).read_bytes()
-    for path, content in whole.items():
+    for path, canary in itertools.product(whole, CANARIES):
         path.write_bytes(CANARIES[canary])
-        assert harmless(lambda: from_nanotron(theirs, tmp_path / "ours"), lines=True) is None, path
-        path.write_bytes(content)
+        assert harmless(lambda: from_nanotron(theirs, tmp_path / "ours"), lines=True) is None, (path, canary)
+        path.write_bytes(whole[path])
     from_nanotron(theirs, tmp_path / "ours")
 
 
