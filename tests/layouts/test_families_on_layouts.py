@@ -7,6 +7,7 @@ see a rank's tokens alone (StarCoder2's) have summands as gradients, and a bias 
 A window (Mistral's) reaches back over the border between two ranks of a sequence.
 Projections that begin at zero (nano's) begin so on every rank, and the step after moves all that they hid.
 Value embeddings look tokens up in layers that lie on later pipeline stages, and for a rank's own heads.
+A parametrization multiplies initial weights and rates by what a weight's whole shape says, not a rank's.
 """
 
 from collections.abc import Callable
@@ -21,6 +22,13 @@ PROBLEMS = {
     family: Problem(family, steps=3, model=keys, compared=2 if "nano" in family else 1)
     for family, keys in FAMILIES.items()
 }
+UNTIED = {"tie_word_embeddings": False}
+COMPLETEP = "model.parametrization={kind: completep, base_width: 8, base_depth: 2}"
+PARAMETRIZED = {
+    "spectral": Problem("spectral", ("model.init_method={use_mup: true}",), 3, UNTIED),
+    "completep": Problem("completep", (COMPLETEP,), 3, UNTIED),
+}
+KNOWN = PROBLEMS | PARAMETRIZED
 ROUNDING = 5e-6  # a norm's gradient: a few numbers, each a sum over all tokens and heads whose terms nearly cancel
 QUICK = [
     ("mistral", 2, "cp=2 method=ulysses"),
@@ -31,6 +39,8 @@ QUICK = [
     ("gpt_neox", 2, "tp=2"),
     ("nano_with_value_embeddings", 2, "tp=2 mode=REDUCE_SCATTER"),
     ("nano_with_value_embeddings", 2, "pp=2 engine=1f1b"),
+    ("spectral", 2, "dp=2 zero=3"),
+    ("completep", 2, "tp=2 mode=REDUCE_SCATTER"),
 ]
 LAYOUTS = [
     (2, "dp=2"),
@@ -56,22 +66,27 @@ CASES = [
     if not (family == "mistral" and "cp=2" in layout[1] and "ulysses" not in layout[1])
 ]
 CASES.append(("mistral", 4, "tp=2 cp=2 method=ulysses"))
+FACTORS = [
+    (name, *layout)
+    for layout in ((2, "dp=2 zero=3"), (2, "tp=2"), (2, "pp=2"), (4, "tp=2 mode=REDUCE_SCATTER pp=2"))
+    for name in PARAMETRIZED
+]
 
 
 @pytest.fixture(scope="module")
 def reference_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """What one process makes of a family, each trained once."""
-    return each_alone(PROBLEMS.__getitem__, tmp_path_factory)
+    return each_alone(KNOWN.__getitem__, tmp_path_factory)
 
 
-@pytest.mark.cases(4)
+@pytest.mark.cases(6)
 @pytest.mark.parametrize(
     ("family", "world_size", "layout"),
-    [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES if case not in QUICK)],
+    [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in (*CASES, *FACTORS) if case not in QUICK)],
 )
 def test_a_layout_means_what_one_process_means(
     family: str, world_size: int, layout: str, reference_of: Callable[[str], Path], tmp_path: Path
 ) -> None:
     reference = reference_of(family)
-    ranks = run_ranks(world_size, train_on_layout, PROBLEMS[family], layout, tmp_path, reference)
+    ranks = run_ranks(world_size, train_on_layout, KNOWN[family], layout, tmp_path, reference)
     expect_the_same(ranks, reference, ROUNDING)

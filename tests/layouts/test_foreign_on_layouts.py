@@ -84,7 +84,7 @@ def on_rank(rank: int, problem: ForeignProblem, layout: str, folder: Path, refer
         *QUICK,
         *(
             pytest.param(name, *layout, marks=pytest.mark.slow)
-            for layout in sorted(LAYOUTS + SPLIT)
+            for layout in sorted(LAYOUTS + SPLIT, key=lambda layout: "compile" in layout[1])
             for name in (
                 ("gemma3_text",) if layout in SPLIT else ("gpt2", "phi3", "gemma3_text", "bloom", "of_the_page")
             )

@@ -10,18 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from kenotron.checkpoint import saving
-from kenotron.config import dump, load
 from kenotron.generation import Completion, SamplingOptions, generate
 from kenotron.generation.load import load_for_generation
 from kenotron.observers.samples import SampleCompletions
 from kenotron.parallel.mesh import Mesh, axes, build_mesh
 from kenotron.training.run_folder import log_folder
-from kenotron.training.saved_state import model_tensors
 from support.families import hf_model, save
 from support.layout_runs import Problem, prepared, steps
 from support.ranks import run_ranks
-from support.tiny_llamas import our_config, our_model, random_tokens, save_ours, small_tokenizer
+from support.tiny_llamas import our_model, random_tokens, save_ours, small_tokenizer
 from support.tiny_run import text_overrides
 
 SHAPE = {"num_hidden_layers": 3, "vocab_size": 301}  # neither stages nor vocabulary rows come out even
@@ -87,9 +84,8 @@ def test_every_rank_gets_the_tokens_of_one_process_greedy_and_drawn(degrees: dic
         assert rank == [greedy, drawn]
 
 
-@pytest.mark.parametrize("changes", [{"tie_word_embeddings": True}, {"attention_bias": True, "rope_interleaved": True}])
-def test_a_tied_head_and_biases_are_found_on_every_layout(changes: dict[str, Any], tmp_path: Path) -> None:
-    path = saved(tmp_path, **changes)
+def test_a_tied_head_and_biases_are_found_on_every_layout(tmp_path: Path) -> None:
+    path = saved(tmp_path, tie_word_embeddings=True, attention_bias=True, rope_interleaved=True)
     expected = alone(path, GREEDY)
     for degrees in ({"pp": 2}, {"tp": 2}):
         assert run_ranks(2, decode, degrees, path, PROMPTS, GREEDY) == [expected] * 2, named(degrees)
@@ -164,28 +160,6 @@ def test_a_rank_holds_its_share_of_the_weights_in_the_dtype_asked_for(path: Path
     assert [layers for *_, layers in ranks] == [[0, 1], [0, 1], [2], [2]]
     norms_and_padding = 7 * 32 + 2 * 32  # held twice over tp; a row of padding for embedding and head
     assert sum(count for count, *_ in ranks) == whole + norms_and_padding
-
-
-def save_from(rank: int, degrees: dict[str, int], path: Path, root: Path) -> None:
-    """Save what ranks of a layout hold: files cut as that layout cuts them."""
-    mesh = build_mesh(degrees, world(degrees), "cpu")
-    parts = load_for_generation(path, None, "cpu", mesh).model.parts
-    config = load(our_config(root, **SHAPE))
-    saving.save(
-        root, 10, model=model_tensors(*parts), optimizer=None, state={}, config_yaml=dump(config), model_config={}
-    )
-
-
-@pytest.mark.slow
-def test_what_any_layout_saved_any_other_decodes(path: Path, tmp_path: Path) -> None:
-    options = replace(GREEDY, stop_at_eos=False)
-    expected = alone(path, options)
-    run_ranks(4, save_from, {"tp": 4}, path, tmp_path / "tp4")
-    run_ranks(4, save_from, {"pp": 2, "tp": 2}, path, tmp_path / "pp2-tp2")
-    assert len(list((tmp_path / "tp4" / "10" / "model").glob("*.safetensors"))) == 4
-    assert alone(tmp_path / "pp2-tp2" / "10", options) == expected
-    assert run_ranks(2, decode, {"pp": 2}, tmp_path / "tp4" / "10", PROMPTS, options) == [expected] * 2
-    assert run_ranks(2, decode, {"tp": 2}, tmp_path / "pp2-tp2" / "10", PROMPTS, options) == [expected] * 2
 
 
 def listen(rank: int, path: Path, prompts: list[str]) -> tuple[list[tuple[int, str]], list[Completion]]:

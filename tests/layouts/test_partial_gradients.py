@@ -254,14 +254,13 @@ def test_what_would_miss_in_the_plans_here(
     family: str, field: str, pattern: str, on_sequence_shards: bool, tmp_path: Path
 ) -> None:
     model = on_meta(problem_of_family(family).config("", tmp_path))
-    check_gradients(model, model.plan, on_sequence_shards)
     rest = tuple(each for each in getattr(model.plan, field) if each != LAYER + pattern)
     assert len(rest) == len(getattr(model.plan, field)) - 1
     with pytest.raises(InputError, match=rf"parallelism\.tp: model\.layers\.\d\.{re.escape(pattern)}\."):
         check_gradients(model, replace(model.plan, **{field: rest}), on_sequence_shards)
 
 
-@pytest.mark.cases(10)
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("family", sorted({*built_in_names()} - {"llamoe"}))  # of mixtral and nano, with other names
 @pytest.mark.parametrize("on_sequence_shards", [False, True])
 def test_the_plans_here_are_complete(family: str, on_sequence_shards: bool, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """A pipeline means what one process means: every schedule, tied or not, whatever is combined with it."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ from support.tiny_run import tiny_dict
 
 CPU = torch.device("cpu")
 SEQUENCES, LENGTH, VOCAB = 16, 16, 61
+WITH_DATA = ("parallelism.dp=2", "optimizer.zero_stage=2")
+WITH_TENSOR = ("parallelism.tp=2", "parallelism.tp_mode=REDUCE_SCATTER")
 
 Gradients = dict[str, torch.Tensor]
 Pieces = dict[str, tuple[tuple[int, ...], tuple[int, ...], torch.Tensor]]  # name → whole shape, offset, block
@@ -173,14 +176,8 @@ def test_four_ranks_pass_on_what_they_have_to(engine: str) -> None:
     check(f"parallelism.pp_engine={engine}", "parallelism.pp=4", count=8)
 
 
-@pytest.mark.cases(3)
-@pytest.mark.parametrize("engine", PP_ENGINES)
-def test_recomputation_changes_no_gradient(engine: str) -> None:
-    check(f"parallelism.pp_engine={engine}", "parallelism.pp=2", "parallelism.recompute_layer=true")
-
-
-def count_blocks(rank: int, config: Config) -> int:
-    """How often a block of this rank computed forward in a step."""
+def recomputed_step(rank: int, config: Config) -> tuple[int, tuple[torch.Tensor, Pieces]]:
+    """How often a block of this rank computed forward in a step, and the step."""
     calls, forward = [], PreNormBlock.forward
 
     def counted(self: PreNormBlock, *args: Any) -> torch.Tensor:
@@ -189,18 +186,22 @@ def count_blocks(rank: int, config: Config) -> int:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PreNormBlock, "forward", counted)
-        Rank(config).step(4)
-    return len(calls)
+        found = one_step(rank, config, 4)
+    return len(calls), found
 
 
-@pytest.mark.parametrize("engine", PP_ENGINES)
-def test_recomputation_computes_every_block_twice_and_no_more(engine: str) -> None:
-    layout = ("parallelism.pp=2", f"parallelism.pp_engine={engine}", "parallelism.recompute_layer=true")
-    counts = run_ranks(2, count_blocks, config_of(*layout, "tokens.batch_accumulation_per_replica=4"))
-    assert sum(counts) == 8 * 4 * 2  # layers, micro-batches, twice
+@pytest.mark.parametrize(
+    ("engine", "replicas"), [*((engine, ()) for engine in PP_ENGINES), ("zbv_zero_bubble", WITH_DATA)]
+)
+def test_recomputation_computes_every_block_twice_and_changes_no_gradient(engine: str, replicas: Sequence[str]) -> None:
+    layout = ("parallelism.pp=2", f"parallelism.pp_engine={engine}", "parallelism.recompute_layer=true", *replicas)
+    config = config_of(*layout, "tokens.batch_accumulation_per_replica=4", tie_word_embeddings=True)
+    results = run_ranks(config.parallelism.world_size, recomputed_step, config)
+    assert sum(calls for calls, _ in results) == len(results) // 2 * 8 * 4 * 2  # layers, micro-batches, twice
+    same(assemble([step for _, step in results]), alone(config))
 
 
-@pytest.mark.cases(6)
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("zero_stage", [0, pytest.param(1, marks=pytest.mark.slow), 2, 3])
 @pytest.mark.parametrize("engine", PP_ENGINES)
 def test_pipelines_of_two_replicas_sum_their_gradients(engine: str, zero_stage: int) -> None:
@@ -211,32 +212,23 @@ def test_pipelines_of_two_replicas_sum_their_gradients(engine: str, zero_stage: 
     )
 
 
-def test_recomputation_over_shards_with_a_whole_backward_pass() -> None:
-    check(
-        "parallelism.pp_engine=zbv_zero_bubble",
-        "parallelism.pp=2",
-        "parallelism.dp=2",
-        "optimizer.zero_stage=2",
-        "parallelism.recompute_layer=true",
-    )
+def test_bf16_gradients_differ_only_by_the_order_of_sums() -> None:
+    check("parallelism.pp_engine=dualpipev", "parallelism.pp=2", "model.dtype=bfloat16", within=1e-4)
 
 
-@pytest.mark.cases(3)
-@pytest.mark.parametrize("mode", ["ALL_REDUCE", "REDUCE_SCATTER"])
-@pytest.mark.parametrize("engine", ["1f1b", "interleaved_1f1b", "zbv_zero_bubble"])
-def test_stages_are_split_over_tp_too(engine: str, mode: str) -> None:
-    check(f"parallelism.pp_engine={engine}", "parallelism.pp=2", "parallelism.tp=2", f"parallelism.tp_mode={mode}")
-
-
-@pytest.mark.parametrize("engine", ["1f1b", "dualpipev"])
-def test_bf16_gradients_differ_only_by_the_order_of_sums(engine: str) -> None:
-    check(f"parallelism.pp_engine={engine}", "parallelism.pp=2", "model.dtype=bfloat16", within=1e-4)
+def compiled_step(rank: int, config: Config, count: int) -> tuple[torch.Tensor, Pieces]:
+    """Without the compiler's code generator, which knows nothing of pipelines."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+        return one_step(rank, config, count)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", PP_ENGINES)
 def test_compiled_blocks_have_the_same_gradients(engine: str) -> None:
-    check(f"parallelism.pp_engine={engine}", "parallelism.pp=2", "model.compile=true")
+    layout = (f"parallelism.pp_engine={engine}", "parallelism.pp=2", "tokens.batch_accumulation_per_replica=4")
+    plain, compiled = (config_of(*layout, *more, num_hidden_layers=4) for more in ((), ("model.compile=true",)))
+    same(assemble(run_ranks(2, compiled_step, compiled, 4)), alone(plain))
 
 
 def count_layers(rank: int, config: Config) -> list[int]:
@@ -339,10 +331,6 @@ def forwards(rank: int, config: Config) -> tuple[list[Any], list[Any], tuple[tor
     return losses, logits, (here.step(4), here.gradients())
 
 
-WITH_DATA = ("parallelism.dp=2", "optimizer.zero_stage=2")
-WITH_TENSOR = ("parallelism.tp=2", "parallelism.tp_mode=REDUCE_SCATTER")
-
-
 @pytest.mark.cases(3)
 @pytest.mark.parametrize(
     ("engine", "more"),
@@ -424,7 +412,7 @@ def peaks(rank: int, config: Config, counts: Sequence[int]) -> list[int]:
 def test_more_micro_batches_take_no_more_memory(engine: str) -> None:
     """Torch's stages have buffers for what is received in all of them."""
     layout = "parallelism.pp=2", f"parallelism.pp_engine={engine}", "tokens.batch_accumulation_per_replica=8"
-    config = config_of(*layout)
+    config = config_of(*layout, num_hidden_layers=4)
     hidden = SEQUENCES // 8 * LENGTH * 32 * 4
     for few, many in run_ranks(2, peaks, config, (8, 16)):
         assert many - few < 3 * hidden  # of 8 more: they have labels and losses

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from kenotron.config.optimizer import Optimizer
@@ -137,15 +136,6 @@ def build(layout: Layout, mesh: Mesh) -> Decoder:
     materialize(model, "cpu")
     initialize_model(model, std=0.2, scaling="NUM_LAYERS", seed=7, shard_of=shard_of)
     return model
-
-
-def everything_at_once(root: nn.Module, blocks: list[nn.Module], mesh: Mesh, **settings: Any) -> None:
-    """A user's own strategy: one FSDP group for the whole model."""
-    assert settings == {"zero_stage": 2, "compute_dtype": torch.float32, "cpu_offload": False, "bucket_cap_mb": 1 / 64}
-    assert len(blocks) == 2
-    assert mesh.device_mesh is not None
-    fully_shard(root, mesh=mesh.device_mesh["dp_shard"])
-    data.set_sum_reduction(root)
 
 
 def as_on_gpus(root: nn.Module, blocks: list[nn.Module], mesh: Mesh, **settings: Any) -> None:
