@@ -68,14 +68,14 @@ def test_logits_loss_and_every_gradient_are_those_of_transformers(which: str) ->
 def test_greedy_decoding_continues_as_transformers_does(which: str, tmp_path: Path) -> None:
     theirs = hf_model(which)
     model = load_for_generation(save(theirs, tmp_path / "hf")).model
-    prompts = [random_tokens(1, length, seed=length)[0] for length in (3, 9, 14)]
+    prompts = [random_tokens(1, length, seed=length)[0] for length in (1, 9, 33)]
     found = generate(model, None, [p.tolist() for p in prompts], SamplingOptions(max_new_tokens=10, stop_at_eos=False))
     for prompt, completion in zip(prompts, found):
         text = theirs.generate(prompt[None], max_new_tokens=10, do_sample=False, eos_token_id=None, pad_token_id=0)
         assert completion.tokens == text[0, len(prompt) :].tolist()
 
 
-@pytest.mark.cases(14)
+@pytest.mark.cases(9)
 @pytest.mark.parametrize("which", FAMILIES)
 def test_an_import_exported_again_is_the_same_model(which: str, tmp_path: Path) -> None:
     theirs = hf_model(which)

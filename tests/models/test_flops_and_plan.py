@@ -8,7 +8,6 @@ import torch
 
 from kenotron.config.errors import InputError
 from kenotron.models import flops_per_token
-from kenotron.models.blocks.rope import Rope
 from kenotron.models.decoder import Decoder
 from kenotron.models.families.llama import Llama, LlamaArchitecture
 from kenotron.models.families.mistral import MistralArchitecture
@@ -131,8 +130,3 @@ def test_a_star_is_one_name_between_dots() -> None:
     names = ["model.layers.0.mlp", "model.layers.11.mlp", "model.layers.0.mlp.up_proj", "model.norm", "xmodel.norm"]
     assert matching("model.layers.*.mlp", names) == ["model.layers.0.mlp", "model.layers.11.mlp"]
     assert matching("model.norm", names) == ["model.norm"]
-
-
-def test_a_head_of_an_odd_number_of_channels_has_no_pairs_to_turn() -> None:
-    with pytest.raises(AssertionError, match="expected an even head_dim, found 3"):
-        Rope(3, 10000.0, None, 16)

@@ -128,19 +128,6 @@ def test_a_run_from_random_weights_goes_to_transformers_and_back(
     assert equal_bits(saved_weights(tmp_path / "back" / "0"), saved_weights(saved))
 
 
-def test_a_resumed_run_is_the_uninterrupted_one(folders: dict[str, Path], tmp_path: Path) -> None:
-    plain = plain_config(tmp_path / "a", {"hf": str(folders["gpt2"])}, {"path": str(folders["gpt2"])})
-    whole = load(plain, ["tokens.train_steps=4"])
-    train_quietly(whole)
-    again = plain_config(tmp_path / "b", {"hf": str(folders["gpt2"])}, {"path": str(folders["gpt2"])})
-    train_quietly(load(again, ["tokens.train_steps=2"]))
-    train_quietly(load(again, ["tokens.train_steps=4"]))
-    assert losses(load(again)) == losses(whole)
-    for part in ("model", "optimizer"):
-        one, other = (saved_weights(tmp_path / name / "checkpoints" / "4", part) for name in "ab")
-        assert equal_bits(one, other)
-
-
 def test_random_weights_are_the_models_own_and_follow_the_seed(folders: dict[str, Path], tmp_path: Path) -> None:
     def drawn(std: float, seed: int) -> dict[str, torch.Tensor]:
         plain = plain_config(tmp_path, {"hf": str(folders["gpt2"])}, {"std": std, "scaling_method": "NONE"})
@@ -215,7 +202,7 @@ def packed(documents: list[list[int]]) -> tuple[torch.Tensor, Context]:
     return torch.tensor([token for each in documents for token in each]), ctx
 
 
-@pytest.mark.parametrize("which", ["gpt2", "phi3", "gemma3_text"])
+@pytest.mark.parametrize("which", ["gpt2", "gemma3_text"])
 def test_packed_documents_do_not_see_each_other(which: str, folders: dict[str, Path]) -> None:
     model = load_for_generation(folders[which], "float32").model
     documents = [[3, 1, 4, 1, 5, 9, 2], [6, 5, 3, 5], [8, 9, 7, 9, 3]]

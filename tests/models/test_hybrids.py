@@ -12,7 +12,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from kenotron.config import load
 from kenotron.config.errors import InputError, NotSupportedYet
-from kenotron.generation import SamplingOptions, generate
 from kenotron.interop.hf_config import architecture_from_hf, hf_config
 from kenotron.models import flops_per_token, named_parameters
 from kenotron.models.decoder import Decoder
@@ -130,16 +129,6 @@ def test_documents_of_a_sequence_do_not_see_each_other(which: str) -> None:
     expect_documents_apart(ours_of(hf_model(which)))
 
 
-def test_a_text_is_continued_alike_in_any_batch() -> None:
-    model = ours_of(hf_model("nemotron_h"))
-    prompts = [random_tokens(1, length, seed=length)[0].tolist() for length in (1, 2, 33, 5)]
-    together = generate(model, None, prompts, SamplingOptions(max_new_tokens=6, stop_at_eos=False))
-    alone = [
-        generate(model, None, [prompt], SamplingOptions(max_new_tokens=6, stop_at_eos=False))[0] for prompt in prompts
-    ]
-    assert [each.tokens for each in together] == [each.tokens for each in alone]
-
-
 def test_every_layer_writes_into_the_residual_stream_damped_by_depth(tmp_path: Path) -> None:
     weights = {name: parameter.detach() for name, parameter in named_parameters(fresh_model(config_of(tmp_path)))}
     for layer, name in ((1, "o_proj"), (2, "down_proj")):
@@ -162,17 +151,6 @@ def test_hidden_states_between_layers_of_any_kind_are_fp32_where_the_config_says
     stream = torch.float32 if wide else torch.bfloat16
     assert seen == [(torch.bfloat16, torch.bfloat16), stream] * 4
     assert (model.stream_dtype, logits.dtype) == (stream, torch.bfloat16)
-
-
-def test_a_feed_forward_has_the_activation_and_the_biases_of_its_config(tmp_path: Path) -> None:
-    model = fresh_model(
-        config_of(tmp_path, hybrid_override_pattern="-", num_hidden_layers=1, hidden_act="relu", mlp_bias=True)
-    )
-    block, x = model.model.layers["0"].mixer, torch.randn(3, 32)
-    with torch.no_grad():
-        block.up_proj.bias.fill_(0.5)
-        hidden = (x @ block.up_proj.weight.T + 0.5).clamp_min(0)
-        assert torch.allclose(block(x), hidden @ block.down_proj.weight.T, atol=1e-5)
 
 
 def test_layers_with_experts_have_the_shapes_and_the_costs_of_their_keys(tmp_path: Path) -> None:

@@ -177,31 +177,6 @@ def test_z_loss_is_the_square_of_the_true_log_sum_exp_in_float64() -> None:
     assert without.item() == pytest.approx(float(nll.detach().sum() / 50), rel=1e-6)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_padding_the_vocabulary_changes_neither_logits_nor_loss_nor_gradients(tied: bool) -> None:
-    """300 tokens in 320 rows; z-loss on, which would see a padded row at once."""
-    changes = {"tie_word_embeddings": tied, "z_loss_enabled": True, "z_loss_coefficient": 0.1}
-    plain, padded = our_llama(**changes), our_llama(64, **changes)
-    tokens, labels = batch()
-    outcomes = []
-    for model in (plain, padded):
-        initialize_model(model, std=0.25, scaling="NUM_LAYERS", seed=3)
-        logits = model(tokens.flatten(), context())
-        loss, z_part = model(tokens.flatten(), context(), labels.flatten())
-        loss.backward()
-        outcomes.append((logits, loss, z_part, gradients(model)))
-    assert padded.model.embed_tokens.weight.shape == (320, 32)
-    (logits, loss, z_part, grads), (padded_logits, padded_loss, padded_z, padded_grads) = outcomes
-    torch.testing.assert_close(padded_logits, logits, rtol=0, atol=1e-6)
-    assert padded_loss.item() == pytest.approx(loss.item(), rel=1e-6)
-    assert padded_z.item() == pytest.approx(z_part.item(), rel=1e-6)
-    for name, grad in padded_grads.items():
-        if grad.shape[0] == 320:
-            assert not grad[300:].any(), f"{name}: a padded row has a gradient"
-            grad = grad[:300]
-        assert (grad - grads[name]).norm() <= 1e-6 * grads[name].norm()
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_recomputed_layers_give_the_same_bits(dtype: torch.dtype) -> None:
     tokens, labels = batch()
@@ -216,44 +191,6 @@ def test_recomputed_layers_give_the_same_bits(dtype: torch.dtype) -> None:
     (loss, grads), (again, recomputed) = outcomes
     assert torch.equal(loss, again)
     assert all(torch.equal(grads[name], recomputed[name]) for name in grads)
-
-
-def test_recomputation_forgets_what_lies_inside_a_layer() -> None:
-    """Counted by autograd's own hooks: tensors that forward keeps for backward."""
-    kept = []
-    for recompute in (False, True):
-        model = our_llama()
-        initialize_model(model, std=0.25, scaling="NUM_LAYERS", seed=3)
-        model.set_recompute(recompute)
-        saved: list[int] = []
-
-        def pack(tensor: Tensor, saved: list[int] = saved) -> Tensor:
-            saved.append(tensor.numel())
-            return tensor
-
-        tokens, labels = batch()
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            model(tokens.flatten(), context(), labels.flatten())
-        kept.append(sum(saved))
-    assert kept[1] < kept[0] / 2
-
-
-@pytest.mark.slow
-def test_compiled_blocks_compute_the_same() -> None:
-    tokens, labels = batch()
-    outcomes = []
-    for compiled in (False, True):
-        model = our_llama()
-        initialize_model(model, std=0.25, scaling="NUM_LAYERS", seed=3)
-        if compiled:
-            for block in model.model.layers.values():
-                block.compile()
-        loss, _ = model(tokens.flatten(), context(), labels.flatten())
-        loss.backward()
-        outcomes.append((loss, gradients(model)))
-    (loss, grads), (again, of_compiled) = outcomes
-    assert again.item() == pytest.approx(loss.item(), rel=1e-6)
-    assert worst(of_compiled, grads) < 1e-5
 
 
 @pytest.mark.parametrize("variant", ["plain", "grouped_query", "tied", "attention_bias", "llama3"])

@@ -1,7 +1,6 @@
 """Mamba and Mamba-2 beyond what every family is compared by: initial weights, documents, dtypes, nanotron's keys."""
 
 import math
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -9,23 +8,20 @@ import pytest
 import torch
 import torch._dynamo
 import yaml
-from torch._dynamo.testing import CompileCounter
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kenotron.config import load
 from kenotron.config.errors import InputError
-from kenotron.generation import SamplingOptions, generate
 from kenotron.interop.hf_config import architecture_from_hf, hf_config
 from kenotron.kernels.attention import attention
 from kenotron.kernels.state_space_dual import _sums_by_product
 from kenotron.kernels.tensor_shard import TensorShard
 from kenotron.models import Context, build, flops_per_token, named_parameters
 from kenotron.models.blocks import mamba_init
-from kenotron.models.blocks.mamba import MixerBlock, TimeSteps
+from kenotron.models.blocks.mamba import TimeSteps
 from kenotron.models.decoder import Decoder
 from support.families import SHAPES, filled, hf_model, in_our_names_of, ours_of
 from support.tiny_llamas import expect_documents_apart, fresh_model, our_config, our_logits, random_tokens
-from support.tiny_run import losses, tiny_dict, train_quietly
 
 HEADS = {"num_heads": 8, "head_dim": 8, "n_groups": 2, "state_size": 8}
 KEYS: dict[str, dict[str, Any]] = {
@@ -133,17 +129,6 @@ def test_a_mamba_has_one_matrix_of_tokens_unless_told_otherwise(tmp_path: Path) 
         load(config_of(tmp_path, **KEYS["mamba"], hidden_act="gelu"))
 
 
-def test_a_mamba_under_nanotrons_keys_trains(tmp_path: Path) -> None:
-    config = tiny_dict(tmp_path)
-    config["model"]["model_config"] = NANOTRONS | {"vocab_size": 60}
-    config["model"]["init_method"] = {"initializer_range": 0.02, "rescale_prenorm_residual": False}
-    loaded = load(config)
-    train_quietly(loaded)
-    found = losses(loaded)
-    assert found[0] == pytest.approx(math.log(60), rel=0.02)
-    assert found[-1] < found[0] + 0.05
-
-
 # ---- initial weights ---------------------------------------------------------------------------------------
 
 
@@ -220,33 +205,6 @@ def test_documents_of_a_sequence_do_not_see_each_other(family: str) -> None:
     expect_documents_apart(ours_of(hf_model(family)))
 
 
-@pytest.mark.parametrize("family", KEYS)
-def test_a_text_is_continued_alike_in_any_batch(family: str) -> None:
-    model = ours_of(hf_model(family))
-    prompts = [random_tokens(1, length, seed=length)[0].tolist() for length in (1, 2, 33, 5)]
-    together = generate(model, None, prompts, SamplingOptions(max_new_tokens=6, stop_at_eos=False))
-    alone = [
-        generate(model, None, [prompt], SamplingOptions(max_new_tokens=6, stop_at_eos=False))[0] for prompt in prompts
-    ]
-    assert [each.tokens for each in together] == [each.tokens for each in alone]
-
-
-@pytest.mark.parametrize("wide", [True, False])
-def test_hidden_states_between_layers_are_fp32_where_the_config_says_so(wide: bool, tmp_path: Path) -> None:
-    model = fresh_model(config_of(tmp_path, **KEYS["mamba"], residual_in_fp32=wide))
-    model.set_compute_dtype(torch.bfloat16)
-    seen = []
-    for block in model.model.layers.values():
-        assert isinstance(block, MixerBlock)
-        block.register_forward_hook(lambda _, given, out: seen.append(out.dtype))
-        block.mixer.register_forward_hook(lambda _, given, out: seen.append((given[0].dtype, out.dtype)))
-    logits = our_logits(model, random_tokens(1, 9))
-    inner, stream = (torch.bfloat16, torch.bfloat16), torch.float32 if wide else torch.bfloat16
-    assert seen == [inner, stream] * 2
-    assert model.stream_dtype == stream
-    assert logits.dtype == torch.bfloat16
-
-
 def test_flops_are_those_of_the_matrices_and_the_recurrence() -> None:
     hidden, inner, state, rank, width, vocab = 32, 64, 16, 2, 4, 300
     matrices = 2 * hidden * inner + inner * (rank + 2 * state) + rank * inner + inner * hidden
@@ -277,19 +235,6 @@ def test_a_compiled_model_has_the_same_gradients_and_no_nan(family: str, tmp_pat
     for plain, other in zip(*found):
         assert other.isfinite().all()
         assert torch.allclose(other, plain, rtol=1e-3, atol=1e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", KEYS)
-def test_another_number_of_documents_is_no_recompilation(family: str) -> None:
-    torch._dynamo.reset()
-    block, counter = ours_of(hf_model(family)).model.layers["0"], CompileCounter()
-    compiled, x = torch.compile(block, backend=counter, fullgraph=True), torch.randn(80, 32)
-    for borders in ((0, 7, 40, 80), (0, 7, 20, 40, 80), (0, 3, 7, 20, 40, 50, 80)):
-        positions = torch.cat([torch.arange(end - begin) for begin, end in pairwise(borders)])
-        ctx = Context((2, 40), positions, attention, cu_seqlens=borders)
-        assert torch.allclose(compiled(x, None, ctx), block(x, None, ctx), atol=1e-5)
-    assert counter.frame_count == 1
 
 
 def test_time_steps_have_the_bias_that_zero_hands_out() -> None:

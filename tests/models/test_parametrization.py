@@ -14,8 +14,7 @@ from kenotron.models import build, named_parameters
 from kenotron.models.parametrization import Factors, factors, spectral_factors, table
 from kenotron.optim.build import build_optimizer
 from kenotron.parallel.mesh import Mesh
-from support.layout_runs import Problem, expect_the_same, prepared, train_alone, train_on_layout
-from support.ranks import run_ranks
+from support.layout_runs import prepared
 from support.tiny_run import saved_weights, tiny_dict, train_quietly
 
 UNTIED = {"tie_word_embeddings": False}
@@ -163,25 +162,6 @@ def test_patterns_of_parameter_groups_multiply_them(tmp_path: Path) -> None:
     weight = dict(model.named_parameters())[f"{LAYER}mlp.down_proj.weight"]
     (group,) = (g for g in optimizer.param_groups if any(p is weight for p in g["params"]))
     assert (group["learning_rate_scale"], group["weight_decay"]) == (pytest.approx(3 / 8), 0.0)
-
-
-PROBLEMS = {
-    "spectral": Problem("spectral", ("model.init_method={use_mup: true}",), 3, UNTIED),
-    "completep": Problem(
-        "completep", ("model.parametrization={kind: completep, base_width: 8, base_depth: 2}",), 3, UNTIED
-    ),
-}
-
-
-@pytest.mark.cases(2)
-@pytest.mark.parametrize("name", PROBLEMS)
-@pytest.mark.parametrize(
-    ("ranks", "layout"), [(2, "dp=2 zero=3"), (2, "tp=2"), (2, "pp=2"), (4, "tp=2 mode=REDUCE_SCATTER pp=2")]
-)
-def test_a_layout_means_what_one_process_means(name: str, ranks: int, layout: str, tmp_path: Path) -> None:
-    reference = train_alone(PROBLEMS[name], tmp_path)
-    found = run_ranks(ranks, train_on_layout, PROBLEMS[name], layout, tmp_path / "layout", reference)
-    expect_the_same(found, reference)
 
 
 def test_what_is_exported_is_the_model_as_it_is(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def outcome(model: Decoder, *batch: Any) -> dict[str, Tensor]:
     return {"loss": loss.detach()} | found | {name: each.clone() for name, each in model.named_buffers()}
 
 
-@pytest.mark.cases(12)
+@pytest.mark.cases(8)
 @pytest.mark.parametrize("borders", [None, BORDERS], ids=["whole", "packed"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_losses_and_gradients_have_the_same_bits(family: str, borders: tuple[int, ...] | None, tmp_path: Path) -> None:
