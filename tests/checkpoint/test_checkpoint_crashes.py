@@ -141,7 +141,7 @@ def test_a_prune_killed_at_any_call_leaves_every_other_checkpoint_intact(folder:
         killed(number)
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EACCES, errno.EIO, errno.EROFS, errno.EDQUOT])
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS])
 def test_a_save_that_fails_at_any_call_says_so_in_one_line_and_leaves_nothing(folder: Path, code: int) -> None:
     root = folder / "root"
     save_step(root, 10, seed=1)

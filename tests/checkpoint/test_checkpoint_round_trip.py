@@ -1,8 +1,6 @@
 """What was saved comes back bit by bit, through our reader and through readers that are not ours."""
 
 import json
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
@@ -20,7 +18,7 @@ from kenotron.checkpoint.reading import read_tensors
 from kenotron.checkpoint.saving import save
 from kenotron.config.errors import CheckpointError
 from kenotron.optim.state import init_state, state_tensors
-from support.checkpoint_states import assert_same, empty_like, load_and_compare, moments, save_step, weights
+from support.checkpoint_states import assert_same, empty_like, load_and_compare, save_step, weights
 
 DTYPES = [
     *(torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8),
@@ -275,28 +273,3 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def test_adamw_goes_on_bit_by_bit_after_a_load(tmp_path: Path) -> None:
     assert_continues(tmp_path, lambda model: model, lambda model: model)
-
-
-@pytest.mark.parametrize("back_to_plain", [False, True])
-def test_a_module_under_fsdp2_at_degree_one_goes_on_bit_by_bit(
-    tmp_path: Path, back_to_plain: bool, group_of_one: None
-) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = init_device_mesh("cpu", (1,))
-    shard = lambda model: fully_shard(model, mesh=mesh)  # noqa: E731
-    assert_continues(tmp_path, shard, (lambda model: model) if back_to_plain else shard)
-
-
-def test_importing_the_checkpoint_package_imports_no_torch() -> None:
-    code = "import sys, kenotron.checkpoint, kenotron.cli.checkpoint; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
-
-
-def test_a_save_and_a_load_print_nothing(tmp_path: Path, capfd, recwarn) -> None:
-    path = save_step(tmp_path, 1).path
-    load(path, model=empty_like(weights(1)), optimizer=empty_like(moments(1)))
-    assert capfd.readouterr() == ("", "")
-    assert [str(warning.message) for warning in recwarn] == []

@@ -11,6 +11,8 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from functools import cache
 from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 from typing import Any
@@ -72,17 +74,12 @@ def files_of(checkpoint: Path) -> dict[str, bytes]:
     return found | {"manifest.json": json.dumps(manifest).encode()}
 
 
-@pytest.fixture
-def make(tmp_path: Path) -> Iterator[Make]:
-    made: list[Engine] = []
-
-    def make_engine(name: str, *more: str) -> Any:
-        made.append(engine_of(name, tmp_path, *more))
-        return made[-1]
-
-    yield make_engine
-    for engine in made:
-        engine.close()
+@pytest.fixture(scope="module")
+def make(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Make]:
+    """Engines by name; each is made once, as its process takes seconds to start."""
+    made = cache(lambda name: engines.enter_context(closing(engine_of(name, tmp_path_factory.mktemp("engine")))))
+    with ExitStack() as engines:
+        yield made
 
 
 def spoil(state: dict[str, Any]) -> None:
@@ -118,17 +115,17 @@ def test_every_byte_is_the_synchronous_engines(name: str, tmp_path: Path, make: 
 
 @pytest.mark.parametrize("kind", ["torch", "datastates"])
 def test_the_plan_is_made_once_while_shapes_are_the_same(
-    tmp_path: Path, make: Make, kind: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[object] = []
     make_plan = plan.make_plan
     monkeypatch.setattr(plan, "make_plan", lambda *given: made.append(1) or make_plan(*given))
-    engine = make(kind)
-    for step in (1, 2, 3):
-        engine.save(tmp_path, step, content(step), KEEP)
-    assert len(made) == 1
-    engine.save(tmp_path, 4, content(4, rows=2 * ROWS), KEEP)
-    engine.collect()
+    with closing(engine_of(kind, tmp_path)) as engine:
+        for step in (1, 2, 3):
+            engine.save(tmp_path, step, content(step), KEEP)
+        assert len(made) == 1
+        engine.save(tmp_path, 4, content(4, rows=2 * ROWS), KEEP)
+        engine.collect()
     assert len(made) == 2
     assert load_and_compare(tmp_path / "4", 2 * ROWS) == 4
 
