@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kenotron.config.errors import InputError
 from kenotron.models import build
 from kenotron.planner.hardware import GPUS
 from kenotron.planner.memory import plan_memory
-from kenotron.planner.trace import Began, Communicated, Ran, Waited
+from kenotron.planner.trace import FREE, Began, Communicated, Ran, Waited, tensors_moved
 from support.plans import config_of
 
 
@@ -155,3 +160,28 @@ def test_the_host_asks_for_the_update_before_it_waits_for_the_norm() -> None:
     update = plan.events.index(Began("update"))
     assert not [event for event in plan.events[:update] if isinstance(event, Waited) and event.queue is None]
     assert not [event for event in plan.events if isinstance(event, Ran) and "scale_gradients" in event.operator.site]
+
+
+@pytest.mark.parametrize("fake", [False, True])
+def test_what_is_changed_in_place_is_read_and_written(fake: bool) -> None:
+    moved = []
+
+    class Counted(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out, name = function(*args, **(kwargs or {})), function.overloadpacket.__name__
+            if name not in FREE:
+                moved.append(sum(each.numel() for each in tensors_moved(name, args, kwargs, out)))
+            return out
+
+    with FakeTensorMode() if fake else nullcontext():
+        a, b = torch.ones(2, 10), torch.ones(2, 10)
+        first, second = b[:1], b[1:]
+        with Counted():
+            a + b
+            a.add_(b)
+            a.copy_(b)
+            torch._foreach_mul_([a, b], 2.0)
+            torch.mul(a, 2.0, out=b)
+            torch._chunk_cat([a], dim=0, num_chunks=2, out=b)
+            torch.split_with_sizes_copy(a, [1, 1], out=[first, second])
+    assert moved == [60, 60, 40, 80, 40, 40, 40]

@@ -37,6 +37,7 @@ NAMES_OF_FREE = """
     _reshape_alias set_ record_stream unfold narrow movedim resize_ is_pinned _pin_memory device _local_scalar_dense
     stride size is_contiguous storage_offset sym_size numel dim layout wait_tensor"""
 FREE = frozenset(NAMES_OF_FREE.split())
+OVERWRITING = {"copy_", "zero_", "fill_", "_foreach_copy_", "_foreach_zero_"}  # in place, and not read before
 ADAM_NUMBERS = 7  # fp32: reads weight, gradient and two moments; writes weight and moments
 NAMES_OF_COLLECTIVES = {  # torch's operators and the methods of its process groups
     "sum": "all_reduce all_reduce_ allreduce",
@@ -189,8 +190,7 @@ class Trace(TorchDispatchMode):
         if space == "_c10d_functional":
             self._functional(name, args, out)
         elif name not in FREE:
-            written = args[0] if out is None else None  # in place, of lists of tensors
-            tensors = [each for each in tree_leaves((args, kwargs, out, written)) if isinstance(each, Tensor)]
+            tensors = tensors_moved(name, args, kwargs, out)
             if any(each.device.type == stand_in.NAME for each in tensors):
                 if space == "c10d":
                     raise ValueError(f"{name}: no time is known for this collective; expected {', '.join(COLLECTIVES)}")
@@ -249,6 +249,15 @@ def _groups(mesh: Mesh, ranks_on_machine: int) -> dict[str, Group]:
 def _described(group: dist.ProcessGroup, name: str, ranks_on_machine: int) -> Group:
     ranks, here = dist.get_process_group_ranks(group), dist.get_rank() // ranks_on_machine
     return Group(name, len(ranks), sum(rank // ranks_on_machine == here for rank in ranks))
+
+
+def tensors_moved(name: str, args: Any, kwargs: Any, out: Any) -> list[Tensor]:
+    """The tensors that an operator reads and writes; those that it changes in place twice."""
+    inputs = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+    known = set(map(id, inputs))  # `out=` and tensors in place are results, too
+    made = [each for each in tree_leaves(out) if isinstance(each, Tensor) and id(each) not in known]
+    changed = args[:1] if name.endswith("_") and name not in OVERWRITING else ()
+    return [*inputs, *made, *(each for each in tree_leaves(changed) if isinstance(each, Tensor))]
 
 
 def _bytes(tensors: Sequence[Tensor]) -> float:
