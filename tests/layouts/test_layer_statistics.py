@@ -109,14 +109,17 @@ def test_scores_and_masks_are_those_of_attention() -> None:
     """With a window, documents and grouped heads, against the plain softmax of each query alone."""
     from kenotron.kernels.attention import Borders
     from kenotron.kernels.attentions.masked import eager
-    from kenotron.observers.layer_statistics import _Seen
+    from kenotron.observers.layer_statistics import _ActivationStatistics
 
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(2, heads, 100, 8, generator=generator) for heads in (4, 2))
     ctx = Borders((0, 30, 100, 150, 200))
-    seen = object.__new__(_Seen)
-    seen.sums, seen.largest = torch.zeros(1, 4, dtype=torch.float64), torch.full((2,), -math.inf, dtype=torch.float64)
-    seen._look_at_scores(0, q, k, ctx, scale=0.7, window=20)  # type: ignore[arg-type]
+    statistics = object.__new__(_ActivationStatistics)
+    statistics.sums, statistics.largest = (
+        torch.zeros(1, 4, dtype=torch.float64),
+        torch.full((2,), -math.inf, dtype=torch.float64),
+    )
+    statistics._add_scores(0, q, k, ctx, scale=0.7, window=20)  # type: ignore[arg-type]
     rows = _spread(100, QUERIES, q.device)
     weights = torch.zeros(2, 4, 100, 100, dtype=torch.float64)
     for key in range(100):  # by the attention of values that tell one key from the others
@@ -124,10 +127,12 @@ def test_scores_and_masks_are_those_of_attention() -> None:
         values[:, :, key] = 1.0
         weights[..., key] = eager(q.double(), k.double(), values, ctx, scale=0.7, window=20)[..., 0]
     entropy = torch.special.entr(weights[:, :, rows]).sum(-1)
-    assert float(seen.sums[0, 2]) == pytest.approx(float(entropy.sum()), rel=1e-5)
-    assert float(seen.sums[0, 3]) == entropy.numel()
+    assert float(statistics.sums[0, 2]) == pytest.approx(float(entropy.sum()), rel=1e-5)
+    assert float(statistics.sums[0, 3]) == entropy.numel()
     scores = 0.7 * q.double() @ k.double().repeat_interleave(2, dim=1).mT
-    assert float(seen.largest[0]) == pytest.approx(float(scores.masked_fill(weights == 0, -math.inf)[:, :, rows].max()))
+    assert float(statistics.largest[0]) == pytest.approx(
+        float(scores.masked_fill(weights == 0, -math.inf)[:, :, rows].max())
+    )
 
 
 def trained(rank: int, size: int, folder: Path, overrides: tuple[str, ...]) -> None:

@@ -27,8 +27,8 @@ MUTANTS = [
     Mutant(
         name="domain-weights-of-each-ranks-own-tokens",
         file="observers/doremi.py",
-        find='        found = all_reduce(sums, run.mesh.group("loss")).cpu().numpy()\n',
-        replace="        found = sums.cpu().numpy()\n",
+        find='        totals = all_reduce(sums, run.mesh.group("loss")).cpu().numpy()\n',
+        replace="        totals = sums.cpu().numpy()\n",
         why="each rank weighs domains by its own tokens, as in nanotron",
         tests=("layouts/test_doremi.py::test_every_layout_learns_the_same_weights",),
     ),

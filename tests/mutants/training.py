@@ -171,8 +171,8 @@ MUTANTS = [
     Mutant(
         name="the-z-loss-in-the-validation-loss",
         file="observers/validation.py",
-        find="losses[source] += found[0] - found[1]",
-        replace="losses[source] += found[0]",
+        find="losses[source] += loss[0] - loss[1]",
+        replace="losses[source] += loss[0]",
         why="val_loss of a run with z-loss cannot be compared with anything",
         tests=("training/test_stages_of_a_run.py", "training/test_console_and_metrics.py"),
     ),

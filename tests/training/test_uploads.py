@@ -13,7 +13,7 @@ from kenotron.checkpoint.remote import RemoteCheckpoints, check_same_run, fetch_
 from kenotron.cli import main
 from kenotron.config import Config, InputError, dump, load
 from kenotron.config.errors import CheckpointError, RunFailed
-from kenotron.observers.uploads import STOPPED_WAIT_S, uploader
+from kenotron.observers.uploads import STOPPED_WAIT_S, build_uploader
 from kenotron.storage import fetching
 from kenotron.training import Hook
 from support.tiny_run import losses, tiny_config, train_and_listen, train_quietly
@@ -153,8 +153,8 @@ def test_nanotrons_section_uploads_the_checkpoints_of_a_local_folder(
 ) -> None:
     local = (NANOTRON, f"checkpoints.checkpoints_path={tmp_path}/own")
     config = machine("a", *local)
-    made, _ = uploader(config, URL)
-    assert (made.files_at_once, made.store._parts_at_once, made.remove) == (3, 7, True)
+    uploader, _ = build_uploader(config, URL)
+    assert (uploader.files_at_once, uploader.store._parts_at_once, uploader.remove) == (3, 7, True)
     _, said = train_and_listen(config)
     assert complete() == [2, 4]
     assert steps_of(tmp_path / "own") == []  # remove_after_upload

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from kenotron.observers.data_stall import place_of, reading
+from kenotron.observers.data_stall import place_of, place_of_reading
 from kenotron.parallel.ranks import ranks_in_words
 from kenotron.parallel.shared_memory import IN_MEMORY, last_calls
 from kenotron.parallel.torch_internals import flight_recorder_dumps, process_groups
@@ -224,7 +224,7 @@ def _status() -> RankStatus:
         if entry["waits"] and waiting is None:
             waiting = (group, *last[group])
     place, communicating = place_of()
-    return RankStatus(place, communicating, last, waiting, reading())
+    return RankStatus(place, communicating, last, waiting, place_of_reading())
 
 
 def _collectives() -> list[dict[str, Any]]:

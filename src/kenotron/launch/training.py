@@ -80,11 +80,11 @@ def _finish_last(config: Config, mesh: Mesh, checkpoints: Checkpoints) -> None:
         with checkpoints.held():
             export_last(config)
     if mesh.is_first and config.upload_url is not None:
-        from kenotron.observers.uploads import finish, uploader
+        from kenotron.observers.uploads import build_uploader, finish
 
-        rest = uploader(config, config.upload_url)
-        rest[0].start()
-        finish(*rest)
+        uploader, lines = build_uploader(config, config.upload_url)
+        uploader.start()
+        finish(uploader, lines)
 
 
 def local_tier(config: Config, ranks: Ranks) -> LocalTier | None:

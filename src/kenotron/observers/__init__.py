@@ -1,30 +1,30 @@
-"""Hooks that watch a run: `observers` makes those that a config asks for.
+"""Hooks that watch a run: `observers` builds the hooks that a config enables.
 
-signals.py        SIGTERM, SIGUSR1, Ctrl-C and a file ask the run to stop
-validation.py     the loss on held-out documents
-data_stall.py     a step that waits long for its batches
-stragglers.py     a rank that is slower than the others
-nonfinite.py      where NaN or infinity comes from
-module_buffers.py     buffers that a foreign module writes
-consistency.py    whether ranks read the same data and hold the same weights, and a hash of the weights for metrics
-spikes.py         steps with spikes of loss or gradient are left out
+signals.py        stops the run on SIGTERM, SIGUSR1, Ctrl-C, or if a file appears
+validation.py     computes the loss on held-out documents
+data_stall.py     logs steps that wait long for their batches
+stragglers.py     logs ranks that are slower than the others
+nonfinite.py      finds the origin of NaN or infinity
+module_buffers.py     synchronizes and restores buffers that a foreign module writes
+consistency.py    checks that ranks read the same data and hold the same weights; a hash of the weights for metrics
+spikes.py         skips steps with spikes of loss or gradient
 snapshot.py       a copy of weights and optimizer in host memory
 layer_statistics.py   norms and activations of every layer, and the gradient noise scale
-replay.py         what `kenotron replay` adds to a run
-progress.py       a bar or a line with the ETA
-history.py        the starts and ends of the run, in a file
-tensorboard.py    the metrics as TensorBoard's curves
-trackers.py       the same in Weights & Biases and Trackio
-expert_load.py    how evenly the experts of a mixture are used
-doremi.py         weights of the domains, learnt beside a reference
-samples.py        completions of `logging.sample_prompts`
+replay.py         the hook of `kenotron replay`
+progress.py       shows a progress bar, or a line with the ETA
+history.py        writes the starts and ends of the run to a file
+tensorboard.py    writes the metrics for TensorBoard
+trackers.py       sends the metrics to Weights & Biases and Trackio
+expert_load.py    measures how evenly the experts of a mixture are used
+doremi.py         learns weights of the domains with a reference model
+samples.py        logs completions of `logging.sample_prompts`
 profiler.py       torch's trace of some steps, its snapshot of GPU memory, its anomaly mode
-benchmark.py      the row of `general.benchmark_csv_path`
-export.py         `checkpoints.export_hf`: every checkpoint for transformers, too
-evaluation.py     `evaluation`: tasks on each checkpoint, in a process beside training
-uploads.py        checkpoints on S3 and other stores
+benchmark.py      writes the row of `general.benchmark_csv_path`
+export.py         `checkpoints.export_hf`: exports every checkpoint for transformers
+evaluation.py     `evaluation`: evaluates checkpoints on tasks, in a process beside training
+uploads.py        uploads checkpoints to S3 and other stores
 
-Training knows none of them: whoever starts it passes them on (`kenotron.launch.training`).
+Training does not import them: its caller passes them in (`kenotron.launch.training`).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 
 def observers(config: Config, mesh: Mesh) -> list[Hook]:
-    """Those that `config` asks for on this rank of `mesh`. What only writes lines or files is on the first rank."""
+    """Build the hooks that `config` enables on this rank of `mesh`. Hooks that only write are on the first rank."""
     stalls = DataStall(min(LONG_S, config.parallelism.timeout_seconds))
     hooks: list[Hook] = [Signals(), NonFiniteCause(), stalls]
     if config.profiler is not None and config.profiler.detect_anomaly:
@@ -98,10 +98,10 @@ def observers(config: Config, mesh: Mesh) -> list[Hook]:
         hooks.append(ExportHook())
     if config.tokens.validates or config.tokens.limit_test_batches:
         hooks.append(Validation())
-    return [*hooks, *_of_the_first_rank(config)] if mesh.is_first else hooks
+    return [*hooks, *_first_rank_hooks(config)] if mesh.is_first else hooks
 
 
-def _of_the_first_rank(config: Config) -> list[Hook]:
+def _first_rank_hooks(config: Config) -> list[Hook]:
     hooks: list[Hook] = [Progress() if sys.stdout.isatty() else Pace(), History()]
     if config.logging.tensorboard:
         hooks.append(TensorBoard())

@@ -1,10 +1,10 @@
-"""`general.benchmark_csv_path`: one row for each run, in nanotron's columns, so that runs can be compared in a table.
+"""`general.benchmark_csv_path`: a row for each run, with nanotron's columns, to compare runs in a table.
 
     job_id,name,nodes,seq_len,mbs,batch_accum,gbs,mTFLOPs,hTFLOPs,tok/s/gpu,Mem Alloc (GB),…,Total Params,Local Params
     N/A,tiny,1,256,2,1,2,0.0023,0.0023,9531.2,0.31,…,12368,12368
 
-Speed is that of the steps from the fourth on, or of all steps of a shorter run. nanotron's benchmark mode
-(``NANOTRON_BENCHMARK=1``) ends the run after four steps: the row then has the speed of the fourth, as there.
+Speeds are averages from the fourth step on, or over all steps of a shorter run. nanotron's benchmark mode
+(``NANOTRON_BENCHMARK=1``) ends the run after four steps: the row then has the speed of the fourth, as in nanotron.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kenotron.training.run import Run
     from kenotron.training.step import StepResult
 
-WARM_UP = 3  # steps that do not count: memory is allocated, kernels are compiled and chosen
+WARM_UP = 3  # steps that are not measured, in which memory is allocated and kernels are compiled and chosen
 SPEEDS = {
     "mTFLOPs": "model_tflops_per_gpu",
     "hTFLOPs": "hardware_tflops_per_gpu",
@@ -34,7 +34,7 @@ SPEEDS = {
 
 
 class Benchmark(Hook):
-    """Appends the row after everything else of the run. Only rank 0 has one."""
+    """Appends the row at the end of the run; only on rank 0."""
 
     priority = -80
 
@@ -42,36 +42,36 @@ class Benchmark(Hook):
         self.path = path
         self.steps_here = 0
         self.stops = os.environ.get("NANOTRON_BENCHMARK") == "1"
-        self._start_again()
+        self._reset()
 
-    def _start_again(self) -> None:
+    def _reset(self) -> None:
         self.seconds = 0.0
         self.amounts = dict.fromkeys(SPEEDS, 0.0)  # TFLOP and tokens in these seconds
 
     def on_train_start(self, run: Run) -> None:
-        """Raise InputError if the file cannot get a row of these columns: now, not at the end of the run."""
+        """Raise InputError before training if a row of these columns cannot be appended to the file."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a+", newline="", encoding="utf-8") as file:
                 file.seek(0)
-                found = next(csv.reader(file), [])
+                header = next(csv.reader(file), [])
         except (OSError, UnicodeDecodeError, csv.Error) as error:
             reason = error.strerror if isinstance(error, OSError) else f"not a CSV file: {error}"
             raise InputError(f"general.benchmark_csv_path: cannot write to {self.path}: {reason}") from error
         columns = list(columns_of(run, dict.fromkeys(SPEEDS, 0.0)))
-        if found and found != columns:
-            differing = next((name for name in found if name not in columns), None)
-            what = f"the column '{differing}', which rows do not have" if differing else f"{len(found)} columns"
+        if header and header != columns:
+            unknown = next((name for name in header if name not in columns), None)
+            what = f"the column '{unknown}', which rows do not have" if unknown else f"{len(header)} columns"
             raise InputError(
                 f"general.benchmark_csv_path: expected a new file, or one with the {len(columns)} columns of a "
                 f"benchmark row; {self.path} has {what}"
             )
 
     def after_step(self, run: Run, result: StepResult) -> None:
-        """Add the step to the speed; in benchmark mode the fourth is the last."""
+        """Add the step to the speed; in benchmark mode stop after the fourth."""
         self.steps_here += 1
         if self.steps_here == WARM_UP + 1:
-            self._start_again()
+            self._reset()
             if self.stops:
                 run.stop("NANOTRON_BENCHMARK=1")
         seconds = run.last_metrics["elapsed_time_per_iteration_ms"] / 1000
@@ -80,7 +80,7 @@ class Benchmark(Hook):
             self.amounts[column] += run.last_metrics[metric] * seconds
 
     def on_train_end(self, run: Run) -> None:
-        """Append the row, and its columns before it if it is the first. Raises RunFailed."""
+        """Append the row, after a header if it is the first. Raises RunFailed if the file cannot be written."""
         if not self.steps_here:
             return
         row = columns_of(run, {column: amount / self.seconds for column, amount in self.amounts.items()})
@@ -97,7 +97,7 @@ class Benchmark(Hook):
 
 
 def columns_of(run: Run, speeds: dict[str, float]) -> dict[str, Any]:
-    """The row by its columns: `speeds` under the names of `SPEEDS`, memory in GiB, everything else from the config."""
+    """Return column → value: `speeds` under the names of `SPEEDS`, memory in GiB, and values of the config."""
     config, layout, model = run.config, run.config.parallelism, run.config.model
     architecture, memory = model.decoder, devices.memory(run.device)
     parameters = parameter_counts(run.skeleton, run.parts)

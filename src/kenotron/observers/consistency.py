@@ -1,27 +1,27 @@
-"""Whether ranks, and runs, are alike: three hooks that compare what should be equal.
+"""Three hooks that check consistency between ranks and between runs.
 
-`SameData`, at the start. Machines may have copies of the files of their own, and one may be old or cut. Samples are
+`SameData`, at the start. Machines may have separate copies of the files, and one may be old or truncated. Samples are
 counted, not compared:
 
     data_stages: rank 8 on node2 has 9,000 samples of tokens/web, and rank 0 50,000
 
-`Replicas`, with `general.ignore_sanity_checks: false`: what several ranks hold alike is compared at the start and
-before every save. Blocks are those that a checkpoint has, of weights and of the optimizer's state. Rank 0 gathers
-names, places and hashes, about 50 bytes for each block:
+`Replicas`, with `general.ignore_sanity_checks: false`: replicas on several ranks are compared at the start and before
+every save. The blocks are those of a checkpoint: of weights and of the optimizer's state. Rank 0 gathers names,
+positions and hashes, about 50 bytes for each block:
 
-    dp 2 x tp 2      ranks 0 and 2 hold rows 0-3 of a matrix, ranks 1 and 3 rows 4-7, all four the whole of a norm
-    hashes           rank 2 has another one than rank 0 for rows 0-3: the run ends, and no checkpoint is written
+    dp 2 x tp 2      ranks 0 and 2 hold rows 0-3 of a matrix, ranks 1 and 3 rows 4-7, and all four a whole norm
+    hashes           rank 2's of rows 0-3 differs from rank 0's: the run ends, and no checkpoint is written
 
-`StateHash`: a hash of the weights in every step's metrics, so that two runs of one layout, such as a run and its
-`kenotron replay`, can be compared bit by bit:
+`StateHash`: a hash of the weights in every step's metrics, to compare two runs of one layout, such as a run and its
+`kenotron replay`, bit by bit:
 
     before step 7    slice 6 of 64 of every rank's weights ──▶ 281474976710655 of metrics.jsonl's `state_hash`
     before step 8    slice 7 …                                  after 64 steps every weight was in one
 
-The weights are those before the step, not after it: the hash is on the host by the time the step's loss is, and the
-host does not wait for the optimizer's work on the device. One slice a step costs 1/64 of reading the weights once. As
-a rule a weight that differs in a bit differs in all later steps, since gradients depend on all weights; where it does
-not, the hash of its slice finds it within 64 steps. Another layout cuts the weights differently and has other hashes.
+The weights are hashed before the step, not after it: so the hash is on the host by the time the step's loss is, and the
+host does not wait for the optimizer's work on the device. One slice per step costs 1/64 of reading the weights once. As
+a rule a weight that differs in a bit differs in all later steps, since gradients depend on all weights; otherwise the
+hash of its slice detects it within 64 steps. Another layout shards the weights differently and has other hashes.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ if TYPE_CHECKING:
     from kenotron.training.step import StepResult
 
 SLICES = 64
-PIECE = 1 << 23  # numbers hashed at a time: their int64 copies take 64 MiB, not 1 GB of an 8B model
-BITS = 48  # a number that JSON's readers keep exactly
+PIECE = 1 << 23  # elements hashed at once: their int64 copies take 64 MiB, instead of 1 GB for an 8B model
+BITS = 48  # JSON readers keep integers of this size exactly
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-NAMED = 4  # blocks that a message names
+NAMED = 4  # the most blocks that a message names
 
 Block = tuple[str, tuple[int, ...], tuple[int, ...]]  # name, offset, shape
 
@@ -62,14 +62,14 @@ class SameData(Hook):
     """Ends a run whose ranks have different numbers of samples; on all ranks."""
 
     def on_train_start(self, run: Run) -> None:
-        """Compare the sources of the stage that comes first, and those of validation and test."""
+        """Compare the numbers of samples in the first stage's sources, and in those of validation and test."""
         stage = run.data.stage_of(run.step + 1)
-        own = [("data_stages", each.label, len(source)) for each, source in zip(stage.stage.sources, stage.sources)]
+        sizes = [("data_stages", spec.label, len(source)) for spec, source in zip(stage.stage.sources, stage.sources)]
         for split, some in run.data.evaluated.items():
-            own += [(SPLITS[split], each.label, len(source.held_out)) for each, source in some]
-        found = gather((socket.gethostname(), [count for _, _, count in own]))
-        for rank, (machine, counts) in enumerate(found):
-            for (key, label, _), count, first in zip(own, counts, found[0][1], strict=True):
+            sizes += [(SPLITS[split], spec.label, len(source.held_out)) for spec, source in some]
+        ranks = gather((socket.gethostname(), [count for _, _, count in sizes]))
+        for rank, (machine, counts) in enumerate(ranks):
+            for (key, label, _), count, first in zip(sizes, counts, ranks[0][1], strict=True):
                 if count != first:
                     raise InputError(
                         f"{key}: rank {rank} on {machine} has {count:,} samples of {label}, and rank 0 {first:,}"
@@ -83,11 +83,11 @@ class Replicas(Hook):
     checked_step = -1
 
     def on_train_start(self, run: Run) -> None:
-        """Compare what was initialized or loaded."""
+        """Compare the initial or loaded state."""
         self._check(run)
 
     def after_step(self, run: Run, result: StepResult) -> None:
-        """Compare what is going to be saved."""
+        """Compare the state that is saved after this step."""
         if run.config.checkpoints.saves_at(run.step):
             self._check(run)
 
@@ -98,8 +98,8 @@ class Replicas(Hook):
 
     def _check(self, run: Run) -> None:
         self.checked_step = run.step
-        of_ranks = gather_on_rank0(block_hashes(run))
-        if problem := run_on_rank0(lambda: replica_difference(of_ranks)):
+        hashes = gather_on_rank0(block_hashes(run))
+        if problem := run_on_rank0(lambda: replica_difference(hashes)):
             raise RunFailed(
                 f"step {run.step}: replicas differ: {problem}. Suspect the machine of a rank, or code that only some "
                 f"ranks run. Nothing of this step was saved; the same command resumes from the newest checkpoint."
@@ -108,7 +108,7 @@ class Replicas(Hook):
 
 @torch.no_grad()
 def block_hashes(run: Run) -> dict[Block, int]:
-    """The hash of every block of weights and optimizer state that this rank holds."""
+    """Return the hash of every block of weights and optimizer state that this rank holds."""
     for module in run.roots:
         data_parallel.reshard_params(module)
     moments = state_tensors(named_parameters(*run.parts), run.optimizer) if run.optimizer.state else {}
@@ -118,18 +118,18 @@ def block_hashes(run: Run) -> dict[Block, int]:
     return dict(zip(blocks, torch.stack(hashes).tolist()))
 
 
-def replica_difference(of_ranks: Sequence[dict[Block, int]]) -> str | None:
-    """Which blocks have several hashes, and on which ranks; None if there is none."""
-    found: dict[Block, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for rank, hashes in enumerate(of_ranks):
+def replica_difference(rank_hashes: Sequence[dict[Block, int]]) -> str | None:
+    """Describe the blocks with different hashes on different ranks; None if all replicas agree."""
+    holders: dict[Block, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))  # block → hash → ranks
+    for rank, hashes in enumerate(rank_hashes):
         for block, value in hashes.items():
-            found[block][value].append(rank)
+            holders[block][value].append(rank)
     lines = []
-    for (name, _, _), groups in sorted(found.items()):
+    for (name, _, _), groups in sorted(holders.items()):
         if len(groups) > 1:
-            several, *others = sorted(groups.values(), key=len, reverse=True)
-            odd = ", ".join(map(ranks_in_words, others))
-            lines.append(f"{name} on {odd} differs from that on {ranks_in_words(several)}")
+            majority, *others = sorted(groups.values(), key=len, reverse=True)
+            minority = ", ".join(map(ranks_in_words, others))
+            lines.append(f"{name} on {minority} differs from that on {ranks_in_words(majority)}")
     more = [f"and {counted(len(lines) - NAMED, 'other block')}"] if len(lines) > NAMED else []
     return "; ".join(lines[:NAMED] + more) or None
 
@@ -138,21 +138,21 @@ class StateHash(Hook):
     """Records `state_hash`; on all ranks."""
 
     priority = -5
-    found: Tensor
+    hash: Tensor
 
     def before_step(self, run: Run) -> None:
-        """Begin to hash a slice of the weights."""
-        self.found = state_hash(run)
+        """Start to hash a slice of the weights."""
+        self.hash = state_hash(run)
 
     def after_step(self, run: Run, result: StepResult) -> None:
-        """Record the hash: the device had it before the loss, which was read."""
-        run.record_metric("state_hash", int(self.found), on_console=False)
+        """Record the hash, which was copied to the host before the loss was."""
+        run.record_metric("state_hash", int(self.hash), on_console=False)
 
 
 def state_hash(run: Run) -> Tensor:
-    """The hash of slice ``run.step % 64`` of all ranks' weights, on the CPU, which a GPU may have yet to fill.
+    """Return the hash of slice ``run.step % 64`` of all ranks' weights, in CPU memory. All ranks call it.
 
-    Every rank makes the call.
+    A GPU copies it asynchronously: read it only after a synchronization.
     """
     tensors = [shard_of(parameter.detach()).tensor for _, parameter in named_parameters(*run.parts)]
     total = torch.zeros((), dtype=torch.int64, device=run.device)
@@ -165,10 +165,7 @@ def state_hash(run: Run) -> Tensor:
 
 
 def slice_of(tensors: Sequence[Tensor], number: int) -> Iterator[tuple[int, Tensor]]:
-    """The elements of slice `number` of all tensors end to end: of each tensor the number of its first one, and they.
-
-    They are flat.
-    """
+    """Yield the parts of slice `number` of the concatenated tensors: (index of the first element, flat elements)."""
     size = -(-sum(tensor.numel() for tensor in tensors) // SLICES)
     begin = 0
     for tensor in tensors:
@@ -180,9 +177,9 @@ def slice_of(tensors: Sequence[Tensor], number: int) -> Iterator[tuple[int, Tens
 
 
 def bits_sum(flat: Tensor, first: int) -> Tensor:
-    """The bits of a flat tensor's elements as integers, times odd weights; `first` is the number of the first one.
+    """Sum the bits of a flat tensor's elements as integers times odd weights; `first` is the first element's index.
 
-    Modulo 2^64, any other value of one element changes the sum.
+    Modulo 2^64, a change of any one element changes the sum.
     """
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     for piece in flat.split(PIECE):

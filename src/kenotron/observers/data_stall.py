@@ -1,9 +1,9 @@
-"""A step that waits long for its batches is named in the log, with the line where they are read.
+"""Log steps that wait long for their batches, with the line of code that reads them.
 
     warning: step 13 has waited 60 s for its batches, a data stall: reading at remote.py:88 in fetch
 
-Where only some ranks wait, the others time out in a collective, and the report of that (launch/hangs.py) says the same.
-The run is not ended: a source may come back.
+If only some ranks wait, the others time out in a collective, whose report (launch/hangs.py) has the same message. The
+run continues, because the source may recover.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from kenotron.training.run import Run
 
 LONG_S = 60.0
-SHARED_MEMORY = "kenotron.parallel.shared_memory"  # in place of torch.distributed
+SHARED_MEMORY = "kenotron.parallel.shared_memory"  # replaces torch.distributed on CPUs
 
 
 class DataStall(Hook):
-    """See the module; on all ranks. `seconds` is how long a step may wait."""
+    """See the module; on all ranks. `seconds` is the longest wait that is not logged."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -36,30 +36,31 @@ class DataStall(Hook):
         self.thread: threading.Thread | None = None
 
     def on_train_start(self, run: Run) -> None:
-        """Start the thread that looks."""
+        """Start the thread that watches."""
         self.thread = threading.Thread(target=self._look, args=(run,), name="kenotron-stalls", daemon=True)
         self.thread.start()
 
     def on_close(self, run: Run) -> None:
-        """End it."""
+        """Stop the thread."""
         self.over.set()
         if self.thread is not None:
             self.thread.join()
 
     def _look(self, run: Run) -> None:
-        """Log every `seconds` that a step has waited."""
+        """Log a warning whenever a step has waited for another `seconds`."""
         step, since = run.step, time.monotonic()
         while not self.over.wait(self.seconds / 10):
+            waited = time.monotonic() - since
             if not run.waiting_for_data or run.step != step:
                 step, since = run.step, time.monotonic()
-            elif (waited := time.monotonic() - since) > self.seconds and (where := reading()) is not None:
+            elif waited > self.seconds and (place := place_of_reading()) is not None:
                 text = "step %d has waited %.0f s for its batches, a data stall: reading at %s"
-                logger.warning(text, step + 1, waited, where)
-                step = -1  # counts anew
+                logger.warning(text, step + 1, waited, place)
+                step = -1  # restarts the clock
 
 
-def reading() -> str | None:
-    """Where batches are read, by the main thread or the loader's, if the main thread waits for them."""
+def place_of_reading() -> str | None:
+    """Return where the main thread or the loader's reads batches; None unless the main thread waits for them."""
     frame = _frame(threading.main_thread().ident)
     while frame is not None and frame.f_code is not next_batches.__code__:
         frame = frame.f_back
@@ -67,13 +68,13 @@ def reading() -> str | None:
         return None
     loaders = (thread.ident for thread in threading.enumerate() if thread.name.startswith(THREADS))
     places = (place_of(ident)[0] for ident in (*loaders, threading.main_thread().ident))
-    return next(place for place in places if not place.endswith(" in _work"))  # one that waits for orders
+    return next(place for place in places if not place.endswith(" in _work"))  # an idle loader
 
 
 def place_of(thread: int | None = threading.main_thread().ident) -> tuple[str, bool]:
-    """``file.py:31 in after_step`` of a thread, and whether it is inside torch.distributed from there.
+    """Return where a thread is, as ``file.py:31 in after_step``, and whether it may be in torch.distributed below that.
 
-    Or may be: what `kenotron.parallel` starts it waits for in native code, which has no frame.
+    In `kenotron.parallel` it may be: waits for collectives are in native code, which has no frame.
     """
     frame = _frame(thread)
     communicating = False
@@ -91,6 +92,6 @@ def _frame(thread: int | None) -> FrameType | None:
 
 
 def _is_library(module: str) -> bool:
-    """Whether a module is torch's or Python's own, or replaces torch.distributed: its caller is looked for."""
+    """Whether a module belongs to torch or Python, or replaces torch.distributed, so that its caller is reported."""
     root = module.split(".")[0]
     return root == "torch" or module == SHARED_MEMORY or (root in sys.stdlib_module_names and root != "__main__")

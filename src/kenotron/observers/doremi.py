@@ -1,13 +1,13 @@
-"""A proxy run of DoReMi: it learns how much each domain of the data should count, beside a trained reference.
+"""A proxy run of DoReMi: it learns weights of the data's domains from a comparison with a trained reference model.
 
 Each step, for the domains d = 1 … k of its global batch (Xie et al., arXiv 2305.10429, algorithm 1):
 
-    excess_d = mean over the tokens of d of max(loss of the proxy - loss of the reference, 0); without any, the last one
+    excess_d = mean over the tokens of d of max(loss of the proxy - loss of the reference, 0); without tokens unchanged
     alpha    = (1 - c) * softmax(log alpha + eta * excess) + c / k
     the proxy's weights follow the gradient of sum over d of alpha_d * (mean loss of d)
 
-The result is the mean of alpha over all steps. The excess is that of the whole global batch, before any of its
-gradients: so weights are the same on every layout, and each step costs a forward pass more of the proxy, and one of the
+The result is the mean of alpha over all steps. The excess is computed on the whole global batch, before its gradients:
+so weights are the same on every layout, and each step costs an additional forward pass of the proxy and of the
 reference.
 """
 
@@ -50,7 +50,7 @@ Floats = NDArray[np.float64]
 
 
 class DomainWeights:
-    """alpha of `count` domains, which begins uniform, its last excess losses, and the sum of alpha over the steps."""
+    """alpha of `count` domains, initially uniform; the last excess losses, and the sum of alpha over the steps."""
 
     def __init__(self, count: int, step_size: float = 1.0, smoothing: float = 1e-3) -> None:
         self.step_size, self.smoothing = step_size, smoothing
@@ -58,7 +58,7 @@ class DomainWeights:
         self.excess, self.total, self.steps = np.zeros(count), np.zeros(count), 0
 
     def update(self, sums: Floats, tokens: Floats) -> None:
-        """Of one step: `sums` of the positive excess losses of each domain, over its `tokens`."""
+        """Update alpha from one step: `sums` of the positive excess losses of each domain, over its `tokens`."""
         self.excess = np.where(tokens > 0, sums / np.maximum(tokens, 1), self.excess)
         exponents = np.log(self.alpha) + self.step_size * self.excess
         grown = np.exp(exponents - exponents.max())
@@ -72,7 +72,7 @@ class DomainWeights:
 
 
 class ProxyOfReference(Hook):
-    """Weighs the losses of each step's batch by domain. On all ranks, which come to the same weights."""
+    """Weights the losses of each step's batch by domain; on all ranks, which compute the same weights."""
 
     def __init__(self, config: DoReMi, path: str) -> None:
         self.names, self.path = config.domain_names, path
@@ -80,7 +80,7 @@ class ProxyOfReference(Hook):
         self.reference: Run | None = None
 
     def on_train_start(self, run: Run) -> None:
-        """Read the reference, split as the proxy is. Raises InputError unless it is such a model."""
+        """Load the reference, sharded as the proxy is. Raises InputError if it is not a model of the same shape."""
         logger.info("DoReMi: %d domains, reference %s", len(self.names), self.path)
         run_on_rank0(lambda: self._check_tokenizer(run))
         parts, pipeline = build_parts(run.config, run.mesh, run.device)
@@ -94,12 +94,12 @@ class ProxyOfReference(Hook):
             folder = open_source(self.path, verify=False).tokenizer
         except InputError as error:
             raise InputError(f"{REFERENCE}: {error}") from None
-        known = load_tokenizer(folder) if folder else None
-        check_tokens(known, run.tokenizer, f"{REFERENCE}: {self.path}")
+        tokenizer = load_tokenizer(folder) if folder else None
+        check_tokens(tokenizer, run.tokenizer, f"{REFERENCE}: {self.path}")
 
     @torch.no_grad()
     def before_step(self, run: Run) -> None:
-        """Compare the losses of this step's tokens with the reference's, and weigh them."""
+        """Compare the losses of this step's tokens with the reference's, and set the weights of its samples."""
         assert self.reference is not None
         sums = torch.zeros(2, len(self.names), dtype=torch.float64, device=run.device)
         domains = [self._domains(run, batch) for batch in run.batches]
@@ -107,17 +107,17 @@ class ProxyOfReference(Hook):
             for batch, domain in zip(run.batches, domains):
                 micro_batch = to_device(batch, run)
                 assert micro_batch.labels is not None
-                here, there = (_token_losses(each, micro_batch) for each in (run, self.reference))
-                if here is None or there is None:  # a pipeline rank without the head
+                proxy, reference = _token_losses(run, micro_batch), _token_losses(self.reference, micro_batch)
+                if proxy is None or reference is None:  # a pipeline rank without the head
                     continue
                 one_hot = F.one_hot(torch.from_numpy(domain), len(self.names)).to(sums)
                 real = micro_batch.labels != -100
-                excess = torch.stack(((here - there).clamp(min=0), real.to(here.dtype)))
+                excess = torch.stack(((proxy - reference).clamp(min=0), real.to(proxy.dtype)))
                 sums += excess.view(2, len(domain), -1).sum(2, dtype=torch.float64) @ one_hot
-        found = all_reduce(sums, run.mesh.group("loss")).cpu().numpy()
-        if np.isfinite(found).all():
-            self.weights.update(*found)
-        tokens = found[1]
+        totals = all_reduce(sums, run.mesh.group("loss")).cpu().numpy()
+        if np.isfinite(totals).all():
+            self.weights.update(*totals)
+        tokens = totals[1]
         factors = np.where(tokens > 0, self.weights.alpha * tokens.sum() / np.maximum(tokens, 1), 0).astype(np.float32)
         run.batches = [replace(batch, weights=factors[domain]) for batch, domain in zip(run.batches, domains)]
 
@@ -133,7 +133,7 @@ class ProxyOfReference(Hook):
             run.record_metric(f"doremi_excess/{name}", excess, on_console=False)
 
     def on_train_end(self, run: Run) -> None:
-        """Write the mean weights, which the next run's `doremi.domain_weights` may name."""
+        """Write the mean weights to a file for the next run's `doremi.domain_weights`."""
         if not run.mesh.is_first or not run.finished:
             return
         average = [float(weight) for weight in self.weights.average]
@@ -144,25 +144,24 @@ class ProxyOfReference(Hook):
         logger.info("Train with them: doremi.domain_weights=%s", file)
 
     def state_dict(self) -> dict[str, Any]:
-        """Weights, excess losses, and the sum of the weights so far."""
-        found = self.weights
-        lists = {name: getattr(found, name).tolist() for name in ("alpha", "excess", "total")}
-        return lists | {"steps": found.steps}
+        """Return weights, excess losses, and the sum of the weights over the steps."""
+        lists = {name: getattr(self.weights, name).tolist() for name in ("alpha", "excess", "total")}
+        return lists | {"steps": self.weights.steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from them."""
+        """Continue from `state`."""
         for name in ("alpha", "excess", "total"):
             setattr(self.weights, name, np.array(state[name]))
         self.weights.steps = state["steps"]
 
 
 def _token_losses(run: Run, micro_batch: MicroBatch) -> Tensor | None:
-    """Cross entropy of each token ``[tokens]`` fp32, 0 without a label; None on pipeline ranks without the head."""
-    found: list[Tensor] = []
+    """Return cross entropies ``[tokens]`` in fp32, 0 without a label; None on pipeline ranks without the head."""
+    losses: list[Tensor] = []
 
     def keep(logits: Tensor, labels: Tensor) -> Tensor:
-        found.append(F.cross_entropy(logits, labels, reduction="none"))
-        return found[0]
+        losses.append(F.cross_entropy(logits, labels, reduction="none"))
+        return losses[0]
 
     evaluate(run, replace(micro_batch, ctx=replace(micro_batch.ctx, loss=OwnLoss(keep))))
-    return found[0] if found else None
+    return losses[0] if losses else None

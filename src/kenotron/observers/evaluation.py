@@ -1,10 +1,10 @@
-"""`evaluation`: tasks of lm-evaluation-harness on each checkpoint, in a process of its own beside training.
+"""`evaluation`: tasks of lm-evaluation-harness on each checkpoint, in a separate process beside training.
 
     save 10 ──▶ checkpoint 10 complete ──▶ evaluated beside the steps 12, 13, … ──▶ "evaluation: 10 | hellaswag acc …"
 
-One evaluation goes on at a time. A checkpoint that is complete meanwhile waits, protected from retention, and gives its
-turn to a newer one: evaluations that take longer than the steps between checkpoints leave some out, and say so. The run
-waits for the last one before it ends, unless it is asked to stop; the next start makes up for it then.
+One evaluation runs at a time. The next checkpoint waits, protected from retention, and is replaced by a newer one: if
+evaluations take longer than the steps between checkpoints, some are left out, with a warning. The run waits for the
+last evaluation before it ends, unless it is asked to stop; then the next start does that evaluation.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class EvaluationHook(Hook):
-    """Asks a `Worker` for the evaluation of each checkpoint that is due. Only rank 0 has one."""
+    """Passes each checkpoint that is due to a `Worker` for evaluation; only on rank 0."""
 
     priority = -65  # after the checkpoint and its export
 
@@ -40,17 +40,17 @@ class EvaluationHook(Hook):
         self.waiting: Path | None = None
 
     def on_train_start(self, run: Run) -> None:
-        """Load the tasks, and make up for an evaluation that was interrupted. Raises InputError: there are no such."""
+        """Load the tasks, and repeat an interrupted evaluation. Raises InputError if a task cannot be loaded."""
         logger.info("Evaluation: loading %s", ", ".join(self.settings.tasks))
         folder = log_folder(run.config) / "evaluation"
-        here = {} if self.settings.srun is None else {"srun": None, "device": "cpu"}
-        self.worker = Worker(self.settings.model_copy(update=here), folder)
+        local = {} if self.settings.srun is None else {"srun": None, "device": "cpu"}
+        self.worker = Worker(self.settings.model_copy(update=local), folder)
         answer = self.worker.answer(None)
         assert answer is not None
         if "problem" in answer:
             self.worker.stop()
             raise InputError(answer["problem"])
-        if self.settings.srun is not None:  # the tasks are there: training begins while the job waits in its queue
+        if self.settings.srun is not None:  # the tasks are valid: training starts while the job waits in Slurm's queue
             self.worker.stop()
             self.worker = Worker(self.settings, folder)
         path = run.config.checkpoint_folder / str(run.start.durable_step)
@@ -59,7 +59,7 @@ class EvaluationHook(Hook):
             self.on_save(run, path)
 
     def on_save(self, run: Run, path: Path) -> None:
-        """Evaluate the checkpoint, now or when the one before is done."""
+        """Evaluate the checkpoint, now or when the previous evaluation is done."""
         interval, step = self.settings.eval_interval, int(path.name)
         if interval is not None and step % interval and not run.finished:
             return
@@ -75,7 +75,7 @@ class EvaluationHook(Hook):
         self._poll(run)
 
     def on_train_end(self, run: Run) -> None:
-        """Wait for the evaluations that are left; not when a signal has ended the run."""
+        """Wait for the remaining evaluations, unless a signal has ended the run."""
         if self.current is not None and not run.interrupted:
             logger.info("Waiting for the evaluation of step %s", (self.waiting or self.current).name)
         while self.current is not None and run.stop_requested is None:
@@ -89,7 +89,7 @@ class EvaluationHook(Hook):
             self.worker.stop()
 
     def _next(self, run: Run) -> None:
-        """Begin with the checkpoint that waits, if none is being evaluated."""
+        """Start to evaluate the waiting checkpoint, if no evaluation runs."""
         if self.current is not None or self.waiting is None:
             return
         self.current, self.waiting = self.waiting, None
@@ -103,12 +103,12 @@ class EvaluationHook(Hook):
     def _poll(self, run: Run, wait_s: float = 0) -> None:
         if self.current is None or self.worker is None or (answer := self.worker.answer(wait_s)) is None:
             return
-        if "ready" not in answer:  # of a process that was started anew
+        if "ready" not in answer:  # "ready" comes from a process that was restarted
             self._finish(run, self.current, answer)
             self._next(run)
 
     def _finish(self, run: Run, path: Path, answer: dict[str, Any]) -> None:
-        """Be done with a checkpoint: log what was found, or what went wrong."""
+        """Complete the evaluation of a checkpoint: log its results or its problem."""
         self.current = None
         self._release(run, path)
         if "problem" in answer:
@@ -117,15 +117,15 @@ class EvaluationHook(Hook):
             self._log(run, int(path.name), answer)
 
     def _log(self, run: Run, step: int, answer: dict[str, Any]) -> None:
-        numbers, said = {}, []
+        numbers, parts = {}, []
         for task, metrics in answer["results"].items():
             for name, (value, stderr) in metrics.items():
                 numbers[f"eval/{task}/{name}"] = value
                 if stderr is not None:
                     numbers[f"eval/{task}/{name}_stderr"] = stderr
             shown = (f"{name} {value:.4g}" + (f" ± {err:.2g}" if err else "") for name, (value, err) in metrics.items())
-            said.append(f"{task} {', '.join(shown)}")
-        logger.info("%s", " | ".join([f"evaluation: {step}", *said, f"seconds: {answer['seconds']:.1f}"]))
+            parts.append(f"{task} {', '.join(shown)}")
+        logger.info("%s", " | ".join([f"evaluation: {step}", *parts, f"seconds: {answer['seconds']:.1f}"]))
         for hook in run.hooks:
             hook.after_evaluation(run, EvaluationResult(step, numbers))
 

@@ -1,13 +1,13 @@
-"""How evenly the experts of a mixture are used: numbers of every step, and a warning where one starves.
+"""Metrics of how evenly the experts of a mixture are used, and a warning if an expert starves.
 
-    router_balance_loss, router_z_loss   what both losses add to the training loss, summed over layers
+    router_balance_loss, router_z_loss   the parts of the training loss from both losses, summed over layers
     expert_load_max, expert_load_min     slots of the busiest and the idlest expert of a layer, over their mean
-    expert_load_entropy                  of a layer's loads, as a share of its maximum; the mean over layers
-    expert_dropped                       share of the slots that a capacity dropped; only with one
-    expert_load/<layer>/<expert>         its slots, over the mean of its layer; only with logging.expert_loads
+    expert_load_entropy                  the entropy of a layer's loads over its maximum; the mean over layers
+    expert_dropped                       the share of slots that were dropped; only with a capacity
+    expert_load/<layer>/<expert>         the expert's slots over the mean of its layer; only with logging.expert_loads
 
-They count the tokens of the global batch, so they are the same on every layout. Loads are what routers chose, before
-anything is dropped. A balance loss over the global batch takes them in the next step: this hook saves them for it.
+They count the tokens of the global batch, so they are the same on every layout. Loads are the routers' choices, before
+any are dropped. A balance loss over the global batch uses them in the next step, so this hook saves them.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
     from kenotron.training.run import Run
     from kenotron.training.step import StepResult
 
-STARVING_STEPS = 100  # in a row without a token, before the warning
+STARVING_STEPS = 100  # steps in a row without a token before the warning
 
 
 class ExpertLoad(Hook):
-    """Records the numbers above; on all ranks."""
+    """Records these metrics; on all ranks."""
 
     priority = 70  # before the spike guard, whose snapshots hold the loads
     steps_without_a_token: Tensor | None = None  # [layers, experts]
-    previous_load: Tensor | None = None  # [layers, experts], where the balance loss takes it
+    previous_load: Tensor | None = None  # [layers, experts], if the balance loss uses it
 
     def on_train_start(self, run: Run) -> None:
-        """Give routers the loads that a checkpoint has."""
+        """Pass the loads of a checkpoint to the routers."""
         model = run.config.model.decoder
         if self.previous_load is not None:
             for layer, mixture in mixtures(run):
@@ -46,7 +46,7 @@ class ExpertLoad(Hook):
             self.previous_load = torch.zeros(model.next_token_layers.stop, model.experts)
 
     def after_step(self, run: Run, result: StepResult) -> None:
-        """Record what the step has counted."""
+        """Record the metrics of the step."""
         assert result.expert_loads is not None
         loads, totals = result.expert_loads
         if self.previous_load is not None and not result.skipped:
@@ -72,11 +72,11 @@ class ExpertLoad(Hook):
             self._warn_of_starving(loads, routed)
 
     def state_dict(self) -> dict[str, Any]:
-        """The loads of the last step, slots as integers."""
+        """Return the loads of the last step, in slots as integers."""
         return {} if self.previous_load is None else {"previous_load": self.previous_load.long().tolist()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Those of the step before the one that comes next."""
+        """Restore the loads of the last step."""
         self.previous_load = torch.tensor(state["previous_load"], dtype=torch.float32)
 
     def _warn_of_starving(self, loads: Tensor, routed: Tensor) -> None:

@@ -1,16 +1,16 @@
-"""`checkpoints.export_hf`: every checkpoint's folder gets a folder `hf`, which transformers loads.
+"""`checkpoints.export_hf`: export every checkpoint to a folder `hf` in its folder, which transformers loads.
 
     checkpoints/100/model/, optimizer/, manifest.json, …       the checkpoint: complete before the export begins
     checkpoints/100/hf/config.json, model.safetensors, …       renamed to this when it is complete
 
-A process that is killed between the two leaves a checkpoint without its export; the run that resumes from it writes it,
-and if it was the last one, the next start. Retention removes both together.
+A process that is killed between the two leaves a checkpoint without its export; the run that resumes from it writes the
+export, and if it was the last checkpoint, the next start does. Retention removes both together.
 
-With an engine that saves in the background, the export is written in the background, too, by a process of its own:
+With an engine that saves in the background, a separate process writes the export in the background as well:
 
     save 10 ──▶ checkpoint 10 complete ──▶ export 10 beside the steps 12, 13, … ──▶ "Exported to checkpoints/10/hf"
 
-One goes on at a time: a checkpoint that is complete before the last export is waits for it, and training with it.
+One export runs at a time: if the next checkpoint is complete before the previous export, training waits for the export.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ FOLDER = "hf"
 
 
 class ExportHook(Hook):
-    """Exports each checkpoint when it is saved: all ranks in the call, or a process of rank 0's in the background."""
+    """Exports each checkpoint when it is saved: all ranks together, or a background process of rank 0."""
 
     priority = -55
     background: BackgroundExport | None = None  # on rank 0: the export in flight
     started = 0.0
 
     def on_train_start(self, run: Run) -> None:
-        """Refuse now what cannot be exported later, and make up for an export that was interrupted."""
+        """Raise InputError if the model cannot be exported, and repeat an interrupted export."""
         model = run.config.model
 
         def check() -> None:
@@ -60,7 +60,7 @@ class ExportHook(Hook):
             self.on_save(run, path)
 
     def on_save(self, run: Run, path: Path) -> None:
-        """Write `<path>/hf`, or begin to. Raises RunFailed if it cannot be written; the checkpoint is complete then."""
+        """Write `<path>/hf`, or start to. Raises RunFailed if it cannot be written; the checkpoint remains complete."""
         if not run.checkpoints.engine.in_background:
             export_now(path)
         elif run.mesh.is_first:
@@ -70,7 +70,7 @@ class ExportHook(Hook):
             self.started, self.background = time.perf_counter(), BackgroundExport(path, path / FOLDER)
 
     def after_step(self, run: Run, result: StepResult) -> None:
-        """Log an export that has ended in the background."""
+        """Log the end of an export in the background."""
         if self.background is not None and self.background.ended:
             self._settle(run)
 
@@ -80,17 +80,17 @@ class ExportHook(Hook):
             raise RunFailed(problem)
 
     def on_close(self, run: Run) -> None:
-        """After an error, end the export in flight: the next start makes up for it."""
+        """After an error, stop the export in flight, which the next start repeats."""
         if self.background is not None:
             self.background.stop()
 
     def _settle(self, run: Run) -> str | None:
-        """On rank 0: wait for the export in flight, and log what became of it; its problem, if it has one."""
+        """Wait, on rank 0, for the export in flight, log its result, and return its problem, if it has one."""
         export, self.background = self.background, None
         if export is None:
             return None
         try:
-            _say_exported(export.target, export.wait(), self.started)
+            _log_export(export.target, export.wait(), self.started)
         except InputError as error:
             logger.error("%s", _failed(export.source, error))
             return _failed(export.source, error)
@@ -100,18 +100,18 @@ class ExportHook(Hook):
 
 
 def export_now(path: Path) -> None:
-    """Write `<path>/hf` in the call, on all ranks: each writes some of the files. Raises RunFailed."""
+    """Write `<path>/hf` now, with all ranks, which each write some of the files. Raises RunFailed."""
     started = time.perf_counter()
     try:
         run_on_rank0(lambda: remove_leftovers(path / FOLDER))
         written = interop.to_hf(path, path / FOLDER, verify=False)
     except InputError as error:
         raise RunFailed(_failed(path, error)) from error
-    _say_exported(written.path, written.bytes, started)
+    _log_export(written.path, written.bytes, started)
 
 
 def export_last(config: Config) -> None:
-    """Export the last checkpoint of a run that has ended, unless that is done; all ranks call it. Raises RunFailed."""
+    """Export the last checkpoint of a run that has ended, if it has no export. All ranks call it. Raises RunFailed."""
 
     def missing() -> list[Path]:
         last = list_checkpoints(config.checkpoint_folder)[-1:]
@@ -125,5 +125,5 @@ def _failed(path: Path, error: InputError) -> str:
     return f"step {path.name}: checkpoints.export_hf: {error}; the checkpoint is complete"
 
 
-def _say_exported(target: Path, size: int, started: float) -> None:
+def _log_export(target: Path, size: int, started: float) -> None:
     logger.info("Exported to %s: %s in %.2f s", target, mebibytes(size), time.perf_counter() - started)

@@ -1,4 +1,4 @@
-"""The file `history.jsonl` of a run's folder: one line for each start and for each end of the run.
+"""Write `history.jsonl` in a run's folder, with a line for each start and each end of the run.
 
     {"iteration": 0, "event": "start", "time": "2026-11-29T08:15:02+00:00", "from": null, "last_step": 1000, …}
     {"iteration": 1000, "event": "finished", "time": "2026-11-29T08:19:40+00:00"}
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 
 class History(Hook):
-    """Writes the lines. Only rank 0 has one."""
+    """Writes the lines; only on rank 0."""
 
     started = False
 
     def on_train_start(self, run: Run) -> None:
-        """Write where the run starts, and on what."""
+        """Write the checkpoint that the run starts from, its device and versions."""
         _write(
             run,
             "start",
@@ -49,11 +49,11 @@ class History(Hook):
         self.started = True
 
     def on_train_end(self, run: Run) -> None:
-        """Write that the run is finished, or why it stops."""
+        """Write that the run is finished, or the reason for its stop."""
         _write(run, "finished" if run.finished else "stopped", {"reason": run.stop_reason} if run.stop_reason else {})
 
     def on_error(self, run: Run, error: Exception) -> None:
-        """Write why the run fails."""
+        """Write the reason for the run's failure."""
         if self.started:
             _write(run, "failed", {"reason": str(error) or type(error).__name__})
 

@@ -1,17 +1,17 @@
-"""`metrics_logging`: norms of gradients, weights and updates of every layer, and what its activations look like.
+"""`metrics_logging`: norms of gradients, weights and updates of every layer, and statistics of its activations.
 
     grad_norm/layers.3           L2 norm of the layer's gradient, before clipping
     weight_norm/layers.3         L2 norm of its weights, after the update
     update_ratio/layers.3        norm of the update / norm of the weights
     activation_rms/layers.3      root mean square of the hidden states that it returns
-    attention_entropy/layers.3   nats, mean over heads and QUERIES tokens of each sequence
+    attention_entropy/layers.3   in nats, mean over heads and QUERIES tokens of each sequence
     attention_logit_max/layers.3 largest score of these tokens, before softmax
     logit_max                    largest logit of LOGITS tokens of each sequence
 
-Norms are those of the step itself. The rest comes from one more forward pass over the step's batch, with the weights
-after the update, so that training computes the same bits with and without them: a third of a step every
-`log_detail_interval` steps. Under context parallelism no rank has all keys, and the two fields of attention are left
-out. Models of Hugging Face and of your own have those that pass through `ctx.attention`.
+Norms are from the step itself. The other statistics are from another forward pass over the step's batch, with the
+weights after the update, so that training computes the same bits with and without them: this costs a third of a step
+every `log_detail_interval` steps. With context parallelism no rank has all keys, and the two fields of attention are
+left out. Models of Hugging Face and your own models have them if they call `ctx.attention`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from kenotron.training.run import Run
     from kenotron.training.step import StepResult
 
-QUERIES, LOGITS = 64, 16  # of each sequence, evenly spread
+QUERIES, LOGITS = 64, 16  # tokens of each sequence, evenly spread
 
 
 class LayerStatistics(Hook):
@@ -65,10 +65,10 @@ class LayerStatistics(Hook):
         self.layers = list(dict.fromkeys(self._layer_of(name) for name, _ in named_parameters(run.skeleton)))
 
     def before_update(self, run: Run) -> None:
-        """Keep the norms of the gradients, and the weights."""
+        """Store the norms of the gradients, and a copy of the weights."""
         if (run.step + 1) % self.settings.log_detail_interval == 0:
             self.gradients = self._norms(run, lambda name, parameter: parameter.grad)
-            self.before = {name: local_tensor(each).clone() for name, each in named_parameters(*run.parts)}
+            self.before = {name: local_tensor(weight).clone() for name, weight in named_parameters(*run.parts)}
 
     def after_step(self, run: Run, result: StepResult) -> None:
         """Record the fields."""
@@ -91,41 +91,41 @@ class LayerStatistics(Hook):
 
     @torch.no_grad()
     def _norms(self, run: Run, values: Callable[[str, Any], Tensor | None]) -> list[float]:
-        """The norm of `values` of the parameters of each layer, over all shards; None counts as zero."""
+        """Return the norm of each layer's `values` of its parameters, over all shards; None counts as zero."""
         squares: dict[Any, dict[int, Tensor]] = defaultdict(dict)
         for name, parameter in named_parameters(*run.parts):
-            if (found := values(name, parameter)) is not None:
-                square = torch.linalg.vector_norm(local_tensor(found), dtype=torch.float64).square()
-                layer, of_group = self.layers.index(self._layer_of(name)), squares[sharding_of(parameter)]
-                of_group[layer] = of_group.get(layer, 0.0) + square
+            if (value := values(name, parameter)) is not None:
+                square = torch.linalg.vector_norm(local_tensor(value), dtype=torch.float64).square()
+                layer, layers = self.layers.index(self._layer_of(name)), squares[sharding_of(parameter)]
+                layers[layer] = layers.get(layer, 0.0) + square
         total = torch.zeros(len(self.layers), dtype=torch.float64, device=run.device)
-        for (mesh, sharded), of_group in squares.items():
-            sums = torch.stack(list(of_group.values()))
+        for (mesh, sharded), layers in squares.items():
+            sums = torch.stack(list(layers.values()))
             for dim in sharded:
                 dist.all_reduce(sums, group=mesh.get_group(dim))
-            total[list(of_group)] += sums
+            total[list(layers)] += sums
         all_reduce(total, run.mesh.group("pp"))
         return total.sqrt().tolist()  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def _record_activations(self, run: Run) -> None:
-        seen = _Seen(self.blocks, run)
-        with evaluating(run.parts, run.roots), eager_blocks(run), seen.watching():
+        statistics = _ActivationStatistics(self.blocks, run)
+        with evaluating(run.parts, run.roots), eager_blocks(run), statistics.recording():
             for batch in run.batches:
                 micro_batch = to_device(batch, run)
                 sequences, length = micro_batch.ctx.shape
                 starts = torch.arange(sequences, device=run.device)[:, None] * length
                 kept = (starts + _spread(length, LOGITS, run.device)).flatten()
-                watched = partial(seen.attention, micro_batch.ctx.attention)
-                ctx = replace(micro_batch.ctx, attention=watched, logits_to_keep=kept)
+                attention = partial(statistics.attention, micro_batch.ctx.attention)
+                ctx = replace(micro_batch.ctx, attention=attention, logits_to_keep=kept)
                 micro_batch = replace(micro_batch, labels=None, ctx=ctx)
                 logits = forward(run, micro_batch)
                 if isinstance(logits, Tensor):
-                    seen.largest[-1].clamp_(min=logits.max())
-        all_reduce(seen.sums, run.mesh.group("world"))
-        all_reduce(seen.largest, run.mesh.group("world"), dist.ReduceOp.MAX)
-        *largest, logit_max = seen.largest.tolist()
-        for block, (squares, count, entropy, queries), most in zip(self.blocks, seen.sums.tolist(), largest):
+                    statistics.largest[-1].clamp_(min=logits.max())
+        all_reduce(statistics.sums, run.mesh.group("world"))
+        all_reduce(statistics.largest, run.mesh.group("world"), dist.ReduceOp.MAX)
+        *largest, logit_max = statistics.largest.tolist()
+        for block, (squares, count, entropy, queries), most in zip(self.blocks, statistics.sums.tolist(), largest):
             layer = block.removeprefix("model.")
             if count:
                 _record(run, f"activation_rms/{layer}", math.sqrt(squares / count))
@@ -135,25 +135,25 @@ class LayerStatistics(Hook):
         _record(run, "logit_max", logit_max)
 
 
-class _Seen:
-    """Sums and maxima of each block, of this rank's tokens and heads."""
+class _ActivationStatistics:
+    """Sums and maxima of each block, over this rank's tokens and heads."""
 
     def __init__(self, blocks: list[str], run: Run) -> None:
-        self.here = [(blocks.index(n), block) for part in run.parts for n, block in modules(part, part.plan.blocks)]
-        self.block_of = {id(module): number for number, block in self.here for module in block.modules()}
+        self.local = [(blocks.index(n), block) for part in run.parts for n, block in modules(part, part.plan.blocks)]
+        self.block_of = {id(module): number for number, block in self.local for module in block.modules()}
         self.sums = torch.zeros(len(blocks), 4, dtype=torch.float64, device=run.device)
         self.largest = torch.full((len(blocks) + 1,), -math.inf, dtype=torch.float64, device=run.device)
         self.has_all_keys = run.mesh.degree("cp") == 1
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Look at what blocks return."""
+    def recording(self) -> Iterator[None]:
+        """Record statistics of the outputs of blocks."""
         with ExitStack() as hooks:
-            for number, block in self.here:
-                hooks.enter_context(block.register_forward_hook(partial(self._look, number)))
+            for number, block in self.local:
+                hooks.enter_context(block.register_forward_hook(partial(self._add_output, number)))
             yield
 
-    def _look(self, number: int, block: Any, inputs: Any, output: Any) -> None:
+    def _add_output(self, number: int, block: Any, inputs: Any, output: Any) -> None:
         hidden = output[0] if isinstance(output, tuple) else output
         self.sums[number, 0] += torch.linalg.vector_norm(hidden, dtype=torch.float64).square()
         self.sums[number, 1] += hidden.numel()
@@ -161,12 +161,12 @@ class _Seen:
     def attention(
         self, function: Any, q: Tensor, k: Tensor, v: Tensor, ctx: Context, layer: Any = None, *more: Any, **named: Any
     ) -> Tensor:
-        """What `function` returns, after a look at the scores."""
+        """Record statistics of the scores, and return the result of `function`."""
         if self.has_all_keys and id(layer) in self.block_of:
-            self._look_at_scores(self.block_of[id(layer)], q, k, ctx, *more, **named)
+            self._add_scores(self.block_of[id(layer)], q, k, ctx, *more, **named)
         return function(q, k, v, ctx, layer, *more, **named)  # type: ignore[no-any-return]
 
-    def _look_at_scores(
+    def _add_scores(
         self, number: int, q: Tensor, k: Tensor, ctx: Context, scale: float | None = None, window: int | None = None
     ) -> None:
         rows = _spread(q.shape[2], QUERIES, q.device)
@@ -182,9 +182,10 @@ class _Seen:
 class GradientNoise(Hook):
     """`metrics_logging.gradient_noise_scale`: McCandlish et al. 2018 (arXiv 1812.06162), appendix A.1.
 
-    From the squared gradient norms of the step's first micro-batches alone and of its whole batch, b and B sequences:
-    trace of the covariance S = (g_b - g_B) / (1/b - 1/B), true gradient G = (B g_B - b g_b) / (B - b), each of them
-    averaged over measurements with weights that fall by `DECAY`; their ratio is the noise scale, in sequences.
+    It is computed from the squared gradient norms of the step's first micro-batches and of its whole batch, b and B
+    sequences: the trace of the covariance is S = (g_b - g_B) / (1/b - 1/B), the true gradient's squared norm is
+    G = (B g_B - b g_b) / (B - b). Both are averaged over measurements with weights that decay by `DECAY`; their ratio
+    is the noise scale, in sequences.
     """
 
     priority = 30
@@ -199,11 +200,11 @@ class GradientNoise(Hook):
         """Measure the gradient of the first micro-batch of every rank."""
         if (run.step + 1) % self.settings.log_detail_interval:
             return
-        if len(run.batches) == 1:  # the begin of a batch_size_ramp
+        if len(run.batches) == 1:  # at the start of a batch_size_ramp
             return
         first = run.batches[:1]
         forward_backward(run, first, 1 / max(count_real_tokens(run, first), 1), run.loss_scale)
-        loads_of_step(run)  # counted twice otherwise
+        loads_of_step(run)  # reset the counts, as the step itself counts again
         parameters = [parameter for _, parameter in named_parameters(*run.parts)]
         self.small = (float(clip_gradients(parameters, None, run.mesh)) / run.loss_scale) ** 2
         run.optimizer.zero_grad(set_to_none=True)
@@ -215,23 +216,23 @@ class GradientNoise(Hook):
             return
         big, most = result.grad_norm**2, run.data.stage_at(run.step).batch_size(run.step)
         few = most / len(run.batches)
-        found = [(small - big) / (1 / few - 1 / most), (most * big - few * small) / (most - few)]
+        measured = [(small - big) / (1 / few - 1 / most), (most * big - few * small) / (most - few)]
         self.averages = [
-            self.DECAY * old + (1 - self.DECAY) * new for old, new in zip(self.averages or [0.0, 0.0], found)
+            self.DECAY * old + (1 - self.DECAY) * new for old, new in zip(self.averages or [0.0, 0.0], measured)
         ]
         _record(run, "gradient_noise_scale", self.averages[0] / self.averages[1])
 
     def state_dict(self) -> dict[str, Any]:
-        """The averages."""
+        """Return the averages."""
         return {"averages": self.averages}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore them."""
+        """Restore the averages."""
         self.averages = state["averages"]
 
 
 def _spread(length: int, count: int, device: torch.device) -> Tensor:
-    """At most `count` places of a sequence, evenly spread, the last one among them."""
+    """Return at most `count` positions of a sequence, evenly spread, including the last."""
     return torch.linspace(0, length - 1, min(count, length), device=device).round().long()
 
 

@@ -1,11 +1,11 @@
-"""Buffers that the forward pass of a foreign module writes: part of the run's state, and the same on all ranks.
+"""Keep buffers that the forward pass of a foreign module writes in the run's state, and equal on all ranks.
 
-    a step                                        they are those of the first data-parallel rank, on all of them
-    a step that is skipped                        they are as before it
-    validation, generation, a step done again     what forward writes is undone
+    a step                                        the first data-parallel rank's buffers are copied to all ranks
+    a skipped step                                buffers are restored
+    validation, generation, a repeated step       buffers are restored
 
-What ranks other than the first have written is lost, as with DistributedDataParallel: a module that counts over the
-whole batch sums over the ranks in its forward pass.
+Writes of ranks other than the first are lost, as with DistributedDataParallel: a module that counts over the whole
+batch has to sum over the ranks in its forward pass.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 class ModuleBuffers(Hook):
     """See the module; on all ranks."""
 
-    priority = 70  # before anything looks at the model or computes the step again
+    priority = 70  # before any hook that reads the model or repeats the step
 
     def on_train_start(self, run: Run) -> None:
-        """Refuse what no checkpoint holds, now and not at the first save. Error (InputError)."""
+        """Raise InputError, before the first save, if a buffer has a dtype that checkpoints do not support."""
         for name, buffer in saved_buffers(run).items():
             try:
                 dtype_name(buffer.dtype)
@@ -44,29 +44,29 @@ class ModuleBuffers(Hook):
                 ) from None
 
     def before_step(self, run: Run) -> None:
-        """Copy them: the step may be skipped."""
+        """Copy the buffers, in case the step is skipped."""
         self.before = _copies(run)
 
     def after_step(self, run: Run, result: StepResult) -> None:
-        """Take back those of a skipped step, and share the others."""
+        """Restore the buffers after a skipped step, and copy the first rank's to all ranks."""
         if result.skipped:
-            _put_back(run, self.before)
-        _share(list(saved_buffers(run).values()), run.mesh.group("batch"))
+            _restore(run, self.before)
+        _broadcast(list(saved_buffers(run).values()), run.mesh.group("batch"))
 
 
 def saved_buffers(run: Run) -> dict[str, Tensor]:
-    """By name; there are none in the families that have a file here."""
+    """Return name → buffer; Kénotron's own families have none."""
     return {name: buffer for part in run.parts for name, buffer in part.saved_buffers().items()}
 
 
 @contextmanager
 def buffers_kept(run: Run) -> Iterator[None]:
-    """Undo what is written meanwhile."""
+    """Restore the buffers at the end of the block."""
     copies = _copies(run)
     try:
         yield
     finally:
-        _put_back(run, copies)
+        _restore(run, copies)
 
 
 def _copies(run: Run) -> dict[str, Tensor]:
@@ -74,14 +74,14 @@ def _copies(run: Run) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def _put_back(run: Run, copies: dict[str, Tensor]) -> None:
+def _restore(run: Run, copies: dict[str, Tensor]) -> None:
     for name, buffer in saved_buffers(run).items():
         buffer.copy_(copies[name])
 
 
 @torch.no_grad()
-def _share(buffers: list[Tensor], group: dist.ProcessGroup | None) -> None:
-    """Give all ranks of `group` the first one's, in one message of bytes."""
+def _broadcast(buffers: list[Tensor], group: dist.ProcessGroup | None) -> None:
+    """Copy the first rank's buffers to all ranks of `group`, in one message of bytes."""
     if group is None or not buffers:
         return
     packed = torch.cat([buffer.reshape(-1).view(torch.uint8) for buffer in buffers])

@@ -1,14 +1,14 @@
-"""Where NaN or infinity comes from: the step is computed once more, with a look at the output of every module.
+"""Find the origin of NaN or infinity: compute the step again, and check the output of every module.
 
     step 12: lm_loss nan, grad_norm nan: first in forward, in the output of model.layers.5.mlp.down_proj on rank 3;
     computed again, it is the same
 
-Data and randomness are functions of the step, and a step that is not finite changes no weight, so the same step can be
-computed again; a normal one costs nothing. If it is finite then, a transient fault of a machine is the cause. Else
-the first module is named: in forward by its output; in backward by gradients of its output that are finite and of its
-input that are not, which takes a third run. Only the first step in a row is looked at.
+Data and randomness are functions of the step, and a non-finite step changes no weight, so the same step can be computed
+again; finite steps cost nothing. If the repeated step is finite, a transient fault of a machine is the cause. Otherwise
+the first module is reported: in forward by its output; in backward by finite gradients of its output and non-finite
+gradients of its input, which takes a third computation. Only the first of several non-finite steps in a row is checked.
 
-`nonfinite_steps.jsonl` in the run's folder has the samples with their documents: those of the micro-batch, in forward.
+`nonfinite_steps.jsonl` in the run's folder has the samples and their documents, in forward only the micro-batch's.
 """
 
 from __future__ import annotations
@@ -43,61 +43,61 @@ if TYPE_CHECKING:
     from kenotron.training.run import Run
 
 FILE = "nonfinite_steps.jsonl"
-WEIGHT, FORWARD, BACKWARD, GRADIENT = range(4)  # in the order in which they are looked for
+WEIGHT, FORWARD, BACKWARD, GRADIENT = range(4)  # in the order of the search
 PLACES = ("in the weight {}", "in forward, in the output of {}", "in backward, in {}", "in the gradient of {}")
 
 
 @dataclass(frozen=True)
 class FirstNonFinite:
-    """The first place of one rank: `order` counts modules or parameters of the whole model in the order of the pass."""
+    """The first non-finite tensor of one rank; `order` is the position of `name` in the order of the pass."""
 
     where: int
     order: int
     name: str
-    samples: tuple[int, ...]  # of the micro-batch, or of all of the rank's
+    samples: tuple[int, ...]  # of the micro-batch if it is known, or of all of the rank's micro-batches
 
 
 class NonFiniteCause(Hook):
     """See the module; on all ranks."""
 
-    priority = 65  # before anything touches the weights
-    known = False
+    priority = 65  # before any hook that changes the weights
+    reported = False  # the last step
 
     def on_train_start(self, run: Run) -> None:
-        """Drop the lines of steps that are done again after a resume."""
+        """Drop the lines of steps that are repeated after a resume."""
         if run.mesh.is_first:
             drop_later_steps(_path(run), run.step)
 
     def after_step(self, run: Run, result: StepResult) -> None:
-        """Look for the cause after the first non-finite step in a row."""
-        if result.broken and not self.known:
+        """Search for the cause after the first non-finite step in a row."""
+        if result.broken and not self.reported:
             self._report(run, result)
-        self.known = result.broken
+        self.reported = result.broken
 
     def _report(self, run: Run, result: StepResult) -> None:
-        again, finding = _computed_again(run, partial(_forward_hooks, run))
+        again, finding = _compute_again(run, partial(_forward_hooks, run))
         finding = _weights(run) or finding or _gradients(run)
         run.optimizer.zero_grad(set_to_none=True)
         findings = gather(finding)
-        first = min((each.where for each in findings if each is not None), default=None)
+        first = min((finding.where for finding in findings if finding is not None), default=None)
         if first == GRADIENT:
-            finding = _computed_again(run, partial(_backward_hooks, run))[1] or finding
+            finding = _compute_again(run, partial(_backward_hooks, run))[1] or finding
             run.optimizer.zero_grad(set_to_none=True)
             findings = gather(finding)
         if run.mesh.is_first:
             _write(run, result, again, findings)
 
 
-# ---- the step again ------------------------------------------------------------------------------------------
+# ---- repeating the step --------------------------------------------------------------------------------------
 
 
-def _computed_again(run: Run, hooks: Any) -> tuple[StepResult, FirstNonFinite | None]:
-    """Loss and gradient norm of the last step, computed once more, and what `hooks` found; `.grad` is kept."""
+def _compute_again(run: Run, hooks: Any) -> tuple[StepResult, FirstNonFinite | None]:
+    """Compute loss and gradient norm of the last step again; return them and the finding of `hooks`; keep `.grad`."""
     assert run.last_result is not None
     with eager_blocks(run), buffers_kept(run), hooks() as found:
         real_tokens = count_real_tokens(run, run.batches)
         losses = forward_backward(run, run.batches, 1.0 / max(real_tokens, 1))
-    loads_of_step(run)  # counted twice otherwise
+    loads_of_step(run)  # reset the counts, as the step has counted already
     norm = clip_gradients([parameter for _, parameter in named_parameters(*run.parts)], None, run.mesh)
     loss, z_loss, grad_norm = Numbers(*losses, norm).read()
     result = replace(run.last_result, lm_loss=loss, z_loss=z_loss, grad_norm=grad_norm)
@@ -105,13 +105,13 @@ def _computed_again(run: Run, hooks: Any) -> tuple[StepResult, FirstNonFinite | 
 
 
 def eager_blocks(run: Run) -> AbstractContextManager[None]:
-    """Within, compiled blocks run as they are written: compiled, they would pass over hooks of modules."""
+    """Run compiled blocks eagerly in the block of code, because compiled ones ignore hooks of modules."""
     return torch.compiler.set_stance("force_eager") if run.config.model.compile else nullcontext()
 
 
 @contextmanager
 def _forward_hooks(run: Run) -> Iterator[list[FirstNonFinite]]:
-    """Looks at the outputs of all modules."""
+    """Check the outputs of all modules; the list gets the first non-finite one."""
     found: list[FirstNonFinite] = []
     order, micro_batch = _module_order(run), -1
 
@@ -121,8 +121,7 @@ def _forward_hooks(run: Run) -> Iterator[list[FirstNonFinite]]:
 
     def look(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         if not found and not _finite(output):
-            alone = run.pipeline is None
-            batches = run.batches[micro_batch : micro_batch + 1] if alone else run.batches
+            batches = run.batches if run.pipeline is not None else run.batches[micro_batch : micro_batch + 1]
             found.append(FirstNonFinite(FORWARD, order.get(name, len(order)), name, _samples(batches)))
 
     with ExitStack() as hooks:
@@ -135,7 +134,7 @@ def _forward_hooks(run: Run) -> Iterator[list[FirstNonFinite]]:
 
 @contextmanager
 def _backward_hooks(run: Run) -> Iterator[list[FirstNonFinite]]:
-    """Looks for a module that makes finite gradients of its output non-finite ones of its input."""
+    """Search for a module with finite gradients of its output and non-finite gradients of its input."""
     found: list[FirstNonFinite] = []
     order = _module_order(run)
 
@@ -154,7 +153,7 @@ def _backward_hooks(run: Run) -> Iterator[list[FirstNonFinite]]:
 
         for values, see in ((tree_leaves(output), arrived), (inputs, leaves)):
             for tensor in filter(_has_gradient, values):
-                if not tensor.is_leaf:  # a parameter would keep the hook
+                if not tensor.is_leaf:  # hooks on parameters would stay
                     tensor.register_hook(see)
 
     named = [(name, module) for part in run.parts for name, module in part.named_modules() if name]
@@ -166,10 +165,10 @@ def _backward_hooks(run: Run) -> Iterator[list[FirstNonFinite]]:
 
 
 class _Entrance(torch.autograd.Function):
-    """x, by a way of its own into one module: its gradient is what this module makes, whoever else reads x.
+    """Returns x as a separate input of one module, so that its gradient is that of this module alone.
 
-    Torch's hooks for the backward pass of modules wrap tensors in views, which nothing may change in place and a
-    pipeline's split backward may not detach.
+    Torch's hooks for the backward pass of modules wrap tensors in views, which must not be changed in place, and which
+    a pipeline's split backward must not detach.
     """
 
     @staticmethod
@@ -186,7 +185,7 @@ def _has_gradient(value: Any) -> bool:
 
 
 def _weights(run: Run) -> FirstNonFinite | None:
-    """The first weight of this rank that is not finite."""
+    """Return the first non-finite weight of this rank."""
     for order, (name, parameter) in enumerate(named_parameters(*run.parts)):
         if not _finite(shard_of(parameter.detach()).tensor):
             return FirstNonFinite(WEIGHT, order, name, ())
@@ -194,7 +193,7 @@ def _weights(run: Run) -> FirstNonFinite | None:
 
 
 def _gradients(run: Run) -> FirstNonFinite | None:
-    """The last weight of this rank, the first in backward, whose gradient is not finite."""
+    """Return the last weight of this rank, the first in backward, with a non-finite gradient."""
     for order, (name, parameter) in reversed(list(enumerate(named_parameters(*run.parts)))):
         if parameter.grad is not None and not _finite(shard_of(parameter.grad).tensor):
             return FirstNonFinite(GRADIENT, -order, name, _samples(run.batches))
@@ -220,25 +219,26 @@ def _finite(value: Any) -> bool:
 
 
 def _write(run: Run, result: StepResult, again: StepResult, findings: list[FirstNonFinite | None]) -> None:
-    """Log where it came from, and write the line of `nonfinite_steps.jsonl`."""
-    known = [(each.where, each.order) for each in findings if each is not None]
-    ranks = [rank for rank, each in enumerate(findings) if each is not None and (each.where, each.order) == min(known)]
+    """Log the origin, and write the line of `nonfinite_steps.jsonl`."""
+    by_rank = {rank: finding for rank, finding in enumerate(findings) if finding is not None}
+    first = min(((finding.where, finding.order) for finding in by_rank.values()), default=None)
+    ranks = [rank for rank, finding in by_rank.items() if (finding.where, finding.order) == first]
     line: dict[str, Any] = {"iteration": run.step, "lm_loss": repr(result.lm_loss), "grad_norm": repr(result.grad_norm)}
-    before, now = (f"lm_loss {each.lm_loss:.4g}, grad_norm {each.grad_norm:.4g}" for each in (result, again))
-    samples = {sample for each in findings if each is not None for sample in each.samples}
+    before, now = (f"lm_loss {step.lm_loss:.4g}, grad_norm {step.grad_norm:.4g}" for step in (result, again))
+    samples = {sample for finding in by_rank.values() for sample in finding.samples}
     place = ""
     if ranks and not again.finite:
-        finding = findings[ranks[0]]
-        assert finding is not None
+        finding = by_rank[ranks[0]]
         layer = re.search(r"layers\.(\d+)", finding.name)
         line |= {
             "where": ("weight", "forward", "backward", "gradient")[finding.where],
             "module": finding.name or "loss",
+            "layer": int(layer[1]) if layer else None,
+            "ranks": ranks,
         }
-        line |= {"layer": int(layer[1]) if layer else None, "ranks": ranks}
         name = finding.name or "the whole model, the loss"
         place = f": first {PLACES[finding.where].format(name)} on rank {', '.join(map(str, ranks))}"
-        samples = {sample for rank in ranks if (each := findings[rank]) for sample in each.samples}
+        samples = {sample for rank in ranks for sample in by_rank[rank].samples}
     line["again"] = "finite" if again.finite else "the same" if before == now else "other numbers"
     verdict = {
         "finite": f"computed again it is finite ({now}): a transient fault, suspect the hardware",

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class ProfilerHook(Hook):
-    """`profiler`: a torch trace of the steps that its schedule names, under `profiler_export_path`."""
+    """`profiler`: writes a torch trace of the steps of its schedule to `profiler_export_path`."""
 
     priority = 50
     profile: Any = None
@@ -37,7 +37,7 @@ class ProfilerHook(Hook):
         assert settings.profiler_export_path is not None
         self.folder = Path(settings.profiler_export_path) / run.config.general.run
         self.folder.mkdir(parents=True, exist_ok=True)
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's tracer reports its own start and stop on stderr
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's tracer would print its start and stop on stderr
         write_tensorboard = tensorboard_trace_handler(str(self.folder))
 
         def on_trace_ready(trace: Any) -> None:
@@ -66,7 +66,7 @@ class ProfilerHook(Hook):
 
     def after_step(self, run: Run, result: StepResult) -> None:
         """Advance the profiler's schedule."""
-        with warnings.catch_warnings():  # that a new cycle drops the last one's events: they are on disk by then
+        with warnings.catch_warnings():  # a new cycle drops the last one's events, which are on disk by then
             warnings.simplefilter("ignore", UserWarning)
             self.profile.step()
 
@@ -76,22 +76,22 @@ class ProfilerHook(Hook):
             self.profile.stop()
 
     def on_train_end(self, run: Run) -> None:
-        """Say so if the run was too short for the trace."""
+        """Log a warning if the run was too short for the trace."""
         if not self.written and (settings := run.config.profiler):
             logger.warning("profiler: no trace was written: it needs %d steps of one process", settings.steps)
 
 
 class MemorySnapshot(Hook):
-    """`memory_snapshot_path`: a file of every rank for https://docs.pytorch.org/memory_viz; on all ranks."""
+    """`memory_snapshot_path`: writes a file for https://docs.pytorch.org/memory_viz on every rank."""
 
-    EVENTS = 200_000  # allocations and releases that are kept, the newest
+    EVENTS = 200_000  # the number of newest allocations and releases that are kept
 
     def __init__(self, settings: Profiler) -> None:
         self.settings = settings
         self.recording = False
 
     def on_train_start(self, run: Run) -> None:
-        """Begin to record. Raises InputError without a GPU."""
+        """Start to record. Raises InputError without a GPU."""
         if run.device.type != "cuda":
             raise InputError(f"profiler.memory_snapshot_path: expected a run on GPUs, found one on {run.device.type}")
         self.last_step = run.step + self.settings.steps
@@ -104,11 +104,11 @@ class MemorySnapshot(Hook):
             self._write(run)
 
     def on_error(self, run: Run, error: Exception) -> None:
-        """Write it, above all when memory was not enough."""
+        """Write the snapshot, which is most useful after an out-of-memory error."""
         self._write(run)
 
     def on_close(self, run: Run) -> None:
-        """Write it, if the run was shorter."""
+        """Write the snapshot, if the run was shorter than the trace."""
         self._write(run)
 
     def _write(self, run: Run) -> None:
@@ -124,16 +124,16 @@ class MemorySnapshot(Hook):
 
 
 class AnomalyMode(Hook):
-    """`detect_anomaly`: a NaN in backward raises, with the traceback of the operation in forward; on all ranks."""
+    """`detect_anomaly`: makes a NaN in backward raise with the traceback of the forward operation; on all ranks."""
 
     def on_train_start(self, run: Run) -> None:
-        """Switch it on."""
+        """Enable the mode."""
         self.mode = ExitStack()
-        with warnings.catch_warnings():  # that it is slow: the key says so
+        with warnings.catch_warnings():  # torch warns that it is slow, which the key's docs say
             warnings.simplefilter("ignore", UserWarning)
             self.mode.enter_context(torch.autograd.detect_anomaly(check_nan=True))
 
     def on_close(self, run: Run) -> None:
-        """Switch it off."""
+        """Disable the mode."""
         if hasattr(self, "mode"):
             self.mode.close()

@@ -1,4 +1,4 @@
-"""Progress and ETA: a bar on a terminal, a line twice a minute elsewhere."""
+"""Show progress and ETA: a bar on a terminal, otherwise a line twice a minute."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Progress(Hook):
-    """A bar with loss and ETA, on a terminal; log lines scroll above it. It counts tokens: steps may grow."""
+    """Shows a bar with loss and ETA on a terminal, below the log lines. It counts tokens, as batch sizes may change."""
 
     priority = -30
     bar: Any = None
@@ -40,7 +40,7 @@ class Progress(Hook):
         self.bar.start()
 
     def after_step(self, run: Run, result: StepResult) -> None:
-        """Move the bar."""
+        """Update the bar."""
         self._show(run, human_format(result.lm_loss))
 
     def _show(self, run: Run, loss: str) -> None:
@@ -58,7 +58,7 @@ class Progress(Hook):
 
 
 class Pace(Hook):
-    """Logs progress and ETA twice a minute, where there is no terminal for a progress bar."""
+    """Logs progress and ETA twice a minute, if there is no terminal for a progress bar."""
 
     priority = -30
     SECONDS_BETWEEN = 30.0
@@ -69,7 +69,7 @@ class Pace(Hook):
         self.started = self.logged = time.perf_counter()
 
     def after_step(self, run: Run, result: StepResult) -> None:
-        """Log a line, if the last is old enough."""
+        """Log a line, if the last one is old enough."""
         now = time.perf_counter()
         if now - self.logged < self.SECONDS_BETWEEN or run.finished:
             return

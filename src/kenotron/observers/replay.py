@@ -1,4 +1,4 @@
-"""What `kenotron replay` adds to the run that it repeats."""
+"""The hook that `kenotron replay` adds to the run that it repeats."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 
 class StopAfter(Hook):
-    """Stops the run after a step; its length, on which the learning rate may depend, stays what it was."""
+    """Stops the run after a step, without a change of its length, on which the learning rate may depend."""
 
     def __init__(self, step: int) -> None:
         self.step = step
 
     def after_step(self, run: Run, result: StepResult) -> None:
-        """Stop if this was the step."""
+        """Stop after the step."""
         if run.step >= self.step:
             run.stop("replayed")

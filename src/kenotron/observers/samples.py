@@ -1,4 +1,4 @@
-"""`logging.sample_prompts`: what the model makes of some prompts, before and after training."""
+"""`logging.sample_prompts`: completions of some prompts, before and after training."""
 
 from __future__ import annotations
 
@@ -16,19 +16,18 @@ if TYPE_CHECKING:
 
 
 class SampleCompletions(Hook):
-    """Logs completions of `logging.sample_prompts`, before the first step and after the last, on the console and in the
-    file `samples.jsonl`.
+    """Logs completions of `logging.sample_prompts` before the first step and after the last, also in `samples.jsonl`.
 
-    All ranks of the run decode the same prompts in lockstep: sharded weights are gathered by all of them at once.
+    All ranks of the run decode the same prompts in lockstep, because they gather sharded weights together.
     """
 
     priority = -70
     MAX_NEW_TOKENS = 64
 
     def on_train_start(self, run: Run) -> None:
-        """Complete the prompts with the first weights."""
+        """Complete the prompts with the initial weights."""
         if run.mesh.is_first:
-            drop_later_steps(log_folder(run.config) / SAMPLES, run.step - 1)  # those of this step are made again
+            drop_later_steps(log_folder(run.config) / SAMPLES, run.step - 1)  # this step's lines are written again
         self._show(run, "before training" if run.step == 0 else f"after step {run.step}")
 
     def on_train_end(self, run: Run) -> None:

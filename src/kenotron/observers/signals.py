@@ -1,4 +1,4 @@
-"""A run that is asked to stop, by a signal or a file, finishes its step, saves and stops; `Run.stop` does the rest."""
+"""Stop a run on a signal, or if a file appears: it finishes its step, saves and ends, by `Run.stop`."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 class Signals(Hook):
-    """SIGTERM, SIGUSR1 and Ctrl-C: finish the step, save, exit with code 0. A second one exits at once.
+    """Handles SIGTERM, SIGUSR1 and Ctrl-C: finish the step, save, exit with code 0. A second signal exits at once.
 
-    Ctrl-C under torchrun arrives twice, from the terminal and from torchrun: a signal within two seconds of the first
-    counts as the same request. So does SIGTERM after SIGUSR1: Slurm's at the time limit, while the run is being saved.
+    Under torchrun, Ctrl-C arrives twice, from the terminal and from torchrun: a signal within two seconds of the first
+    counts as the same request. So does SIGTERM after SIGUSR1, which Slurm sends at the time limit while the run saves.
     """
 
     priority = -40
@@ -38,7 +38,7 @@ class Signals(Hook):
 
     def on_train_start(self, run: Run) -> None:
         """Install the handlers, if this is the main thread."""
-        if threading.current_thread() is not threading.main_thread():  # Python delivers signals to that one only
+        if threading.current_thread() is not threading.main_thread():  # Python delivers signals only to the main thread
             path = run.config.checkpoint_folder.absolute()
             logger.warning("not in the main thread: SIGTERM does not save this run; its checkpoints go to %s", path)
             return
@@ -68,7 +68,7 @@ class Signals(Hook):
             logger.warning("%s: saving after step %d and stopping", self.received, run.step)
 
     def on_close(self, run: Run) -> None:
-        """Restore the handlers that were there before."""
+        """Restore the previous handlers."""
         self._restore()
 
     def _restore(self) -> None:
@@ -78,23 +78,23 @@ class Signals(Hook):
 
 
 class KillSwitch(Hook):
-    """`general.kill_switch_path`: a file that stops the run. Only rank 0 looks for it, once a second at most."""
+    """`general.kill_switch_path`: stops the run if a file appears. Only rank 0 checks, at most once a second."""
 
     priority = -40
-    EVERY_S = 1.0  # a network file system takes its time
+    EVERY_S = 1.0  # because network file systems are slow
 
     def __init__(self, path: Path) -> None:
-        self.path, self.looked_at = path, 0.0
+        self.path, self.checked_at = path, 0.0
 
     def on_train_start(self, run: Run) -> None:
-        """Raise InputError if the file is there."""
+        """Raise InputError if the file exists already."""
         if self.path.exists():
             raise InputError(f"general.kill_switch_path: {self.path} exists, which stops a run; remove it to train")
 
     def after_step(self, run: Run, result: StepResult) -> None:
         """Ask the run to stop, if the file has appeared."""
-        if time.monotonic() - self.looked_at >= self.EVERY_S:
-            self.looked_at = time.monotonic()
+        if time.monotonic() - self.checked_at >= self.EVERY_S:
+            self.checked_at = time.monotonic()
             if self.path.exists():
                 run.stop(f"{self.path} exists")
                 logger.warning(

@@ -1,4 +1,4 @@
-"""A copy of what a step changes, in host memory: this rank's shards of weights and optimizer.
+"""A copy in host memory of the state that a step changes: this rank's shards of weights and optimizer.
 
     snapshot = Snapshot()
     snapshot.take(run)             # after step 50
@@ -52,12 +52,12 @@ class Snapshot:
 
     @torch.no_grad()
     def restore(self, run: Run) -> None:
-        """Put the copy back. A checkpoint that is being copied is waited for."""
+        """Restore the copied state, after pending copies of a checkpoint."""
         run.checkpoints.fence()
         for name, tensor in _tensors(run):
             tensor.copy_(self.tensors[name])
         for name, parameter in named_parameters(*run.parts):
-            if name not in self.optimizer:  # taken before the first update: an optimizer makes its state anew
+            if name not in self.optimizer:  # copied before the first update, which creates the state
                 run.optimizer.state.pop(parameter, None)
                 continue
             state = run.optimizer.state[parameter]
@@ -70,21 +70,21 @@ class Snapshot:
             run.pipeline.share_tied_weights()
 
     def _copy(self, name: str, tensor: Tensor) -> Tensor:
-        here = _local(tensor)
+        local = _local(tensor)
         if name not in self.tensors:
-            self.tensors[name] = torch.empty_like(here, device="cpu", memory_format=torch.contiguous_format)
-        return self.tensors[name].copy_(here)
+            self.tensors[name] = torch.empty_like(local, device="cpu", memory_format=torch.contiguous_format)
+        return self.tensors[name].copy_(local)
 
 
 def _tensors(run: Run) -> Iterator[tuple[str, Tensor]]:
-    """This rank's shards of the weights, the loads of experts that the next step's loss takes, a module's buffers."""
+    """Yield this rank's shards of the weights, the experts' loads for the next step's loss, and modules' buffers."""
     for module in run.roots:
         data_parallel.reshard_params(module)
     for name, parameter in named_parameters(*run.parts):
         yield name, _local(parameter)
     for layer, mixture in mixtures(run):
         yield f"previous load of layer {layer}", mixture.previous_load
-    for hook in run.hooks:  # what is saved of them: those of all pipeline stages
+    for hook in run.hooks:  # the loads of all pipeline stages, for checkpoints
         if isinstance(hook, ExpertLoad) and hook.previous_load is not None:
             yield "previous loads", hook.previous_load
     yield from saved_buffers(run).items()

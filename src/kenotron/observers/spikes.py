@@ -1,4 +1,4 @@
-"""`optimizer.spikes`: a step whose loss or gradient norm is far above those before it changes no weight.
+"""`optimizer.spikes`: skip updates of steps whose loss or gradient norm is far above that of the steps before.
 
     spikes: {z_score: 6, window: 128, snapshot_every: 50, max_rollbacks: 3}
 
@@ -7,16 +7,16 @@
     weights                 as after 119              as after 100, the last snapshot: something before 120 was wrong
 
 A value is a spike if it is more than `z_score` standard deviations above the mean of the last `window` steps, the rule
-of OLMo-core's SkipStepAdamW; non-finite ones are spikes, too. It is known before the update, so leaving the step out
-has the same outcome as returning to a snapshot and training up to it once more. A second spike in a row means that the
-weights are at fault: then they return to the last snapshot, and all steps after it are left out (PaLM, arXiv
-2204.02311, section 5.1, by hand). A step that is left out counts as a step and its samples as read: the data order
-goes on, so it is never another one after a resume.
+of OLMo-core's SkipStepAdamW; non-finite values are spikes as well. A spike is detected before the update, so skipping
+the step has the same result as a return to a snapshot and a repetition up to this step. A second spike in a row
+suggests that the weights are the cause: then they are restored from the last snapshot, which discards all steps after
+it (as PaLM did by hand, arXiv 2204.02311, section 5.1). A skipped or discarded step counts as a step and its samples as
+read: the data order continues, and is the same after a resume.
 
 `skipped_steps.jsonl` in the run's folder has a line for each such step with its samples and their documents. A snapshot
-is also taken at every checkpoint, so that a run that is killed and resumed returns to the same one (unless the step of
-the checkpoint was itself left out). After as many `window` steps of every stage, and of every sequence length, the
-guard begins to judge.
+is also taken at every checkpoint, so that a run that is killed and resumed uses the same snapshot (unless the step of
+the checkpoint was itself skipped). The guard is active after the first `window` steps of every stage, and of every
+sequence length.
 """
 
 from __future__ import annotations
@@ -44,31 +44,31 @@ if TYPE_CHECKING:
 FILE = "skipped_steps.jsonl"
 NAMES = ("lm_loss", "grad_norm")
 IN_A_ROW = 2
-"""Spikes in a row after which the weights return to the snapshot."""
+"""The number of spikes in a row after which the snapshot is restored."""
 
 
 class SpikeGuard(Hook):
     """See the module; on all ranks."""
 
-    priority = 60  # before what looks at the weights
+    priority = 60  # before hooks that read the weights
 
     def __init__(self, settings: Spikes) -> None:
         self.settings = settings
         self.snapshot = Snapshot()
-        self.window: list[list[float]] = []  # [lm_loss, grad_norm] of the last steps that were accepted
-        self.stage = 0  # first step of the stage of those
-        self.refused = False  # this step, by this hook
+        self.window: list[list[float]] = []  # [lm_loss, grad_norm] of the last accepted steps
+        self.stage = 0  # the first step of their stage
+        self.refused = False  # whether this hook has refused the current step
         self.in_a_row = 0
         self.rollbacks = 0  # to the current snapshot
 
     def on_train_start(self, run: Run) -> None:
-        """Take the first snapshot; drop the lines of steps that are done again after a resume."""
+        """Take the first snapshot; drop the lines of steps that are repeated after a resume."""
         self._take_snapshot(run)
         if run.mesh.is_first:
             drop_later_steps(_path(run), run.step)
 
     def accepts_update(self, run: Run, lm_loss: float, grad_norm: float) -> bool:
-        """False on every rank if it is a spike on any."""
+        """Return False on every rank if the step is a spike on any rank."""
         if (stage := run.data.stage_at(run.step + 1).start) != self.stage:
             self.window, self.stage = [], stage
         spike = max(self._z_scores([lm_loss, grad_norm])) > self.settings.z_score
@@ -76,13 +76,13 @@ class SpikeGuard(Hook):
         return not self.refused
 
     def after_step(self, run: Run, result: StepResult) -> None:
-        """Remember a step that was accepted; record one that was not, and return to the snapshot if it is due.
+        """Add an accepted step to the window; record a skipped step, and restore the snapshot if that is due.
 
-        Raises RunFailed if the run has returned there too often.
+        Raises RunFailed if the snapshot was restored too often.
         """
         if result.skipped:
-            if self.refused or not result.finite:  # else another hook has refused it
-                self._leave_out(run, result)
+            if self.refused or not result.finite:  # otherwise another hook has refused it
+                self._skip(run, result)
             self.refused = False
             return
         self.in_a_row = 0
@@ -96,7 +96,7 @@ class SpikeGuard(Hook):
         self.snapshot.take(run)
         self.window_of_snapshot, self.stage_of_snapshot = self.window, self.stage
 
-    def _leave_out(self, run: Run, result: StepResult) -> None:
+    def _skip(self, run: Run, result: StepResult) -> None:
         self.in_a_row += 1
         what = self._described(result)
         self._record(run, run.step, what)
@@ -120,7 +120,7 @@ class SpikeGuard(Hook):
     # ---- the rule --------------------------------------------------------------------------------------------
 
     def _z_scores(self, values: list[float]) -> list[float]:
-        """Standard deviations of every value above the mean of the window; 0 until that is full."""
+        """Return the standard deviations of every value above the mean of the window; 0 until the window is full."""
         if len(self.window) < self.settings.window:
             return [0.0] * len(values)
         return [z_score(value, before) for value, before in zip(values, zip(*self.window))]
@@ -136,7 +136,7 @@ class SpikeGuard(Hook):
     # ---- the record ------------------------------------------------------------------------------------------
 
     def _record(self, run: Run, step: int, why: str) -> None:
-        """Write the line of a step that was left out: on rank 0."""
+        """Write the line of a skipped step, on rank 0."""
         if not run.mesh.is_first:
             return
         line: dict[str, Any] = {"iteration": run.step, "step": step, "why": why, "stage": run.data.stage_at(step).name}
@@ -145,18 +145,21 @@ class SpikeGuard(Hook):
     # ---- restarts --------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """All but the snapshot, which is taken anew at the start."""
+        """Return the state, except the snapshot, which is taken again at the start."""
         names = ("window", "stage", "in_a_row", "rollbacks")
         return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state`."""
+        """Continue from `state`."""
         for name, value in state.items():
             setattr(self, name, value)
 
 
 def z_score(value: float, before: tuple[float, ...]) -> float:
-    """Standard deviations of `value` above the mean of `before`; a deviation is a millionth of the mean at least."""
+    """Return how many standard deviations `value` is above the mean of `before`.
+
+    The standard deviation is taken as at least a millionth of the mean.
+    """
     mean = statistics.fmean(before)
     return (value - mean) / max(statistics.pstdev(before, mean), 1e-6 * abs(mean), math.ulp(0.0))
 

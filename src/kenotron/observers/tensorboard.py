@@ -1,4 +1,4 @@
-"""The metrics of every step for TensorBoard, in the run's own folder, after which it names the curves."""
+"""Write the metrics of every step for TensorBoard, to the run's folder, whose name is that of the curves."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class TensorBoard(Hook):
-    """Writes the line of metrics as scalars, and project and config as text. Only rank 0 has one."""
+    """Writes the metrics as scalars, and project and config as text; only on rank 0."""
 
     priority = -15  # after the line of metrics
 
@@ -48,7 +48,7 @@ class TensorBoard(Hook):
                 self.writer.add_scalar(name, value, result.step)
 
     def on_error(self, run: Run, error: Exception) -> None:
-        """Write the scalars of a step that is done, if a hook failed before."""
+        """Write the scalars of the last step, if another hook failed before they were written."""
         if self.writer is not None and run.last_result is not None and self.written_step < run.step:
             self.after_step(run, run.last_result)
 
@@ -68,5 +68,5 @@ class TensorBoard(Hook):
         return writer
 
     def _show_failed_thread(self, failed: threading.ExceptHookArgs) -> None:
-        if type(failed.thread).__name__ != "_AsyncWriterThread":  # TensorBoard's raises it again at the next write
+        if type(failed.thread).__name__ != "_AsyncWriterThread":  # TensorBoard raises its error at the next write
             self.excepthook(failed)

@@ -1,7 +1,7 @@
-"""`logging.wandb` and `logging.trackio`: the metrics of every step in Weights & Biases, and in Trackio.
+"""`logging.wandb` and `logging.trackio`: send the metrics of every step to Weights & Biases, and to Trackio.
 
-A run that continues from its checkpoint continues its curves; a new one of the same name is another run there. What a
-tracker refuses while the run goes on is a warning: metrics.jsonl has the numbers.
+A run that continues from its checkpoint continues its curves; a new run of the same name is a separate run of the
+tracker. Errors of a tracker during the run are only warnings, since metrics.jsonl has the numbers.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ if TYPE_CHECKING:
 
 
 class Tracker(Hook):
-    """What both do. Only rank 0 has one."""
+    """The base class of both trackers; only on rank 0."""
 
     priority = -15  # after the line of metrics
     package = ""
 
     def __init__(self, settings: Wandb | Trackio) -> None:
         self.settings: Any = settings
-        self.run: Any = None  # the tracker's
+        self.run: Any = None  # the tracker's run object
         self.sent_step = 0
 
     def open(self, run: Run, package: Any) -> Any:
-        """The tracker's run, by its `package`."""
+        """Start or continue the tracker's run with its `package`, and return it."""
         raise NotImplementedError
 
     def send(self, metrics: Mapping[str, float], step: int) -> None:
-        """Log the numbers of a step."""
+        """Log the metrics of a step."""
         self.run.log(dict(metrics), step=step)
 
     def send_evaluation(self, result: EvaluationResult) -> None:
-        """Log what evaluation tasks say of a checkpoint, perhaps that of an earlier step."""
+        """Log evaluation results of a checkpoint, possibly of an earlier step."""
         self.send(result.metrics, result.step)
 
     def on_train_start(self, run: Run) -> None:
-        """Begin the tracker's run, or continue it. Raises InputError: the package is missing, or it refuses."""
+        """Start or continue the tracker's run. Raises InputError if the package is missing, or the tracker refuses."""
         try:
             package = import_module(self.package)
         except ModuleNotFoundError:
@@ -68,7 +68,7 @@ class Tracker(Hook):
         self._try(self.send_evaluation, result)
 
     def on_error(self, run: Run, error: Exception) -> None:
-        """Send the metrics of a step that is done, if a hook failed before."""
+        """Send the metrics of the last step, if another hook failed before they were sent."""
         if run.last_result is not None and self.sent_step < run.step:
             self.after_step(run, run.last_result)
 
@@ -77,26 +77,26 @@ class Tracker(Hook):
         if self.run is not None:
             self.run.finish()
 
-    def _try(self, send: Any, *given: Any) -> None:
+    def _try(self, send: Any, *arguments: Any) -> None:
         if self.run is None:
             return
         try:
-            send(*given)
+            send(*arguments)
         except Exception as error:
             logger.warning("logging.%s: %s; the run goes on without it", self.package, error)
             self.run = None
 
 
 class WandbHook(Tracker):
-    """Weights & Biases, with the names of metrics.jsonl, in the folder `wandb` of the run's own."""
+    """Sends to Weights & Biases under the names of metrics.jsonl; its files are in `wandb` in the run's folder."""
 
     package = "wandb"
 
     def open(self, run: Run, package: Any) -> Any:
-        """The run there. Its name and first start make its id. Without a network it logs offline."""
+        """Open the run with an id of its name and first start. Without a network it logs offline."""
         settings, name = self.settings, self.settings.name or run.config.general.run
         _, first = next(logged_lines(log_folder(run.config) / HISTORY))
-        given = {
+        arguments = {
             "project": settings.project or run.config.general.project,
             "entity": settings.entity,
             "name": name,
@@ -105,41 +105,41 @@ class WandbHook(Tracker):
             "resume": "allow",
             "config": to_dict(run.config),
             "dir": str(log_folder(run.config)),
-            "settings": package.Settings(console="off"),  # the lines of all ranks are in files of the run
+            "settings": package.Settings(console="off"),  # the run's log files have the output of all ranks
         }
         try:
-            opened = self._open(package, given)
+            opened = self._open(package, arguments)
         except (package.errors.UsageError, package.errors.AuthenticationError) as error:
             raise InputError(f"logging.wandb: {error} (logging.wandb.mode: offline needs no account)") from error
         opened.define_metric("eval/*", step_metric="eval_step")
         return opened
 
-    def _open(self, package: Any, given: dict[str, Any]) -> Any:
+    def _open(self, package: Any, arguments: dict[str, Any]) -> Any:
         try:
-            return package.init(mode=self.settings.mode, **given)
+            return package.init(mode=self.settings.mode, **arguments)
         except package.errors.AuthenticationError:
             raise
         except package.errors.CommError as error:
             logger.warning("logging.wandb: %s; it logs offline, for `wandb sync`", error)
-            return package.init(mode="offline", **given)
+            return package.init(mode="offline", **arguments)
 
     def send(self, metrics: Mapping[str, float], step: int) -> None:
-        """Log the numbers of a step; not of one that is done again, which wandb has."""
+        """Log the metrics of a step, unless wandb has them from before a resume."""
         if step >= self.run.step:
             super().send(metrics, step)
 
     def send_evaluation(self, result: EvaluationResult) -> None:
-        """Log it beside the newest step, since the steps of wandb only rise."""
+        """Log the results at the newest step, since the steps of wandb only increase."""
         self.run.log({"eval_step": result.step, **result.metrics}, step=max(self.sent_step, self.run.step))
 
 
 class TrackioHook(Tracker):
-    """Trackio: in a database of this machine, or with `space_id` in a Space of Hugging Face."""
+    """Sends to Trackio: to a database on this machine, or with `space_id` to a Space of Hugging Face."""
 
     package = "trackio"
 
     def open(self, run: Run, package: Any) -> Any:
-        """The run there: the newest of its name, if it continues."""
+        """Open a new run, or the newest of its name if the run continues."""
         return package.init(
             project=self.settings.project or run.config.general.project,
             name=self.settings.name or run.config.general.run,

@@ -1,4 +1,4 @@
-"""Validation and test: the loss on held-out documents, in nats a token and in bits a byte.
+"""Validation and test: the loss on held-out documents, in nats per token and in bits per byte.
 
 Bits per byte does not depend on the tokenizer, so it compares with any other compressor of the same text:
 
@@ -32,18 +32,18 @@ if TYPE_CHECKING:
 
 
 class Validation(Hook):
-    """A pass every `val_check_interval` and after the last step, the same samples each time; then one test."""
+    """Validates every `val_check_interval` and after the last step, on the same samples; then runs one test."""
 
     priority = 40
 
     def after_step(self, run: Run, result: StepResult) -> None:
         """Validate if it is due, and pass the result to every hook's `after_validation`; test after the last step."""
         tokens = run.config.tokens
-        if tokens.validates and (is_due(run) or run.finished) and (found := measured(run, "val")) is not None:
+        if tokens.validates and (is_due(run) or run.finished) and (validation := validate_and_log(run, "val")):
             for hook in run.hooks:
-                hook.after_validation(run, found)
-        if tokens.limit_test_batches and run.finished and (found := measured(run, "test")) is not None:
-            for name, number in found.metrics("test").items():
+                hook.after_validation(run, validation)
+        if tokens.limit_test_batches and run.finished and (test := validate_and_log(run, "test")):
+            for name, number in test.metrics("test").items():
                 run.record_metric(name, number, on_console=False)
 
 
@@ -59,26 +59,26 @@ def is_due(run: Run) -> bool:
     return after > before
 
 
-def measured(run: Run, split: Split) -> ValidationResult | None:
-    """Validate or test, with the averaged weights, too, and log it; None when the run is asked to stop meanwhile."""
-    found = validate(run, split)
-    if found is not None and run.config.optimizer.ema_decay is not None:
+def validate_and_log(run: Run, split: Split) -> ValidationResult | None:
+    """Validate or test, also with averaged weights, and log the result; None if the run is asked to stop meanwhile."""
+    result = validate(run, split)
+    if result is not None and run.config.optimizer.ema_decay is not None:
         run.checkpoints.fence()  # it may be copying the weights
         with run.optimizer.averaged():  # type: ignore[attr-defined]  # of `CombinedOptimizer`
             averaged = validate(run, split)
-        found = averaged and replace(found, ema=averaged)
-    if found is None:
+        result = averaged and replace(result, ema=averaged)
+    if result is None:
         logger.warning("the %s after step %d is left out, as the run stops", SPLITS[split], run.step)
     else:
-        logger.info("%s", result_line(run, found, split))
-    return found
+        logger.info("%s", result_line(run, result, split))
+    return result
 
 
 @torch.no_grad()
 def validate(run: Run, split: Split = "val") -> ValidationResult | None:
-    """One pass over the held-out samples, forward only; None when the run is asked to stop meanwhile.
+    """Compute the loss on the held-out samples, forward only; None if the run is asked to stop meanwhile.
 
-    After SIGTERM there may be half a minute: it belongs to the checkpoint.
+    The half minute after SIGTERM has to be left for the checkpoint.
     """
     started = time.perf_counter()
     labels = run.data.held_out(split).labels
@@ -88,20 +88,21 @@ def validate(run: Run, split: Split = "val") -> ValidationResult | None:
     with evaluating(run.parts, run.roots):
         for batch, byte_count, source in run.data.validation(run.mesh.rank("batch"), run.mesh.degree("batch"), split):
             run.sync_stop_request()
-            if run.stop_reason is not None:  # in the last pass, too, when no step is left to do
+            if run.stop_reason is not None:  # also after the last step, when no step is left to do
                 return None
-            found = evaluate(run, to_device(batch, run))
-            if found is not None:
-                losses[source] += found[0] - found[1]
+            loss = evaluate(run, to_device(batch, run))
+            if loss is not None:
+                losses[source] += loss[0] - loss[1]
             if counts_samples:
                 counts[source] += torch.tensor([int((batch.labels != -100).sum()), byte_count])
     sums = torch.cat((losses[:, None], counts.to(run.device)), dim=1)
     rows = all_reduce(sums, run.mesh.group("loss")).tolist()
     seconds = time.perf_counter() - started
-    each = [_result(seconds, *row) for row in rows]
     total = _result(seconds, *map(sum, zip(*rows)))
-    sources = {label: one for label, one in zip(labels, each) if one.tokens} if len(labels) > 1 else {}
-    return replace(total, sources=sources)
+    if len(labels) == 1:
+        return total
+    results = {label: _result(seconds, *row) for label, row in zip(labels, rows)}
+    return replace(total, sources={label: result for label, result in results.items() if result.tokens})
 
 
 def _result(seconds: float, loss_sum: float, tokens: float, byte_sum: float) -> ValidationResult:
@@ -109,21 +110,21 @@ def _result(seconds: float, loss_sum: float, tokens: float, byte_sum: float) -> 
 
 
 def evaluate(run: Run, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """(loss, its z part), forward only; None on pipeline ranks without the last part."""
-    found = forward(run, micro_batch)
-    assert not isinstance(found, torch.Tensor), "with labels the last part returns losses"
-    return found
+    """Return (loss, its z part), forward only; None on pipeline ranks without the last part."""
+    loss = forward(run, micro_batch)
+    assert not isinstance(loss, torch.Tensor), "with labels the last part returns losses"
+    return loss
 
 
 def forward(run: Run, micro_batch: MicroBatch) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None:
-    """What the model returns, or with pp its last part: (loss, its z part), or logits without labels; else None."""
+    """Return the model's (loss, its z part), or logits without labels; None on pipeline ranks without the last part."""
     if run.pipeline is not None:
         return run.pipeline.forward(micro_batch)
     return run.model(micro_batch.tokens, micro_batch.ctx, micro_batch.labels)
 
 
 def result_line(run: Run, result: ValidationResult, split: Split) -> str:
-    """The log line of one pass; the perplexity's exponent is capped so that it stays finite."""
+    """Return the log line of one pass; the perplexity's exponent is capped to keep it finite."""
     fields = [
         f"{SPLITS[split]}: {run.step} / {run.last_step}",
         f"{split}_loss: {result.loss:.4g}",

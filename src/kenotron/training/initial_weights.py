@@ -27,10 +27,7 @@ COPIED = 1 << 18  # elements that are copied at once, a negligible amount of mem
 
 
 def fill_weights(
-    parts: Sequence[Decoder],
-    init: InitMethod,
-    seed: int,
-    factor_of: Callable[[str], float] = lambda name: 1.0,
+    parts: Sequence[Decoder], init: InitMethod, seed: int, factor_of: Callable[[str], float] = lambda name: 1.0
 ) -> None:
     """Fill the weights of this rank's `parts` by `init`, the config's `model.init_method`.
 
