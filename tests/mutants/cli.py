@@ -96,8 +96,8 @@ MUTANTS = [
     Mutant(
         name="a-shuffle-of-merge-forgets-its-seed",
         file="cli/data_prepare.py",
-        find="work(sources, output, shuffle, seed or 0, max",
-        replace="work(sources, output, shuffle, 0, max",
+        find="merge_files(sources, output, shuffle, seed or 0, max",
+        replace="merge_files(sources, output, shuffle, 0, max",
         why="the epochs of a corpus that were to be merged in other orders are all in one",
         tests=("prepare/test_prepare_tokenize.py::test_the_commands_shuffle_by_their_seeds",),
     ),

@@ -1,4 +1,4 @@
-"""The commands, mounted: each file of this folder holds one, and imports what it needs when it is called."""
+"""The application with all commands. Each file of this folder has one, and imports its packages when it is called."""
 
 import re
 import sys
@@ -43,13 +43,13 @@ def _options(
     ] = False,
     debug: Annotated[
         bool, typer.Option("--debug", help="Show the traceback of an error; may follow any command.")
-    ] = False,  # `main` takes it out before
+    ] = False,  # `main` removes it first
 ) -> None:
-    """The options of `kenotron` itself."""
+    """The options of `kenotron` without a command."""
 
 
-def _without_dashes(option: str, context: typer.Context | None) -> str:
-    """A hint for ``--tp 2`` and ``--tokens.train_steps=9``, keys of the config written as options; empty otherwise."""
+def _hint_for_option(option: str, context: typer.Context | None) -> str:
+    """Return a hint for ``--tp 2`` and ``--tokens.train_steps=9``, config keys written as options, or ""."""
     if context is None or all(parameter.name != "overrides" for parameter in context.command.params):
         return ""
     name = option.lstrip("-").replace("-", "_")
@@ -60,12 +60,12 @@ def _without_dashes(option: str, context: typer.Context | None) -> str:
 
 
 def all_commands() -> typer.Typer:
-    """Every command, mounted."""
+    """Return the application with every command."""
     app = typer.Typer(help=HELP, no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False)
     app.info.context_settings = {"help_option_names": ["-h", "--help"]}
     app.callback()(_options)
-    trained = (init, plan, train, branch, generate, chat, evaluate, compare, runs, report, plot)
-    for command in (*trained, replay, doctor, submit, status, logs, cancel):
+    commands = (init, plan, train, branch, generate, chat, evaluate, compare, runs, report, plot)
+    for command in (*commands, replay, doctor, submit, status, logs, cancel):
         app.command()(command)
     for group in (config, checkpoint, convert, data, mup):
         app.add_typer(group.app, name=group.__name__.rpartition(".")[2])
@@ -73,23 +73,23 @@ def all_commands() -> typer.Typer:
 
 
 def run(arguments: list[str]) -> int:
-    """Run the command in `arguments`; its exit code."""
+    """Run the command in `arguments` and return its exit code."""
     try:
         code = all_commands()(arguments, prog_name="kenotron", standalone_mode=False)
     except TyperException as error:
-        if not error.format_message():  # a command without a subcommand: its help was printed
+        if not error.format_message():  # help was printed for a command without a subcommand
             return 2
         context = getattr(error, "ctx", None)
         unknown = getattr(error, "option_name", "") if hasattr(error, "possibilities") else ""
-        hint = _without_dashes(unknown, context)
+        hint = _hint_for_option(unknown, context)
         if other := re.search(r"No such command '([\w-]+)'", error.format_message()):
-            meant = command_for(other[1])
-            hint = f" Did you mean 'kenotron {meant}'?" if meant else ""
+            suggestion = command_for(other[1])
+            hint = f" Did you mean 'kenotron {suggestion}'?" if suggestion else ""
         if "unexpected extra argument" in error.format_message() and context and context.info_name == "generate":
             hint = "; a text to continue is an option: --prompt 'Once upon a time'"
-        print(f"error: {error.format_message()}{hint}", file=sys.stderr)  # names the option
+        print(f"error: {error.format_message()}{hint}", file=sys.stderr)
         print(f"Try '{context.command_path if context else 'kenotron'} --help'.", file=sys.stderr)
         return 2
-    if code == 130:  # typer makes an exit code of Ctrl-C
+    if code == 130:  # typer converts Ctrl-C to this exit code
         raise KeyboardInterrupt
     return code if isinstance(code, int) else 0

@@ -1,4 +1,4 @@
-"""`kenotron branch`: a config that anneals a run from one of its checkpoints, as a run of its own.
+"""`kenotron branch`: print a config that anneals a run from one of its checkpoints, as a separate run.
 
 kenotron branch my.yaml --at 6000 --cooldown 500 --name cool-500 > cool-500.yaml
 kenotron train cool-500.yaml                   steps 6001 to 6500, in checkpoints/my_run-cool-500
@@ -19,8 +19,8 @@ from kenotron.config.remote import is_remote
 
 def branch(
     file: Annotated[Path, typer.Argument(help="The YAML file of the run.")],
-    at: Annotated[int, typer.Option(help="The step of its checkpoint to begin at.")],
-    cooldown: Annotated[int, typer.Option(help="Steps to anneal in.", min=1)],
+    at: Annotated[int, typer.Option(help="The step of the checkpoint to start from.")],
+    cooldown: Annotated[int, typer.Option(help="Number of steps to anneal.", min=1)],
     name: Annotated[str, typer.Option(help="Name of the new run.")],
     overrides: Annotated[
         list[str] | None,
@@ -47,12 +47,7 @@ def branch(
     rate = _rate(source, at)
     if rate == 0:
         raise InputError(f"--at: the learning rate is 0 at step {at}; expected a step before its decay has ended")
-    schedule = {
-        "learning_rate": rate,
-        "lr_warmup_steps": 0,
-        "lr_decay_style": style,
-        "min_decay_lr": 0.0,
-    }
+    schedule = {"learning_rate": rate, "lr_warmup_steps": 0, "lr_decay_style": style, "min_decay_lr": 0.0}
     changes: dict[str, Any] = {
         "general.run": name,
         "checkpoints.checkpoints_path": f"{saved}-{name}",
@@ -61,7 +56,7 @@ def branch(
         "tokens.train_steps": cooldown,
         "optimizer.learning_rate_scheduler": schedule,
     }
-    for part in ("load_optimizer", "load_lr_scheduler"):  # a cooldown has both
+    for part in ("load_optimizer", "load_lr_scheduler"):  # load_mode cooldown needs both
         if not getattr(config.checkpoints, part):
             changes[f"checkpoints.{part}"] = True
     if staging is not None:
@@ -71,23 +66,22 @@ def branch(
     texts = [*(f"{key}={inline(value)}" for key, value in changes.items()), *(overrides or ())]
     document = overlay(file, texts, lambda line: None)
     load(document.data, report=lambda line: None)
-    typed = " ".join(map(str, (file, *files)))
-    print(f"# {cooldown} steps of cooldown from step {at} of {config.general.run}; made by: kenotron branch {typed}")
+    sources = " ".join(map(str, (file, *files)))
+    print(f"# {cooldown} steps of cooldown from step {at} of {config.general.run}; made by: kenotron branch {sources}")
     print(dump(document.data), end="")
 
 
 def _source(config: Config, step: int) -> str:
-    """Where the run's checkpoint of `step` is: in its folder, or only where that is uploaded to."""
-
+    """Return the folder or the URL that has the run's checkpoint of `step`; the local folder is preferred."""
     saved = config.checkpoints.checkpoints_path.rstrip("/")
     if config.upload_url is None or is_remote(saved):
         return saved
-    here = any(entry.step == step and entry.manifest for entry in list_checkpoints(saved))
-    return saved if here else config.upload_url.rstrip("/")
+    is_local = any(entry.step == step and entry.manifest for entry in list_checkpoints(saved))
+    return saved if is_local else config.upload_url.rstrip("/")
 
 
 def _rate(checkpoints: str, step: int) -> float:
-    """The learning rate of the last step before the checkpoint, local or in a store."""
+    """Return the learning rate of the last step before the checkpoint, which may be local or in a store."""
     from kenotron.checkpoint.manifest import read_manifest
     from kenotron.config.resolved import read_resolved
     from kenotron.optim.schedule import learning_rate
@@ -105,9 +99,8 @@ def _rate(checkpoints: str, step: int) -> float:
 
 
 def _checkpoint(root: Path, step: int) -> Path:
-
-    sound = {entry.step: entry.path for entry in list_checkpoints(root) if entry.manifest}
-    if step not in sound:
-        steps = ", ".join(map(str, sorted(sound))) or "none"
+    complete = {entry.step: entry.path for entry in list_checkpoints(root) if entry.manifest}
+    if step not in complete:
+        steps = ", ".join(map(str, sorted(complete))) or "none"
         raise InputError(f"--at: {root} has no checkpoint of step {step}; it has: {steps}")
-    return sound[step]
+    return complete[step]

@@ -1,6 +1,6 @@
-"""`kenotron chat checkpoints/100`: a conversation with a model whose tokenizer has a chat template.
+"""`kenotron chat checkpoints/100`: talk to a model whose tokenizer has a chat template.
 
-Every line of stdin is a turn; the answer is printed as it comes. Ctrl-D ends the conversation. A pipe works, too:
+Every line of stdin is a turn; the answer is streamed to stdout. Ctrl-D ends the conversation. A pipe works, too:
 
     (echo Hello; echo And in French?) | kenotron chat org/name-instruct
 """
@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from kenotron.cli import sampling_options as options
-from kenotron.cli.remote import model_at_hand
+from kenotron.cli.remote import fetch_model
 from kenotron.generation.options import SamplingOptions
 
 
@@ -40,12 +40,12 @@ def chat(
         seed=seed,
         stop=stop or (),
     )
-    here = model_at_hand(path)
+    local = fetch_model(path)
     from kenotron.generation.chat import Chat
     from kenotron.generation.load import load_for_generation
     from kenotron.generation.printing import STOPS
 
-    model, tokenizer, _ = load_for_generation(here, dtype)
+    model, tokenizer, _ = load_for_generation(local, dtype)
     conversation = Chat(model, tokenizer, system)
     for text in _turns():
         answer = conversation.reply(text, sampling, stream=lambda piece: print(piece, end="", flush=True))
@@ -55,7 +55,7 @@ def chat(
 
 
 def _turns() -> Iterator[str]:
-    """Lines that are not blank, until the end of the input; on a terminal they are asked for."""
+    """Yield the lines of stdin that are not blank, with a prompt on a terminal."""
     on_terminal = sys.stdin.isatty()
     while True:
         try:

@@ -1,4 +1,4 @@
-"""`kenotron checkpoint`: list, verify, prune and upload checkpoints, of this machine or in a store (s3://…).
+"""`kenotron checkpoint`: list, verify, prune and upload checkpoints on this machine or in a store (s3://…).
 
     kenotron checkpoint list checkpoints
     kenotron checkpoint show checkpoints/20
@@ -6,7 +6,7 @@
     kenotron checkpoint prune checkpoints --keep-last 2 --keep-every 1000 --dry-run
     kenotron checkpoint upload checkpoints s3://bucket/run
 
-`list` and `verify` take `--json`. A table on a terminal, plain columns elsewhere. Nothing imports torch.
+`list` and `verify` take `--json`. Tables are printed on a terminal, plain columns elsewhere. torch is not imported.
 """
 
 import json
@@ -26,7 +26,7 @@ from kenotron.checkpoint.folders import verify as verify_checkpoint
 from kenotron.checkpoint.index import DTYPES, read_index
 from kenotron.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from kenotron.checkpoint.retention import superseded, to_prune
-from kenotron.cli.remote import at_hand
+from kenotron.cli.remote import fetch_checkpoint
 from kenotron.cli.tables import print_table, progress_bar
 from kenotron.config.errors import CheckpointError, byte_size, counted, nearest
 from kenotron.config.remote import is_remote
@@ -43,13 +43,13 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 @app.command("list")
 def list_(folder: Folder, as_json: AsJson = False) -> None:
     """List the checkpoints of a folder, the newest last. `verify` checks their contents."""
-    found = _all_in(folder)
+    entries = _entries(folder)
     if as_json:
-        print(json.dumps([_summary(entry) for entry in found], indent=2))
+        print(json.dumps([_summary(entry) for entry in entries], indent=2))
         return
-    rows = [
-        [str(entry.step), _date(entry.manifest), _size(entry.manifest), entry.problem or "complete"] for entry in found
-    ]
+    rows = []
+    for entry in entries:
+        rows.append([str(entry.step), _date(entry.manifest), _size(entry.manifest), entry.problem or "complete"])
     print_table(["step", "saved", "size", "state"], rows)
 
 
@@ -58,12 +58,12 @@ def show(
     path: Annotated[str, typer.Argument(help="A checkpoint's folder, or the folder of checkpoints for the newest.")],
 ) -> None:
     """Print the contents of a checkpoint: step, counters, files, and the shape, dtype and size of each tensor."""
-    here = resolve(at_hand(path))
-    manifest = read_manifest(here)
+    local = resolve(fetch_checkpoint(path))
+    manifest = read_manifest(local)
     folders = [folder for folder in ("model", "optimizer", "hooks") if manifest.below(folder)]
-    indexes = {folder: read_index(here / folder, manifest.files) for folder in folders}
-    print(f"checkpoint {manifest.step} in {here}, saved {_date(manifest)}, {_size(manifest)}")
-    print(f"config: {here / 'config.yaml'}")
+    indexes = {folder: read_index(local / folder, manifest.files) for folder in folders}
+    print(f"checkpoint {manifest.step} in {local}, saved {_date(manifest)}, {_size(manifest)}")
+    print(f"config: {local / 'config.yaml'}")
     print(f"state: {json.dumps(manifest.state)}")
     for folder, index in indexes.items():
         rows = [
@@ -99,14 +99,14 @@ def prune(
     keep_every: Annotated[
         int | None, typer.Option(help="Also keep every step that is a multiple of this.", min=1)
     ] = None,
-    keep_best: Annotated[bool, typer.Option("--keep-best", help="Also keep that of the lowest val_loss.")] = False,
+    keep_best: Annotated[bool, typer.Option("--keep-best", help="Also keep the one with the lowest val_loss.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be removed.")] = False,
 ) -> None:
     """Remove old checkpoints. The newest one and damaged ones are never removed.
 
     Checksums of the newest ones to keep are verified first; in a store, only sizes.
     """
-    _all_in(folder)  # an error if there is nothing
+    _entries(folder)  # raises if there is nothing
     keep = Keep(keep_last, keep_every, best=keep_best)
     doomed: Sequence[Entry]
     if is_remote(folder):
@@ -136,7 +136,7 @@ def upload(
     """Upload the complete checkpoints of a folder that a store does not have yet, as a run does."""
     if not is_remote(url):
         raise CheckpointError(f"URL: expected a store such as s3://bucket/run, found {url}")
-    damaged = [entry for entry in _all_in(str(folder)) if entry.problem]
+    damaged = [entry for entry in _entries(str(folder)) if entry.problem]
     from kenotron.checkpoint.remote import check_same_run
     from kenotron.checkpoint.upload import Uploader
 
@@ -151,10 +151,10 @@ def upload(
 
 
 def _damaged_among_newest(folder: str, keep_last: int) -> list[int]:
-    """The steps of damaged checkpoints that are newer than the oldest of `keep_last` intact ones."""
+    """Return the steps of damaged checkpoints that are newer than the oldest of `keep_last` intact ones."""
     damaged, intact = [], 0
     for entry in reversed([entry for entry in list_checkpoints(folder) if entry.manifest]):
-        problems = verified(entry)
+        problems = verify_entry(entry)
         if problems:
             damaged.append(entry.step)
             print(f"warning: {problems[0]}; checkpoint {entry.step} is kept and not counted", file=sys.stderr)
@@ -164,30 +164,31 @@ def _damaged_among_newest(folder: str, keep_last: int) -> list[int]:
     return damaged
 
 
-def _all_in(place: str) -> Sequence[Entry]:
-    """The checkpoints there, sound or not; an error if there is none at all."""
-    if is_remote(place):
+def _entries(location: str) -> Sequence[Entry]:
+    """Return the checkpoints of a folder or URL, also damaged ones. Raises CheckpointError if there are none."""
+    if is_remote(location):
         from kenotron.checkpoint.remote import RemoteCheckpoints
 
-        if there := RemoteCheckpoints(place).all():
-            return there
-        raise CheckpointError(f"{place} holds no checkpoints")
-    folder = Path(place)
-    found = list_checkpoints(folder)
+        if remote := RemoteCheckpoints(location).all():
+            return remote
+        raise CheckpointError(f"{location} holds no checkpoints")
+    folder = Path(location)
+    entries = list_checkpoints(folder)
     if not folder.is_dir():
         if folder.is_file():
             raise CheckpointError(f"{folder} is a file; expected a folder of checkpoints")
         siblings = [path.name for path in folder.absolute().parent.glob("*")]
         raise CheckpointError(f"{folder} is not a folder{nearest(folder.name, siblings)}")
-    if not found:
+    if not entries:
         raise CheckpointError(f"{folder} holds no checkpoints")
-    return found
+    return entries
 
 
 def _local_checks(path: Path) -> dict[str, Check]:
     unfinished = path.name.isdigit() and path.is_dir() and not list_checkpoints(path)
-    paths = [path] if unfinished or (path / MANIFEST).exists() else [entry.path for entry in _all_in(str(path))]
-    return {str(each): partial(verify_checkpoint, each) for each in paths}
+    single = unfinished or (path / MANIFEST).exists()
+    folders = [path] if single else [entry.path for entry in _entries(str(path))]
+    return {str(folder): partial(verify_checkpoint, folder) for folder in folders}
 
 
 def _remote_checks(url: str) -> dict[str, Check]:
@@ -197,19 +198,19 @@ def _remote_checks(url: str) -> dict[str, Check]:
         checkpoints, step = find(url)
         return {url: partial(checkpoints.verify, step)}
     remote = RemoteCheckpoints(url)
-    return {str(entry.path): partial(remote.verify, entry.step) for entry in _all_in(url)}
+    return {str(entry.path): partial(remote.verify, entry.step) for entry in _entries(url)}
 
 
 def _verify_one(path: str, check: Check, show_progress: bool) -> list[str]:
-    """What `check` finds wrong with the checkpoint, with a bar on a terminal."""
+    """Return the problems that `check` finds, with a progress bar on a terminal."""
     if not show_progress:
         return check()
     with progress_bar(f"verifying {path}") as progress:
         return check(progress=progress)
 
 
-def verified(entry: CheckpointFolder) -> list[str]:
-    """What is wrong with a checkpoint, with a bar on a terminal."""
+def verify_entry(entry: CheckpointFolder) -> list[str]:
+    """Return the problems of a checkpoint, with a progress bar on a terminal."""
     return _verify_one(str(entry.path), partial(verify_checkpoint, entry.path), show_progress=True)
 
 

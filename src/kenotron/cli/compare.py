@@ -1,6 +1,6 @@
-"""`kenotron compare my.yaml parallelism.tp=2 parallelism.pp=2`: two layouts of one config, one verdict.
+"""`kenotron compare my.yaml parallelism.tp=2 parallelism.pp=2`: compare two layouts of one config.
 
-Exit code 0: they agree; 1: they do not.
+The exit code is 0 if they agree, else 1.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def _print(comparison: Comparison, dtype: str) -> None:
 
     table = Table("step", "", "A", "B", "|A - B|", "rounding explains", "", box=None, header_style="bold")
     for number in comparison.numbers:
-        shown = f"{number.a:.7g}", f"{number.b:.7g}", f"{abs(number.a - number.b):.1e}", f"{number.allowed:.1e}"
-        table.add_row(str(number.step), number.name, *shown, "" if number.agrees else "differs")
+        cells = f"{number.a:.7g}", f"{number.b:.7g}", f"{abs(number.a - number.b):.1e}", f"{number.allowed:.1e}"
+        table.add_row(str(number.step), number.name, *cells, "" if number.agrees else "differs")
     console = Console(width=None if sys.stdout.isatty() else 120)
     console.print(table)
     for kind, tensors in (
@@ -116,17 +116,17 @@ def _verdict(comparison: Comparison) -> str:
 def _compare_with_hf(checkpoint: Path) -> None:
     from kenotron.evaluation.mismatch import find_mismatch
 
-    found = find_mismatch(checkpoint, say=to_stderr)
-    count = sum(map(len, found.texts))
+    mismatch = find_mismatch(checkpoint, say=to_stderr)
+    count = sum(map(len, mismatch.texts))
     print(f"Log-probabilities of {count} tokens, drawn by decoding, beside those of transformers in float32:")
     rows = []
-    for each in found.distances:
-        token = found.texts[each.text][each.token]
-        place = f"token {each.token + 1} of text {each.text + 1}, id {token}"
-        rows.append((each.side, f"{each.mean:.2e}", f"{each.worst:.2e}", place))
+    for distance in mismatch.distances:
+        token = mismatch.texts[distance.text][distance.token]
+        place = f"token {distance.token + 1} of text {distance.text + 1}, id {token}"
+        rows.append((distance.side, f"{distance.mean:.2e}", f"{distance.worst:.2e}", place))
     print_table(("", "mean", "worst", "where"), rows)
-    if found.apart:
-        sides = " and ".join(each.side for each in found.apart)
-        print(f"They DIFFER: {sides} by more than {found.allowed:.1e} on average, which rounding explains.")
+    if mismatch.apart:
+        sides = " and ".join(distance.side for distance in mismatch.apart)
+        print(f"They DIFFER: {sides} by more than {mismatch.allowed:.1e} on average, which rounding explains.")
         raise typer.Exit(1)
-    print(f"They agree: rounding explains {found.allowed:.1e} on average.")
+    print(f"They agree: rounding explains {mismatch.allowed:.1e} on average.")

@@ -1,4 +1,4 @@
-"""`kenotron compare logs/a logs/b`: what two runs have logged, side by side, and the keys in which they differ."""
+"""`kenotron compare logs/a logs/b`: compare the configs and the logged losses of two runs."""
 
 from math import nan
 from pathlib import Path
@@ -10,34 +10,35 @@ ROWS = 12  # steps of the table
 
 
 def compare_runs(a: Path, b: Path) -> None:
-    """Print how the configs of two runs' folders differ, and their losses at the steps that both have."""
+    """Print the differences between the configs of two run folders, and the losses at the steps that both have."""
     from kenotron.config import diff, load
 
     for path, old, new in diff(load(config_file(a)), load(config_file(b))):
         print(f"{path}: {old!r} -> {new!r}")
-    ours, theirs = (read_run(run).steps for run in (a, b))
-    both = sorted(ours.keys() & theirs.keys())
-    if not both:
+    steps_a, steps_b = read_run(a).steps, read_run(b).steps
+    common = sorted(steps_a.keys() & steps_b.keys())
+    if not common:
         raise InputError(f"{a} and {b} have no step in common")
-    names = [name for name in ("lm_loss", "val_loss") if any(name in ours[s] and name in theirs[s] for s in both)]
-    for name in names:
-        steps = [step for step in both if name in ours[step] and name in theirs[step]]
-        pairs = {step: (_number(ours[step][name]), _number(theirs[step][name])) for step in steps}
-        apart = next((step for step in steps if str(pairs[step][0]) != str(pairs[step][1])), None)  # nan is nan
-        print(f"{name}: " + ("equal at every step" if apart is None else f"equal until step {apart}"))
-        shown = steps[:: max(1, len(steps) // ROWS)]
-        for step in dict.fromkeys([*shown, *steps[-1:]]):
+    for name in ("lm_loss", "val_loss"):
+        steps = [step for step in common if name in steps_a[step] and name in steps_b[step]]
+        if not steps:
+            continue
+        pairs = {step: (_number(steps_a[step][name]), _number(steps_b[step][name])) for step in steps}
+        differing = next((step for step in steps if str(pairs[step][0]) != str(pairs[step][1])), None)  # NaN equals NaN
+        print(f"{name}: " + ("equal at every step" if differing is None else f"equal until step {differing}"))
+        sampled = steps[:: max(1, len(steps) // ROWS)]
+        for step in dict.fromkeys([*sampled, *steps[-1:]]):
             x, y = pairs[step]
             print(f"  step {step}: {x:.6g}  {y:.6g}  difference {y - x:+.3g}")
 
 
 def _number(value: object) -> float:
-    """A logged number; NaN where the loss was not finite, which JSON has no number for."""
+    """Return a logged number; NaN if the loss was not finite, which JSON has no number for."""
     return float(value) if isinstance(value, int | float) else nan
 
 
 def config_file(path: Path) -> Path:
-    """A config, or that of a run's or checkpoint's folder. Raises InputError for a folder without one."""
+    """Return `path`, or the config of a folder of a run or checkpoint. Raises InputError if the folder has none."""
     if not path.is_dir():
         return path
     if not (path / "config.yaml").exists():

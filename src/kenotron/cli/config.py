@@ -1,6 +1,6 @@
-"""`kenotron config`: look at a config without running it.
+"""`kenotron config`: check, show and compare configs without running them.
 
-kenotron config check my.yaml                            is it valid, and can it be run
+kenotron config check my.yaml                            whether it is valid and can be run
 kenotron config show my.yaml tokens.train_steps=100      every key, defaults and overrides filled in
 kenotron config diff a.yaml b.yaml                       one line per key that differs
 kenotron config schema > config.schema.json              JSON schema for an editor
@@ -29,7 +29,7 @@ app = typer.Typer(help="Check, show and compare configs.", no_args_is_help=True)
 File = Annotated[str, typer.Argument(metavar="FILE", help="A YAML config.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides: dotted.path=value.")]
 
-CHECKED_TOKENS = 512  # of a sequence, with which blocks of a user's own are tried; a run tries its whole length
+CHECKED_TOKENS = 512  # length of the sequence that checks a user's blocks; a run uses its sequence length
 
 
 @app.command()
@@ -37,7 +37,7 @@ def check(file: File, overrides: Overrides = None) -> None:
     """Check a config: keys, types, cross-checks, unsupported features, and that what it refers to exists."""
     config = load(file, overrides or [], report=to_stderr)
     refuse_unsupported(config)
-    # Names of the hub are not looked up, and libraries are imported only where they can find an error.
+    # Names of the hub are not looked up, and libraries are imported only if they can find an error.
     _check_code(config)
     _check_paths(config)
     _check_architecture(config)
@@ -58,11 +58,11 @@ def check(file: File, overrides: Overrides = None) -> None:
 
 
 def _check_code(config: Config) -> None:
-    """Raises InputError: a dotted path to a part of training that cannot be imported, or is of another kind."""
-    for entry in config.general.hooks or []:
+    """Raise InputError if a dotted path to a part of training cannot be imported, or is of another kind."""
+    for hook in config.general.hooks or []:
         from kenotron.training.hooks import find_hook
 
-        find_hook(*((entry, {}) if isinstance(entry, str) else (entry.path, entry.kwargs)))
+        find_hook(*((hook, {}) if isinstance(hook, str) else (hook.path, hook.kwargs)))
     if any("." in factory.name for _, factory in config.optimizer.factories):
         from kenotron.optim.custom import check_optimizer
 
@@ -86,24 +86,24 @@ def _check_code(config: Config) -> None:
 
 
 def _check_paths(config: Config) -> None:
-    """Raises InputError: a missing path of the tokenizer, the architecture or what the run begins from."""
-
-    begins = newest_complete(config.checkpoint_folder) is None  # else its own checkpoint comes before all others
-    for key, path in {
+    """Raise InputError if the tokenizer, the architecture, or the model or checkpoint to start from is missing."""
+    is_new = newest_complete(config.checkpoint_folder) is None  # otherwise the run's own checkpoint has priority
+    paths = {
         "tokenizer.tokenizer_name_or_path": config.tokenizer.tokenizer_name_or_path,
-        "model.init_method.path": getattr(config.model.init_method, "path", None) if begins else None,
+        "model.init_method.path": getattr(config.model.init_method, "path", None) if is_new else None,
         "model.model_config.hf": getattr(config.model.architecture, "hf", None),
-        "checkpoints.resume_checkpoint_path": config.checkpoints.resume_checkpoint_path if begins else None,
-    }.items():
-        no_name = key.startswith("checkpoints.") or is_a_path(path or "")
-        if path and no_name and "://" not in path and not Path(path).expanduser().exists():
+        "checkpoints.resume_checkpoint_path": config.checkpoints.resume_checkpoint_path if is_new else None,
+    }
+    for key, path in paths.items():
+        must_exist = key.startswith("checkpoints.") or is_a_path(path or "")  # otherwise it may be a name of the hub
+        if path and must_exist and "://" not in path and not Path(path).expanduser().exists():
             raise no_such_path(key, path)
 
 
 def _check_architecture(config: Config) -> None:
     architecture = config.model.architecture
     if isinstance(architecture, HFArchitecture) and Path(architecture.hf).is_dir():
-        from kenotron.interop import resolve_architecture  # which imports torch
+        from kenotron.interop import resolve_architecture  # imports torch
 
         config = resolve_architecture(config)
         architecture = config.model.architecture
@@ -118,7 +118,7 @@ def _check_architecture(config: Config) -> None:
 
 
 def _check_groups(config: Config) -> None:
-    """Raises InputError: a pattern without parameters, an optimizer of matrices for something else."""
+    """Raise InputError for a pattern without parameters, or an optimizer for matrices on other parameters."""
     import torch
 
     from kenotron.models import build, named_parameters
@@ -129,7 +129,7 @@ def _check_groups(config: Config) -> None:
 
 
 def _check_family(config: Config, architecture: DecoderArchitecture) -> None:
-    """Raises InputError: a parameter without a rule for its initial value, a block that lets documents mix."""
+    """Raise InputError for a parameter without an initialization rule, or a block that mixes documents."""
     import torch
 
     from kenotron.models import build, named_parameters
@@ -146,7 +146,7 @@ def _check_family(config: Config, architecture: DecoderArchitecture) -> None:
 
 
 def _check_hub_datasets(config: Config) -> None:
-    """Raises InputError: a dataset of the Hugging Face hub is named by a missing path."""
+    """Raise InputError if a Hugging Face dataset is a path that does not exist."""
     for dataset in config.datasets:
         names = dataset.hf_dataset_or_datasets if isinstance(dataset, PretrainDataset | SFTDataset) else []
         for name in [names] if isinstance(names, str) else names:
@@ -155,7 +155,7 @@ def _check_hub_datasets(config: Config) -> None:
 
 
 def _check_sources(config: Config) -> None:
-    """Raises InputError: a path or file of the data, a restart of nothing, a source that cannot be imported."""
+    """Raise InputError for a missing or bad data file, a restart without effect, or a source that is not importable."""
     restarts = any(stage.data.restart for stage in config.data_stages)
     if restarts or any(paths_of(dataset) or isinstance(dataset, CustomSource) for dataset in config.datasets):
         from kenotron.data.sources import DATASETS
@@ -170,8 +170,10 @@ def _check_sources(config: Config) -> None:
 
 
 def _next_step(config: Config) -> int:
-    """The step with which the data of the run go on: those of stages that are over may be gone, unless it validates,
-    for which the first stage is read."""
+    """Return the next step in the order of the data. Data of finished stages may be gone, so they are not checked.
+
+    Return 1 for a run that validates, because validation reads the first stage.
+    """
     from kenotron.checkpoint.manifest import read_manifest
 
     newest = newest_complete(config.checkpoint_folder)
@@ -204,10 +206,10 @@ def show(
 
 @app.command()
 def diff(a: File, b: File) -> None:
-    """Print every key whose value differs between two configs, including defaults; a run's folder has its own."""
+    """Print every key whose value differs between two configs, or configs of run folders, including defaults."""
     from kenotron.cli.compare_runs import config_file
 
-    for path, old, new in differences(*(load(config_file(Path(each)), report=to_stderr) for each in (a, b))):
+    for path, old, new in differences(*(load(config_file(Path(file)), report=to_stderr) for file in (a, b))):
         typer.echo(f"{path}: {old!r} -> {new!r}")
 
 

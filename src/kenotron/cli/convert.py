@@ -1,12 +1,12 @@
-"""`kenotron convert from-hf|to-hf|from-nanotron SRC DST`: models from and to the files of other systems."""
+"""`kenotron convert from-hf|to-hf|from-nanotron SRC DST`: convert models from and to other systems' files."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from kenotron.cli.data import on_this_machine
-from kenotron.cli.remote import at_hand
+from kenotron.cli.data import require_local
+from kenotron.cli.remote import fetch_checkpoint
 from kenotron.cli.sampling_options import Ema
 from kenotron.cli.tables import progress_bar, to_stderr
 from kenotron.config.errors import InputError, byte_size, no_such_path
@@ -25,9 +25,9 @@ def from_hf(
     """Convert a Hugging Face model to a checkpoint."""
     from kenotron.checkpoint.model_files import find_config
 
-    on_this_machine(dst, "DST")
+    require_local(dst, "DST")
     find_config(src)
-    from kenotron import interop  # which imports torch
+    from kenotron import interop  # imports torch
 
     with progress_bar("Reading") as progress:
         saved = interop.from_hf(src, dst, family=family, report=to_stderr, progress=progress)
@@ -49,11 +49,11 @@ def to_hf(
     """Convert a checkpoint to a folder that transformers loads."""
     from kenotron.checkpoint.folders import resolve
 
-    on_this_machine(dst, "DST")
+    require_local(dst, "DST")
     if dst.expanduser().absolute() == Path.cwd():
         raise InputError("DST: expected a new folder, found the current one")
-    source = resolve(at_hand(src).expanduser())
-    from kenotron import interop  # which imports torch
+    source = resolve(fetch_checkpoint(src).expanduser())
+    from kenotron import interop  # imports torch
 
     with progress_bar("Writing") as progress:
         written = interop.to_hf(
@@ -70,10 +70,10 @@ def from_nanotron(
     dst: Annotated[Path, typer.Argument(help="New folder of checkpoints; the step keeps its number.")],
 ) -> None:
     """Convert a nanotron checkpoint (Llama or Qwen2) to one that a run resumes from: weights, optimizer, position."""
-    on_this_machine(dst, "DST")
+    require_local(dst, "DST")
     if not src.expanduser().exists():
         raise no_such_path("SRC", src)
-    from kenotron import interop  # which imports torch
+    from kenotron import interop  # imports torch
 
     with progress_bar("Reading") as progress:
         saved = interop.from_nanotron(src, dst, report=to_stderr, progress=progress)

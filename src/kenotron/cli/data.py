@@ -1,6 +1,6 @@
-"""`kenotron data`: tokens on disk, looked at, made and changed.
+"""`kenotron data`: prepare, inspect and merge token files.
 
-Each command takes what it needs as arguments and says what it did; torch is never imported.
+The commands need no config, except `fetch` and `which`. torch is not imported.
 """
 
 import json
@@ -40,7 +40,7 @@ def inspect(
     """
     from kenotron.data.cache import changed_files
     from kenotron.data.formats import open_token_files
-    from kenotron.prepare.inspect import inspect as look
+    from kenotron.prepare.inspect import inspect as inspect_files
     from kenotron.prepare.inspect import starts_of_documents
     from kenotron.text.tokenizer import load_tokenizer
 
@@ -51,9 +51,9 @@ def inspect(
             )
         print(f"{path}: cached tokens, as they were written")
         return
-    with options_named():
+    with errors_name_options():
         loaded = load_tokenizer(tokenizer) if tokenizer else None
-    report = look(path, dtype, vocab_size or (loaded.vocab_size if loaded else None))
+    report = inspect_files(path, dtype, vocab_size or (loaded.vocab_size if loaded else None))
     if loaded:
         places = starts_of_documents(open_token_files(path, "token files", dtype), samples, 64)
         report["samples"] = [{"at": place, "text": loaded.decode(ids.tolist())} for place, ids in places]
@@ -62,9 +62,9 @@ def inspect(
     else:
         _print_report(report)
     problems = [
-        f"{each['file']}: XXH3 of {each['expected']} in its manifest, found {each['found'] or 'no such file'}: changed "
+        f"{file['file']}: XXH3 of {file['expected']} in its manifest, found {file['found'] or 'no such file'}: changed "
         "since it was made"
-        for each in (report["checksums"] or {}).get("different", [])
+        for file in (report["checksums"] or {}).get("different", [])
     ]
     if first := report["first_beyond_vocab"]:
         problems.append(
@@ -76,8 +76,8 @@ def inspect(
         raise InputError("\n".join(problems))
 
 
-def on_this_machine(output: Path, name: str) -> None:
-    """Raises InputError: `output` is a URL, which `Path` has made a folder called `s3:` of."""
+def require_local(output: Path, name: str) -> None:
+    """Raise InputError if `output` was a URL, which `Path` converts to a folder called `s3:`."""
     if output.parts and output.parts[0].endswith(":"):
         url = f"{output.parts[0]}//{'/'.join(output.parts[1:])}"
         raise InputError(f"{name}: expected a local path, found {url}; only inputs may be remote")
@@ -91,19 +91,19 @@ OPTIONS = {
     "dataset.text_column_name": "--column",
     "tokenizer.train.vocab_size": "--vocab-size",
 }
-"""Config keys and the options of commands that stand for them."""
+"""Config key → the option of the commands that sets it."""
 
 
 @contextmanager
-def options_named() -> Iterator[None]:
-    """Errors name the option of the command instead of the config key."""
+def errors_name_options() -> Iterator[None]:
+    """Replace the config key in an InputError by the option of the command."""
     try:
         yield
     except InputError as error:
-        key, colon, what = str(error).partition(":")
+        key, colon, message = str(error).partition(":")
         if key not in OPTIONS:
             raise
-        raise InputError(OPTIONS[key] + colon + what) from error
+        raise InputError(OPTIONS[key] + colon + message) from error
 
 
 def _print_report(report: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """`kenotron data fetch CONFIG`: download the datasets, tokenizers and models of a run ahead of time.
 
 kenotron data fetch my.yaml
-HF_HUB_OFFLINE=1 kenotron data fetch my.yaml        # downloads nothing: checks that everything is here
+HF_HUB_OFFLINE=1 kenotron data fetch my.yaml        # downloads nothing, checks that every file is cached
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ def fetch(
     run = load(config, overrides or ())
     configure_hub()
     requirements = [*download.data_requirements(run), *_model_requirements(run)]
-    found = download.fetch(requirements, to_stderr)
-    for each in found:
-        where = "read during training" if each.required.kind == "remote" else each.place
-        status = f"{byte_size(each.size)}, {where}" if each.required.files else "user code, not checked"
-        print(f"{each.required.kind} {each.required.name}: {status}")
-    remote = sum(each.required.kind == "remote" for each in found)
+    fetched = download.fetch(requirements, to_stderr)
+    for item in fetched:
+        place = "read during training" if item.required.kind == "remote" else item.place
+        status = f"{byte_size(item.size)}, {place}" if item.required.files else "user code, not checked"
+        print(f"{item.required.kind} {item.required.name}: {status}")
+    remote = sum(item.required.kind == "remote" for item in fetched)
     later = f"; {counted(remote, 'path')} will be read over the network during training" if remote else ""
     print(f"Ready: the run can start offline (HF_HUB_OFFLINE=1){later}")
 
 
 def _model_requirements(config: Any) -> Iterator[RequiredFile]:
-    """The Hugging Face models that provide the shapes or the initial weights."""
+    """Yield the Hugging Face models that provide the shapes or the initial weights."""
     from kenotron.checkpoint.model_files import find_config, is_hub_name, locate
     from kenotron.prepare.download import RequiredFile, required_path
 

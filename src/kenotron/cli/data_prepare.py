@@ -1,4 +1,4 @@
-"""`kenotron data tokenize | merge | train-tokenizer`: from text to tokens on disk."""
+"""`kenotron data tokenize | merge | train-tokenizer`: convert text to token files."""
 
 import re
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from kenotron.cli.data import app, on_this_machine, options_named
+from kenotron.cli.data import app, errors_name_options, require_local
 from kenotron.cli.tables import to_stderr
 from kenotron.config.errors import InputError, counted
 from kenotron.launch.environment import cores
@@ -24,7 +24,7 @@ OnBad = Annotated[
 
 
 @app.command()
-@options_named()
+@errors_name_options()
 def tokenize(
     inputs: Inputs,
     tokenizer: Annotated[str, typer.Option(help="A folder, a tokenizer.json or a Hugging Face name.")],
@@ -56,10 +56,10 @@ def tokenize(
 ) -> None:
     """Tokenize text to token files. An interrupted run resumes where it stopped."""
     from kenotron.prepare.tokenize import TokenizeOptions
-    from kenotron.prepare.tokenize import tokenize as work
+    from kenotron.prepare.tokenize import tokenize as tokenize_files
     from kenotron.text.tokenizer import load_tokenizer
 
-    on_this_machine(output, "--output")
+    require_local(output, "--output")
     _check_seed(seed, shuffle_documents, "--shuffle-documents")
     options = TokenizeOptions(
         column=column,
@@ -75,15 +75,16 @@ def tokenize(
         skip_bad=on_bad_document == "skip",
     )
     part = (0, 1) if share is None else _share(share)
-    made = work(inputs, load_tokenizer(tokenizer), output, options, workers or cores(), to_stderr, part)
-    if made is None:
+    tokenized = tokenize_files(inputs, load_tokenizer(tokenizer), output, options, workers or cores(), to_stderr, part)
+    if tokenized is None:
         return
-    left_out = f"; {made['skipped']:,} left out because they cannot be read" if made["skipped"] else ""
-    for problem in made.get("first_skipped", ()):
+    left_out = f"; {tokenized['skipped']:,} left out because they cannot be read" if tokenized["skipped"] else ""
+    for problem in tokenized.get("first_skipped", ()):
         print(f"left out: {problem}")
     print(
-        f"{output}: {counted(made['documents'], 'document')}, {made['tokens']:,} tokens of {made['dtype']} in "
-        f"{counted(len(made['files']), 'file')}, from {made['bytes'] / 1e6:.1f} MB of text{left_out}"
+        f"{output}: {counted(tokenized['documents'], 'document')}, {tokenized['tokens']:,} tokens of "
+        f"{tokenized['dtype']} in {counted(len(tokenized['files']), 'file')}, from {tokenized['bytes'] / 1e6:.1f} MB "
+        f"of text{left_out}"
     )
     print(f"Next: kenotron data inspect {output} --tokenizer {tokenizer}")
     print("      kenotron init tokens > my.yaml    # then set dataset, tokenizer and vocab_size in it")
@@ -100,17 +101,17 @@ def merge(
     ] = None,
 ) -> None:
     """Merge token files into one or a few, end to end or shuffled."""
-    from kenotron.prepare.merge import merge as work
+    from kenotron.prepare.merge import merge as merge_files
 
-    on_this_machine(output, "--output")
+    require_local(output, "--output")
     _check_seed(seed, shuffle, "--shuffle")
-    made = work(sources, output, shuffle, seed or 0, max_tokens_per_file, to_stderr)
-    documents, files = counted(made["documents"], "document"), counted(len(made["files"]), "file")
-    print(f"{output}: {documents}, {made['tokens']:,} tokens in {files}")
+    merged = merge_files(sources, output, shuffle, seed or 0, max_tokens_per_file, to_stderr)
+    documents, files = counted(merged["documents"], "document"), counted(len(merged["files"]), "file")
+    print(f"{output}: {documents}, {merged['tokens']:,} tokens in {files}")
 
 
 @app.command("train-tokenizer")
-@options_named()
+@errors_name_options()
 def train_tokenizer(
     inputs: Inputs,
     vocab_size: Annotated[int, typer.Option(help="Maximum vocabulary size.")],
@@ -129,7 +130,7 @@ def train_tokenizer(
     from kenotron.storage.files import publish_folder
     from kenotron.text.byte_level_bpe import train_byte_level_bpe
 
-    on_this_machine(output, "--output")
+    require_local(output, "--output")
     skip_bad = on_bad_document == "skip"
     texts = [open_input(name, column, split, config_name, skip_bad) for name in inputs]
     with scratch_beside(output) as folder:
@@ -141,10 +142,10 @@ def train_tokenizer(
 
 
 def _share(text: str) -> tuple[int, int]:
-    found = re.fullmatch(r"(\d+)/(\d+)", text)
-    if found is None or not int(found[1]) < int(found[2]):
+    match = re.fullmatch(r"(\d+)/(\d+)", text)
+    if match is None or not int(match[1]) < int(match[2]):
         raise InputError(f"--share: expected I/N, from 0/N to N-1/N, found '{text}'")
-    return int(found[1]), int(found[2])
+    return int(match[1]), int(match[2])
 
 
 def _check_seed(seed: int | None, shuffled: bool, option: str) -> None:

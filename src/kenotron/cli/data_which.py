@@ -1,4 +1,4 @@
-"""`kenotron data which CONFIG`: the files, windows and documents that a step of a run reads.
+"""`kenotron data which CONFIG`: print the files, windows and documents that a step of a run reads.
 
 kenotron data which my.yaml --step 100
 kenotron data which my.yaml --step 100 --json tokens.sequence_length=2048
@@ -20,7 +20,7 @@ def which(
     overrides: Annotated[list[str] | None, typer.Argument(help="Overrides: dotted.path=value.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Print what a step reads, from the data order alone."""
+    """Print the files, windows and documents that a step reads, computed from the data order alone."""
     from kenotron.checkpoint.folders import list_checkpoints, quiet
     from kenotron.config import load, refuse_unsupported
     from kenotron.data import open_run

@@ -1,4 +1,4 @@
-"""`kenotron doctor`: a page about this machine, with a self-test; made to be pasted into a bug report."""
+"""`kenotron doctor`: print a page about this machine, with a self-test, to paste into a bug report."""
 
 import shutil
 import sys
@@ -7,13 +7,13 @@ from typing import Annotated
 
 import typer
 
-NARROWEST, WIDEST, OF_A_FILE = 80, 120, 100
+MIN_WIDTH, MAX_WIDTH, FILE_WIDTH = 80, 120, 100
 COLORS = {"title": "bold", "error": "bold red", "warning": "yellow", "hint": "cyan", "good": "green", "": ""}
 
 
 def doctor(
     folder: Annotated[
-        Path, typer.Option(help="Where a run would write: its disk is looked at, and the self-test runs there.")
+        Path, typer.Option(help="The folder of a run: its disk is checked, and the self-test runs there.")
     ] = Path("."),
     quick: Annotated[bool, typer.Option("--quick", help="Train nothing: takes seconds.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -26,7 +26,7 @@ def doctor(
 
     from kenotron.config.errors import InputError, no_such_path
     from kenotron.doctor import examine
-    from kenotron.doctor.report import as_json as json_of
+    from kenotron.doctor.report import as_json as report_as_json
     from kenotron.doctor.report import page
 
     if folder.is_file():
@@ -36,11 +36,11 @@ def doctor(
     with Console(stderr=True).status("facts") as status:
         report = examine(folder, quick=quick, say=lambda line: status.update(line))
     if as_json:
-        print(json_of(report))
+        print(report_as_json(report))
     else:
-        columns = shutil.get_terminal_size((OF_A_FILE, 24)).columns if sys.stdout.isatty() else OF_A_FILE
+        columns = shutil.get_terminal_size((FILE_WIDTH, 24)).columns if sys.stdout.isatty() else FILE_WIDTH
         console = Console(highlight=False, soft_wrap=True)
-        for style, line in page(report, max(NARROWEST, min(columns, WIDEST))):
+        for style, line in page(report, max(MIN_WIDTH, min(columns, MAX_WIDTH))):
             console.print(line, style=COLORS[style] or None, markup=False)
     if not report.passed:
         raise typer.Exit(1)

@@ -1,6 +1,6 @@
-"""`kenotron evaluate checkpoints/100 --tasks hellaswag,my_choices`: tasks of lm-evaluation-harness on a model.
+"""`kenotron evaluate checkpoints/100 --tasks hellaswag,my_choices`: run tasks of lm-evaluation-harness on a model.
 
-What the section `evaluation` does beside training, for a checkpoint at hand. A table goes to stdout, or with --json
+It does what the section `evaluation` does during training, for one checkpoint. A table goes to stdout, or with --json
 one object.
 """
 
@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from kenotron.cli import sampling_options as options
-from kenotron.cli.remote import model_at_hand
+from kenotron.cli.remote import fetch_model
 
 
 def evaluate(
@@ -18,18 +18,18 @@ def evaluate(
     tasks: Annotated[str, typer.Option(help="Tasks, groups or tags of lm_eval, with commas between them.")],
     include_path: Annotated[str | None, typer.Option(help="Folder with YAML files of tasks of your own.")] = None,
     num_fewshot: Annotated[int | None, typer.Option(help="Examples before each question.", min=0)] = None,
-    limit: Annotated[int | None, typer.Option(help="Documents of each task, the first ones.", min=1)] = None,
-    batch_size: Annotated[int, typer.Option(help="Sequences of a forward pass.", min=1)] = 8,
+    limit: Annotated[int | None, typer.Option(help="Number of documents of each task, the first ones.", min=1)] = None,
+    batch_size: Annotated[int, typer.Option(help="Sequences per forward pass.", min=1)] = 8,
     dtype: options.Dtype = None,
     ema: options.Ema = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Evaluate a model on tasks of lm-evaluation-harness."""
-    here = model_at_hand(path)
+    local = fetch_model(path)
     import kenotron
 
-    found = kenotron.evaluate(
-        here,
+    results = kenotron.evaluate(
+        local,
         tasks.split(","),
         include_path=include_path,
         num_fewshot=num_fewshot,
@@ -39,9 +39,10 @@ def evaluate(
         ema=ema,
     )
     if as_json:
-        print(json.dumps({task: {name: each._asdict() for name, each in found[task].items()} for task in found}))
+        data = {task: {name: value._asdict() for name, value in metrics.items()} for task, metrics in results.items()}
+        print(json.dumps(data))
         return
-    width = max(map(len, found))
-    for task, metrics in found.items():
+    width = max(map(len, results))
+    for task, metrics in results.items():
         for name, (value, stderr) in metrics.items():
             print(f"{task:{width}}  {name:16}  {value:.4f}" + (f" ± {stderr:.4f}" if stderr else ""))

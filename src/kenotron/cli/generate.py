@@ -1,12 +1,12 @@
-"""`kenotron generate checkpoints/100 --prompt "def main("`: text from a checkpoint.
+"""`kenotron generate checkpoints/100 --prompt "def main("`: continue text with a checkpoint.
 
-Without a prompt two built-in ones are continued, and named on stderr. Prompts come in the order of the command line,
-then those of the file. Text goes to stdout, everything else to stderr; with --json, one object a prompt and line.
+Without a prompt, two built-in ones are continued, and named on stderr. Prompts of the command line come first, then
+those of the file. Text goes to stdout, everything else to stderr; with --json, one line with one object per prompt.
 
     kenotron generate checkpoints/100 --tp 2 --pp 2        starts four local ranks; rank 0 prints
 
-whatever layout the checkpoint was saved on. Under torchrun each process is one of the ranks, and degrees that are not
-given are those of the checkpoint if they fit the number of processes.
+The checkpoint may have been saved on any layout. Under torchrun each process is one of the ranks, and the default
+degrees are the checkpoint's, if they fit the number of processes.
 """
 
 import sys
@@ -16,8 +16,8 @@ from typing import Annotated
 import typer
 
 from kenotron.cli import sampling_options as options
-from kenotron.cli.rank0 import on_rank_0, said_once
-from kenotron.cli.remote import model_at_hand
+from kenotron.cli.rank0 import on_rank_0, report_once
+from kenotron.cli.remote import fetch_model
 from kenotron.config.errors import InputError, os_errors
 from kenotron.generation.options import SamplingOptions
 
@@ -74,7 +74,7 @@ def generate(
         raise InputError("--stream and --json: give only one of them")
     if logprobs and not as_json:
         raise InputError("--logprobs: needs --json, as plain text has no place for them")
-    with said_once():
+    with report_once():
         prompts = _prompts(prompt or [], prompt_file, prompt_tokens or [])
         sampling = SamplingOptions(
             max_new_tokens=max_new_tokens,
@@ -88,13 +88,13 @@ def generate(
             stop_at_eos=eos_stop,
             logprobs=logprobs,
         )
-        here = model_at_hand(path)
+        local = fetch_model(path)
         from kenotron.generation.layout import check_layout, choose_layout
         from kenotron.generation.request import Request, decode_on_ranks
         from kenotron.interop.sources import open_source
         from kenotron.launch.environment import ranks_from_environment, started_as_rank
 
-        source = open_source(here, verify=False)
+        source = open_source(local, verify=False)
         started = ranks_from_environment().world_size if started_as_rank() else None
         layout = choose_layout(dp, pp, tp, source.layout, started, ep)
         check_layout(source.model.decoder, layout)
@@ -102,7 +102,7 @@ def generate(
 
     request = Request(
         parallelism=layout,
-        path=str(here),
+        path=str(local),
         prompts=prompts,
         built_in=not (prompt or prompt_file or prompt_tokens),
         dtype=dtype,
@@ -115,14 +115,15 @@ def generate(
 
 
 def _prompts(texts: list[str], file: str | None, tokens: list[str]) -> list[str | list[int]]:
-    """All prompts in order; the built-in ones if the command names none."""
-    given = bool(texts or file or tokens)
-    lines = _lines(file) if file and on_rank_0() else []  # the others get its prompts: there is one stdin
-    return [*texts, *lines, *(_ids(text) for text in tokens)] if given else list(BUILT_IN_PROMPTS)
+    """Return all prompts in order; the built-in ones if the command has none."""
+    if not (texts or file or tokens):
+        return list(BUILT_IN_PROMPTS)
+    lines = _lines(file) if file and on_rank_0() else []  # only rank 0 has stdin; the others get its prompts
+    return [*texts, *lines, *(_ids(text) for text in tokens)]
 
 
 def _lines(file: str) -> list[str]:
-    """One prompt a line; blank lines are skipped."""
+    """Return the prompts of a file, one per line; blank lines are skipped."""
     name = "stdin" if file == "-" else file
     with os_errors(f"--prompt-file: cannot read {name}"):
         data = sys.stdin.buffer.read() if file == "-" else Path(file).expanduser().read_bytes()

@@ -1,4 +1,4 @@
-"""`kenotron plan my.yaml --gpu h100`: the memory and the time that a run will need, before anything is paid for it."""
+"""`kenotron plan my.yaml --gpu h100`: predict the memory and the time of a run before it is paid for."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ def plan(
         list[int] | None, typer.Option(help="Plan for this rank; default: the first of every pipeline stage.")
     ] = None,
     in_machine: Annotated[
-        int | None, typer.Option("--gpus-per-machine", min=1, help="Default: as such GPUs are usually sold.")
+        int | None, typer.Option("--gpus-per-machine", min=1, help="Default: the usual number for such GPUs.")
     ] = None,
     network: Annotated[
-        float | None, typer.Option(min=0.01, help="GB/s that a GPU sends to other machines; default: usual ones.")
+        float | None, typer.Option(min=0.01, help="GB/s that a GPU sends to other machines; default: the usual rate.")
     ] = None,
     search: Annotated[
         bool, typer.Option("--search", help="Rank layouts of as many GPUs and the same global batch by their speed.")
     ] = False,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Say what memory and time consist of, and what makes each part less.")
+        bool, typer.Option("--explain", help="Explain what memory and time consist of, and how to reduce each part.")
     ] = False,
     html: Annotated[
         Path | None, typer.Option(help="Write a page with memory and time as pictures to this file.")
@@ -53,10 +53,10 @@ def plan(
     serve: Annotated[
         bool, typer.Option("--serve", help="Serve a page on which the YAML and its layout can be changed.")
     ] = False,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Where --serve serves; 0: any that is free.")] = 8420,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of --serve; 0: any free port.")] = 8420,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object; bytes and seconds.")] = False,
 ) -> None:
-    """Predict memory and time of a run: its own code builds and steps its ranks, without memory and other ranks.
+    """Predict memory and time of a run: its own code builds and steps ranks, without real memory or other ranks.
 
     Exit code 1: it does not fit.
     """
@@ -66,11 +66,11 @@ def plan(
     from kenotron.planner.search import search as find_layouts
 
     def changed(more: list[str]) -> Config:
-        return _config_of(file, [*(overrides or []), *more], lambda line: None)
+        return _load_resolved(file, [*(overrides or []), *more], lambda line: None)
 
-    config = _config_of(file, overrides or [], to_stderr)
+    config = _load_resolved(file, overrides or [], to_stderr)
     if measure is not None:
-        gpu = _measured(measure, gpu)
+        gpu = _measure(measure, gpu)
     device = _device(gpu, in_machine, network)
     ranks, memory = config.parallelism.world_size, _memory(config, device)
     if not set(rank or ()) <= set(range(ranks)):
@@ -97,7 +97,7 @@ def plan(
         with os_errors(f"--html: cannot write {html}"):
             html.write_text(page_of(page_data(planned, Path(file).stem)), encoding="utf-8")
     if as_json:
-        print(json.dumps(_as_data(planned), indent=2))
+        print(json.dumps(_to_json(planned), indent=2))
     else:
         _print(planned)
     if explain:
@@ -105,7 +105,7 @@ def plan(
     raise typer.Exit(1 if planned.verdict.fits is False else 0)
 
 
-def _config_of(file: str, overrides: list[str], say: Callable[[str], None]) -> Config:
+def _load_resolved(file: str, overrides: list[str], say: Callable[[str], None]) -> Config:
     from kenotron.config import load, refuse_unsupported
     from kenotron.interop import resolve_architecture
 
@@ -115,16 +115,16 @@ def _config_of(file: str, overrides: list[str], say: Callable[[str], None]) -> C
 
 
 def _device(gpu: str | None, in_machine: int | None, network: float | None) -> Gpu | None:
-    """The kind of GPU to plan for, in a cluster as described; None: CPUs."""
+    """Return the GPU to plan for, with the cluster's `in_machine` and `network` in GB/s, or None for CPUs."""
     from kenotron.planner.hardware import gpu_called, gpu_here
 
     device = gpu_here() if gpu is None else gpu_called(gpu)
-    given: dict[str, Any] = {"in_machine": in_machine, "network": network and 1e9 * network}
-    return device and device._replace(**{name: value for name, value in given.items() if value})
+    cluster: dict[str, Any] = {"in_machine": in_machine, "network": network and 1e9 * network}
+    return device and device._replace(**{name: value for name, value in cluster.items() if value})
 
 
-def _measured(path: Path, gpu: str | None) -> str:
-    """Measure the GPUs of this machine into the file `path`; return it as text."""
+def _measure(path: Path, gpu: str | None) -> str:
+    """Measure the GPUs of this machine, write the rates to the file `path`, and return `path` as a value for --gpu."""
     import torch
 
     from kenotron.planner.hardware import gpu_here
@@ -138,7 +138,7 @@ def _measured(path: Path, gpu: str | None) -> str:
 
 
 def _memory(config: Config, gpu: Gpu | None) -> int | None:
-    """The bytes of a rank; None: not known."""
+    """Return the memory of a rank in bytes, or None if it is unknown."""
     import torch
 
     from kenotron.launch.memory import free_memory
@@ -157,15 +157,15 @@ def _serve(
     from kenotron.planner.serving import Server, serve
 
     with tempfile.TemporaryDirectory() as folder:
-        pasted = Path(folder) / Path(file).name
+        temporary = Path(folder) / Path(file).name
 
         def opened(
             text: str, kind: str | None, more: Sequence[str]
         ) -> tuple[Config, Callable[[list[str]], Config], Gpu | None]:
             def changed(others: list[str]) -> Config:
-                return _config_of(str(pasted), [*overrides, *more, *others], lambda line: None)
+                return _load_resolved(str(temporary), [*overrides, *more, *others], lambda line: None)
 
-            pasted.write_text(text, encoding="utf-8")
+            temporary.write_text(text, encoding="utf-8")
             try:
                 return changed([]), changed, device(kind)
             except InputError as error:
@@ -182,10 +182,10 @@ def _serve(
         serve(Server(port, Path(file).stem, yaml, gpu, planned, ranked))
 
 
-def _as_data(plan: Plan) -> dict[str, Any]:
-    ranks = [each._asdict() | {"peak": each.peak._asdict(), "events": len(each.events)} for each in plan.ranks]
+def _to_json(plan: Plan) -> dict[str, Any]:
+    ranks = [rank._asdict() | {"peak": rank.peak._asdict(), "events": len(rank.events)} for rank in plan.ranks]
     speed = plan.speed
-    step = None if speed is None else speed._asdict() | {"ranks": [each._asdict() for each in speed.ranks]}
+    step = None if speed is None else speed._asdict() | {"ranks": [rank._asdict() for rank in speed.ranks]}
     return {"ranks": ranks, "step": step} | plan.verdict._asdict() | {"nearest": plan.nearest}
 
 
@@ -196,11 +196,11 @@ def _print(plan: Plan) -> None:
 
     print(f"{headline(plan.config, plan.gpu)}. GiB at the peak of a step:")
     rows = []
-    for each in plan.ranks:
-        sizes = each.peak.bytes, *by_column(each.peak.of)
-        rows.append((str(each.rank), str(each.stage), *(f"{size / GIB:.3g}" for size in sizes)))
+    for rank in plan.ranks:
+        sizes = rank.peak.bytes, *by_column(rank.peak.of)
+        rows.append((str(rank.rank), str(rank.stage), *(f"{size / GIB:.3g}" for size in sizes)))
     print_table(("rank", "stage", "sum", *COLUMNS), rows)
-    largest = max(plan.ranks, key=lambda each: each.peak.bytes)
+    largest = max(plan.ranks, key=lambda rank: rank.peak.bytes)
     print(f"Largest of rank {largest.rank}:")
     for kind, site, size in largest.peak.largest[:8]:
         print(f"  {size / GIB:8.3f}  {kind:14}{site}")
@@ -219,12 +219,12 @@ def _print_speed(plan: Plan, speed: Speed) -> None:
     from kenotron.planner.timeline import KINDS
 
     print("Milliseconds of a step:")
-    waits = dict.fromkeys(name for each in speed.ranks for name in each.of if name.startswith("waits"))
+    waits = dict.fromkeys(name for times in speed.ranks for name in times.of if name.startswith("waits"))
     columns = *KINDS.values(), *waits
     rows = []
     for rank, spent in zip(plan.ranks, speed.ranks):
-        times = (f"{1000 * spent.of.get(name, 0.0):,.1f}" for name in columns)
-        rows.append((str(rank.rank), str(rank.stage), f"{1000 * spent.seconds:,.1f}", *times))
+        cells = (f"{1000 * spent.of.get(name, 0.0):,.1f}" for name in columns)
+        rows.append((str(rank.rank), str(rank.stage), f"{1000 * spent.seconds:,.1f}", *cells))
     print_table(("rank", "stage", "step", *columns), rows)
     print(speed_in_words(plan.config, speed))
 

@@ -1,25 +1,25 @@
-"""What is the same on all ranks is done by one: above all, reporting input that is wrong."""
+"""Let rank 0 act for all ranks: above all, report wrong input once."""
 
 import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-RANK0_REPORTS_WITHIN_S = 10.0  # modules may take this long to import on a rank of a loaded machine
+RANK0_REPORTS_WITHIN_S = 10.0  # imports may take this long on a loaded machine
 
 
 def on_rank_0() -> bool:
-    """Whether this process is alone, or speaks and reads for all that torchrun or srun has started."""
+    """Return whether this process is alone, or rank 0 of torchrun or srun, which reads and prints for all ranks."""
     return os.environ.get("RANK", "0") == "0"
 
 
 @contextmanager
-def said_once() -> Iterator[None]:
-    """What is wrong with the command line or the config is wrong on every rank that torchrun has started.
+def report_once() -> Iterator[None]:
+    """Report an InputError on one rank only, because all ranks of torchrun have the same command line and config.
 
-    Rank 0 reports it, also in the summary that torchrun prints last. The others wait to be ended by torchrun, which
-    would end rank 0 before its report if they exited first. One that is still there then reports it, too: rank 0 may
-    have another file, on another machine.
+    Rank 0 reports it, also in the summary that torchrun prints last. The other ranks wait to be ended by torchrun,
+    which would end rank 0 before its report if they exited first. A rank that is not ended in time reports the error,
+    too: rank 0 may have another file, on another machine.
     """
     from kenotron.config.errors import InputError
 
@@ -27,7 +27,7 @@ def said_once() -> Iterator[None]:
         yield
     except InputError as error:
         rank = os.environ.get("RANK", "0")
-        if rank.isdecimal() and rank != "0":  # what is no number has to be reported, too
+        if rank.isdecimal() and rank != "0":  # a RANK that is no number is reported at once
             time.sleep(RANK0_REPORTS_WITHIN_S)
         if "TORCHELASTIC_ERROR_FILE" in os.environ:
             from kenotron.launch.error_records import record

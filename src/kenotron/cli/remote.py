@@ -1,4 +1,4 @@
-"""Checkpoints of another machine as arguments: fetched to the cache, and read from there."""
+"""Fetch checkpoints in a store to the local cache, for commands that read them."""
 
 import sys
 from pathlib import Path
@@ -6,8 +6,8 @@ from pathlib import Path
 from kenotron.config.remote import is_remote
 
 
-def at_hand(path: str) -> Path:
-    """The local path of a command's argument; a checkpoint in a store is fetched first. Raises InputError."""
+def fetch_checkpoint(path: str) -> Path:
+    """Return the local path of a command's argument; a checkpoint in a store is fetched first. Raises InputError."""
     if not is_remote(path):
         return Path(path)
     from kenotron.checkpoint.remote import local_copy
@@ -17,10 +17,13 @@ def at_hand(path: str) -> Path:
     return copy
 
 
-def model_at_hand(path: str) -> Path:
-    """`at_hand`, of a checkpoint or a Hugging Face model, and its errors before torch takes its seconds to import."""
+def fetch_model(path: str) -> Path:
+    """Fetch a checkpoint or check that a Hugging Face model exists, before torch takes seconds to import.
+
+    Raises InputError.
+    """
     from kenotron.checkpoint.model_files import find_model
 
-    here = at_hand(path)
-    find_model(here if is_remote(path) else path)  # "./name" is no name of the hub, and Path drops the "./"
-    return here
+    local = fetch_checkpoint(path)
+    find_model(local if is_remote(path) else path)  # "./name" is no name of the hub, and Path drops the "./"
+    return local

@@ -1,4 +1,4 @@
-"""`kenotron replay CHECKPOINTS --step 1234`: compute steps of a finished run once more, and compare every number.
+"""`kenotron replay CHECKPOINTS --step 1234`: compute steps of a finished run again, and compare every number.
 
 Exit code 0: the numbers are equal; 1: they are not.
 """
@@ -20,19 +20,19 @@ def replay(
 
     Exit code 0: the numbers are equal; 1: they are not.
     """
-    from kenotron.cli.checkpoint import verified
+    from kenotron.cli.checkpoint import verify_entry
     from kenotron.launch.replaying import replay as compute_again
 
-    found = compute_again(checkpoints, step, overrides or [], log_dir=log_dir, verified=verified)
-    if found is None:
+    result = compute_again(checkpoints, step, overrides or [], log_dir=log_dir, verified=verify_entry)
+    if result is None:
         return
-    if not found.equal:
-        print("\n".join(found.differences))
-        if any(": lr was " in line for line in found.differences):
+    if not result.equal:
+        print("\n".join(result.differences))
+        if any(": lr was " in line for line in result.differences):
             print("the run later continued with another schedule: its settings at that step are no longer known")
-        print("\n".join(found.reads))
+        print("\n".join(result.reads))
         sys.exit(1)
-    steps = found.last + 1 - found.first
-    some = f"; the log has {found.compared} of these {steps} steps" if found.compared < steps else ""
-    verdict = "equal up to rounding" if found.rounding else "every number is equal"
-    print(f"steps {found.first} to {found.last}: {verdict}{some}")
+    steps = result.last + 1 - result.first
+    missing = f"; the log has {result.compared} of these {steps} steps" if result.compared < steps else ""
+    verdict = "equal up to rounding" if result.rounding else "every number is equal"
+    print(f"steps {result.first} to {result.last}: {verdict}{missing}")

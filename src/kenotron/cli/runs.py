@@ -1,4 +1,4 @@
-"""`kenotron runs [FOLDER…]` lists the runs below folders of logs; `kenotron plot RUN…` and `report` draw some."""
+"""`kenotron runs [FOLDER…]` lists the runs below log folders; `kenotron plot RUN…` and `report` plot them."""
 
 import json
 from dataclasses import asdict
@@ -19,23 +19,23 @@ def runs(
     from kenotron.cli.tables import print_table
     from kenotron.runs.summary import find_runs, summary_of
 
-    found = [(run, summary_of(run)) for run in find_runs(folders or [Path("logs")])]
+    summaries = [(run, summary_of(run)) for run in find_runs(folders or [Path("logs")])]
     if as_json:
-        print(json.dumps([asdict(summary) | {"folder": str(run.folder)} for run, summary in found], indent=2))
+        print(json.dumps([asdict(summary) | {"folder": str(run.folder)} for run, summary in summaries], indent=2))
         return
     rows = [
         (
-            each.name,
-            each.state,
-            f"{each.step} of {each.end}" if each.end else str(each.step),
-            human_format(each.tokens),
-            "" if each.loss is None else f"{each.loss:.4g}",
-            "" if each.val_loss is None else f"{each.val_loss:.4g}",
-            "" if each.tokens_per_sec is None else human_format(each.tokens_per_sec),
-            datetime.fromtimestamp(each.written_at).isoformat(" ", "minutes"),
-            each.reason or "",
+            summary.name,
+            summary.state,
+            f"{summary.step} of {summary.end}" if summary.end else str(summary.step),
+            human_format(summary.tokens),
+            "" if summary.loss is None else f"{summary.loss:.4g}",
+            "" if summary.val_loss is None else f"{summary.val_loss:.4g}",
+            "" if summary.tokens_per_sec is None else human_format(summary.tokens_per_sec),
+            datetime.fromtimestamp(summary.written_at).isoformat(" ", "minutes"),
+            summary.reason or "",
         )
-        for _, each in found
+        for _, summary in summaries
     ]
     header = "run", "state", "steps", "tokens", "loss", "val loss", "tokens/s", "last step", "reason"
     print_table(header, rows)

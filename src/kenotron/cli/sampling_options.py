@@ -1,4 +1,4 @@
-"""Arguments that `kenotron generate` and `kenotron chat` share."""
+"""Options that `kenotron generate`, `chat` and `evaluate` share."""
 
 from typing import Annotated
 
@@ -18,10 +18,10 @@ MinP = Annotated[
     float, typer.Option(help="Sample from the tokens with at least this share of the likeliest one's probability.")
 ]
 RepetitionPenalty = Annotated[
-    float, typer.Option(help="Make tokens of the text so far less likely: above 1. 1: no penalty.")
+    float, typer.Option(help="Penalty on tokens of the text so far; 1: none, above 1: less likely.")
 ]
 Seed = Annotated[int, typer.Option(help="Seed of the sampling.")]
 Ema = Annotated[
-    bool, typer.Option("--ema", help="Take the moving average of weights that the run kept (optimizer.ema_decay).")
+    bool, typer.Option("--ema", help="Use the moving average of the weights that the run kept (optimizer.ema_decay).")
 ]
-Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; default: that of the config.")]
+Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; default: the config's.")]

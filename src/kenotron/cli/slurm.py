@@ -1,4 +1,4 @@
-"""`kenotron submit`, `status`, `logs`, `cancel`: runs as jobs of Slurm.
+"""`kenotron submit`, `status`, `logs`, `cancel`: run configs as Slurm jobs.
 
 kenotron submit my.yaml --site jean-zay-h100 --account abc@h100 --time 20:00:00
 kenotron submit my.yaml --gpus-per-node 8 --partition gpu --time 10:00:00 --chain 3
@@ -41,29 +41,29 @@ def submit(
     to: Annotated[To, typer.Option(help="With --dry-run: for Slurm, Kubeflow Trainer, or SkyPilot.")] = "slurm",
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Print the job's output as it arrives.")] = False,
 ) -> None:
-    """Train a config as a job of Slurm. It saves before its time limit, is requeued, and resumes."""
+    """Train a config as a Slurm job. It saves before its time limit, is requeued, and resumes."""
     from kenotron.launch.slurm.submitting import submit as submit_jobs
 
     if to != "slurm":
-        slurms: dict[str, object] = {"--site": site != "generic", "--time": time, "--account": account, "--qos": qos}
-        slurms |= {"--partition": partition, "--sbatch": sbatch, "--env": env, "--pre-launch": pre_launch}
-        slurms |= {"--array": array, "--chain": chain > 1, "--save-seconds": save_seconds != 300, "--follow": follow}
-        slurms |= {"--container": container if to == "skypilot" else None}
-        if unused := [name for name, value in slurms.items() if value]:
+        slurm: dict[str, object] = {"--site": site != "generic", "--time": time, "--account": account, "--qos": qos}
+        slurm |= {"--partition": partition, "--sbatch": sbatch, "--env": env, "--pre-launch": pre_launch}
+        slurm |= {"--array": array, "--chain": chain > 1, "--save-seconds": save_seconds != 300, "--follow": follow}
+        slurm |= {"--container": container if to == "skypilot" else None}
+        if unused := [name for name, value in slurm.items() if value]:
             raise InputError(f"{unused[0]}: has no effect with --to {to}")
         if not dry_run:
             raise InputError(f"--to {to}: expected --dry-run: it is printed, for you to start")
-        print(_elsewhere(to, file, overrides or [], nodes, gpus_per_node, container), end="")
+        print(_cloud_job(to, file, overrides or [], nodes, gpus_per_node, container), end="")
         return
-    given = {"time": time, "account": account, "partition": partition, "qos": qos}
+    named = {"time": time, "account": account, "partition": partition, "qos": qos}
+    options: dict[str, str | None] = {name: value for name, value in named.items() if value is not None}
     submitted = submit_jobs(
         file,
         overrides or [],
         site=site,
         nodes=nodes,
         gpus_per_node=gpus_per_node,
-        sbatch=dict(_pairs("--sbatch", sbatch, flags=True))
-        | {key: value for key, value in given.items() if value is not None},
+        sbatch=dict(_pairs("--sbatch", sbatch, flags=True)) | options,
         env={key: value or "" for key, value in _pairs("--env", env)},
         pre_launch=pre_launch or [],
         container=container,
@@ -82,10 +82,10 @@ def submit(
         _follow(submitted.jobs[0].log, 1_000_000)
 
 
-def _elsewhere(
+def _cloud_job(
     to: To, file: Path, overrides: list[str], nodes: int | None, gpus_per_node: int | None, image: str | None
 ) -> str:
-    """The file that starts the run there."""
+    """Return the text of the file that starts the run with Kubeflow Trainer or SkyPilot."""
     from kenotron.launch.before_start import warnings_before_start
     from kenotron.launch.clouds import skypilot, trainjob
     from kenotron.launch.slurm.submitting import configs_of, nodes_of
@@ -101,10 +101,9 @@ def _elsewhere(
 
 
 def status(log_dir: LogDir = Path("logs")) -> None:
-    """List the jobs submitted from here: their state in Slurm, and the step that each has reached."""
-
-    found = jobs.records(log_dir)
-    for record, state in zip(found, jobs.states(found)):
+    """List the submitted jobs of a log folder: their state in Slurm, and the step that each has reached."""
+    records = jobs.records(log_dir)
+    for record, state in zip(records, jobs.states(records)):
         lines = [line for path in record.metrics if (line := _last_step(Path(path)))]
         print("  ".join([record.id, record.name, state, *lines]))
 
@@ -116,10 +115,9 @@ def logs(
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Keep printing while the job writes.")] = False,
 ) -> None:
     """Print the end of a job's output."""
-
     record = jobs.find(log_dir, job)
     if record.id != job:
-        started = [each for each in jobs.chain_of(log_dir, record) if Path(each.log).exists()]
+        started = [link for link in jobs.chain_of(log_dir, record) if Path(link.log).exists()]
         record = started[-1] if started else record
     if not Path(record.log).exists():
         raise InputError(f"job {record.id} has no output yet ({jobs.states([record])[0]})")
@@ -133,17 +131,16 @@ def logs(
 def cancel(
     job: Annotated[str, typer.Argument(help="Number or name of a job.")], log_dir: LogDir = Path("logs")
 ) -> None:
-    """Cancel a job and those that wait for it (--chain). Its run saves a checkpoint if Slurm leaves it the time."""
-
+    """Cancel a job and the jobs that wait for it (--chain). Its run saves a checkpoint if Slurm leaves it the time."""
     record = jobs.find(log_dir, job)
-    chain = [each for each in jobs.chain_of(log_dir, record) if record.id != job or int(each.id) >= int(job)]
+    chain = [link for link in jobs.chain_of(log_dir, record) if record.id != job or int(link.id) >= int(job)]
     jobs.cancel(chain)
-    for each in chain:
-        print(f"job {each.id} ({each.name}) is cancelled")
+    for link in chain:
+        print(f"job {link.id} ({link.name}) is cancelled")
 
 
 def _follow(log: str, lines: int) -> None:
-    """Until Ctrl-C; also where there is no output yet."""
+    """Print the log as it grows, until Ctrl-C; the file need not exist yet."""
     subprocess.run(["tail", "-n", str(lines), "-F", "--", log], stderr=subprocess.DEVNULL)
 
 
@@ -158,7 +155,7 @@ def _pairs(option: str, texts: list[str] | None, flags: bool = False) -> list[tu
 
 
 def _last_step(metrics: Path) -> str | None:
-    """``step 400`` of the last line of metrics."""
+    """Return ``step 400`` from the last line of metrics.jsonl, or None if it has none."""
     try:
         return f"step {json.loads(metrics.read_text().splitlines()[-1])['iteration']}"
     except (OSError, ValueError, IndexError, KeyError, TypeError):

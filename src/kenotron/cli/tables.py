@@ -6,12 +6,12 @@ from contextlib import contextmanager
 
 
 def to_stderr(line: str) -> None:
-    """Print a line beside the output."""
+    """Print a line to stderr at once."""
     print(line, file=sys.stderr, flush=True)
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table where someone looks, columns with a fixed number of spaces where a program reads."""
+    """Print a table with borders on a terminal, and columns of plain text elsewhere."""
     if sys.stdout.isatty():
         from rich.console import Console
         from rich.table import Table
@@ -27,8 +27,8 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 @contextmanager
-def progress_bar(what: str) -> Iterator[Callable[[int, int], None] | None]:
-    """A bar on a terminal, to be told what is done and all there is; nothing elsewhere."""
+def progress_bar(title: str) -> Iterator[Callable[[int, int], None] | None]:
+    """Show a progress bar on a terminal and yield its update function of (done, total); elsewhere yield None."""
     if not sys.stderr.isatty():
         yield None
         return
@@ -36,5 +36,5 @@ def progress_bar(what: str) -> Iterator[Callable[[int, int], None] | None]:
     from rich.progress import Progress
 
     with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what)
+        task = bar.add_task(title)
         yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -1,4 +1,4 @@
-"""`kenotron train my.yaml`: train, or continue where the last run of the same YAML stopped."""
+"""`kenotron train my.yaml`: train a config, or resume its run."""
 
 import sys
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from kenotron.cli.rank0 import on_rank_0, said_once
+from kenotron.cli.rank0 import on_rank_0, report_once
 
 
 def train(
@@ -29,7 +29,7 @@ def train(
     from kenotron.launch import check_processes, launch
     from kenotron.launch.before_start import changed_batch
 
-    with said_once():
+    with report_once():
         config = load(file, overrides or (), report=_say)
         refuse_unsupported(config)
         if nanotron and "format" not in config.logging.model_fields_set:
@@ -41,5 +41,5 @@ def train(
 
 
 def _say(line: str) -> None:
-    if on_rank_0():  # what is said of the file is the same on every rank
+    if on_rank_0():  # lines about the file are the same on every rank
         print(line, file=sys.stderr)
