@@ -31,7 +31,9 @@ def in_bf16(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "overrides", [(), ("model.model_config.family=mixtral", "model.model_config.num_local_experts=4")]
 )
 def test_in_fp32_all_are_near(tmp_path: Path, overrides: tuple[str, ...]) -> None:
-    found = find_mismatch(trained(tmp_path, "model.init_method={std: 0.5}", *overrides), texts=4, tokens=500, say=print)
+    found = find_mismatch(
+        trained(tmp_path, "model.init_method={std: 0.5}", *overrides), texts=4, tokens=500, report=print
+    )
     assert [each.side for each in found.distances] == ["training", "decoding", "transformers in float32"]
     assert [len(text) for text in found.texts] == [31] * 4  # what the model reads at once, less the first
     assert len({tuple(text) for text in found.texts}) == 4
@@ -41,7 +43,7 @@ def test_in_fp32_all_are_near(tmp_path: Path, overrides: tuple[str, ...]) -> Non
 
 def test_distances_are_those_of_the_definition(in_bf16: Path, tmp_path: Path) -> None:
     """Of transformers in bf16 from transformers in fp32, computed here."""
-    found = find_mismatch(in_bf16, texts=3, tokens=9, say=print)
+    found = find_mismatch(in_bf16, texts=3, tokens=9, report=print)
     theirs = found.distances[-1]
     logs = []
     for dtype in ("float32", "bfloat16"):

@@ -116,7 +116,7 @@ def _verdict(comparison: Comparison) -> str:
 def _compare_with_hf(checkpoint: Path) -> None:
     from kenotron.evaluation.mismatch import find_mismatch
 
-    mismatch = find_mismatch(checkpoint, say=to_stderr)
+    mismatch = find_mismatch(checkpoint, report=to_stderr)
     count = sum(map(len, mismatch.texts))
     print(f"Log-probabilities of {count} tokens, drawn by decoding, beside those of transformers in float32:")
     rows = []

@@ -1,4 +1,4 @@
-"""Tasks of lm-evaluation-harness on a checkpoint, computed by the model itself, without an export.
+"""Evaluate a checkpoint on tasks of lm-evaluation-harness, with Kénotron's model, without an export.
 
     kn.evaluate("checkpoints/100", "hellaswag", limit=500)      # {"hellaswag": {"acc": Metric(0.27, 0.004), …}}
 
@@ -31,11 +31,11 @@ def evaluate(
 ) -> Results:
     """Evaluate the checkpoint or Hugging Face model at `path` on tasks, groups or tags of lm-evaluation-harness.
 
-    The result has a value and its standard error for each metric of each task. `include_path` is a folder with YAML
-    files of tasks of one's own; `num_fewshot` None is what each task says, `limit` None means all of its documents;
-    `device` None is the accelerator, if there is one, `dtype` None that of the config; `ema` takes the
-    moving average of weights that the run kept. Raises
-    `kenotron.config.InputError`: there is no such task, its dataset cannot be loaded, no model or tokenizer at `path`.
+    Returns a value and its standard error for each metric of each task. `include_path` is a folder with YAML files of
+    your own tasks; with `num_fewshot` None each task's default is used, with `limit` None all of its documents; with
+    `device` None the accelerator, if there is one; with `dtype` None the config's dtype; with `ema` the moving average
+    of the run's weights. Raises `kenotron.config.InputError` if a task does not exist, its dataset cannot be loaded, or
+    `path` has no model or tokenizer.
     """
     from kenotron.evaluation.harness import Tasks
 
@@ -45,7 +45,7 @@ def evaluate(
     from kenotron.generation.ranks import ModelOnRanks
 
     model, tokenizer, _ = load_for_generation(path, dtype, device, ema=ema)
-    assert not isinstance(model, ModelOnRanks), "without a mesh it is whole"
+    assert not isinstance(model, ModelOnRanks), "without a mesh the model is whole"
     if tokenizer is None:
         raise InputError(f"{path} has no tokenizer, which evaluation needs")
     return tasks.evaluate(model, tokenizer, num_fewshot, limit, batch_size)

@@ -1,10 +1,10 @@
-"""How far a checkpoint's log-probabilities are apart in training, in our decoding and in transformers.
+"""Measure how a checkpoint's log-probabilities differ between training, Kénotron's decoding and transformers.
 
     find_mismatch("checkpoints/10").distances
     [Distance(side="training", mean=0.0021, worst=0.019, text=3, token=17), …]
 
-Texts are drawn by our decoding at temperature 1, with its cache, as reinforcement learning draws them. The others read
-them whole. All are compared with transformers in fp32, which computes from the weights of `to_hf`.
+Texts are sampled by Kénotron's decoding at temperature 1, with its KV cache, as in reinforcement learning. The other
+sides read whole texts. All are compared with transformers in fp32 on the weights that `to_hf` exports.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
     from kenotron.text.progress import Report
 
 ROUNDING = 1e-4
-"""Nats that sums in another order may make in fp32."""
+"""The mean difference in nats that another order of sums may cause in fp32."""
 
 
 class Distance(NamedTuple):
-    """Of the log-probabilities of `side`, in nats: over all tokens, and the `worst`, that of a `token` of a `text`."""
+    """Distances of the log-probabilities of `side`, in nats: the mean, and the `worst`, at `token` of `text`."""
 
     side: str
     mean: float
@@ -52,7 +52,7 @@ class Distance(NamedTuple):
 
 
 class Mismatch(NamedTuple):
-    """Distances from transformers in fp32, last that of transformers in the run's dtype, which rounding explains."""
+    """Distances from transformers in fp32; the last, of transformers in the run's dtype, is the effect of rounding."""
 
     texts: list[list[int]]
     distances: list[Distance]
@@ -64,52 +64,52 @@ class Mismatch(NamedTuple):
 
     @property
     def apart(self) -> list[Distance]:
-        """Those of a side that is farther away than rounding explains."""
-        return [each for each in self.distances if not each.mean <= self.allowed]
+        """The distances that are larger than rounding explains, or NaN."""
+        return [distance for distance in self.distances if not distance.mean <= self.allowed]
 
 
-def find_mismatch(path: str | Path, texts: int = 8, tokens: int = 64, seed: int = 0, *, say: Report) -> Mismatch:
-    """Draw `texts` of `tokens` each from the checkpoint at `path`, and ask every side for their log-probabilities.
+def find_mismatch(path: str | Path, texts: int = 8, tokens: int = 64, seed: int = 0, *, report: Report) -> Mismatch:
+    """Sample `texts` of `tokens` each from the checkpoint at `path`, and compare every side's log-probabilities.
 
-    `say` is told which side is asked. Raises InputError: no checkpoint, or of a model that `to_hf` cannot write;
-    RunFailed: logits that are not finite.
+    `report` gets a line before each side. Raises InputError if there is no checkpoint, or `to_hf` does not support its
+    model, RunFailed if logits are not finite.
     """
     path = resolve(path)
-    say(f"decoding {texts} texts")
-    ids, decoded, config = _drawn(path, texts, tokens, seed)
-    name = config.model.dtype
-    say("training's forward pass")
-    trained = _of(ids, _training(path, config))
+    report(f"decoding {texts} texts")
+    ids, decoded, config = _sample(path, texts, tokens, seed)
+    dtype = config.model.dtype
+    report("training's forward pass")
+    trained = _log_probabilities(ids, _training(path, config))
     with tempfile.TemporaryDirectory(prefix="kenotron-mismatch-") as folder:
         exported = Path(folder) / "model"
         to_hf(path, exported, dtype="float32")
-        say("transformers in float32")
-        reference = theirs = _of(ids, _transformers(exported, "float32"))
-        if name != "float32":
-            say(f"transformers in {name}")
-            theirs = _of(ids, _transformers(exported, name))
-    sides = {"training": trained, "decoding": decoded, f"transformers in {name}": theirs}
-    return Mismatch(ids[:, 1:].tolist(), [_distance(side, each - reference) for side, each in sides.items()])
+        report("transformers in float32")
+        reference = rounded = _log_probabilities(ids, _transformers(exported, "float32"))
+        if dtype != "float32":
+            report(f"transformers in {dtype}")
+            rounded = _log_probabilities(ids, _transformers(exported, dtype))
+    sides = {"training": trained, "decoding": decoded, f"transformers in {dtype}": rounded}
+    return Mismatch(ids[:, 1:].tolist(), [_distance(side, logs - reference) for side, logs in sides.items()])
 
 
-def _drawn(path: Path, texts: int, tokens: int, seed: int) -> tuple[Tensor, Tensor, Config]:
-    """Ids ``[texts, 1 + tokens]``, log-probabilities of all but the first ones, and the run's config for one rank."""
+def _sample(path: Path, texts: int, tokens: int, seed: int) -> tuple[Tensor, Tensor, Config]:
+    """Return ids ``[texts, 1 + tokens]``, log-probabilities of all but the first, and the run's config for one rank."""
     model, tokenizer, section = load_for_generation(path)
     tokens = min(tokens, longest_input(model.config) - 1)
     bos = model.config.bos_token_id
     start = model.config.eos_token_id if bos is None else bos
     sampling = SamplingOptions(max_new_tokens=tokens, temperature=1.0, stop_at_eos=False, logprobs=True, seed=seed)
-    done = generate(model, tokenizer, [[start]] * texts, sampling)
-    if any(len(each.tokens) < tokens for each in done):
+    samples = generate(model, tokenizer, [[start]] * texts, sampling)
+    if any(len(sample.tokens) < tokens for sample in samples):
         raise RunFailed(f"{path}: its logits are not finite")
     config = load(path / "config.yaml").model_copy(update={"model": section, "parallelism": Parallelism()})
-    ids = torch.tensor([[start, *each.tokens] for each in done])
-    return ids, torch.tensor([each.logprobs for each in done], dtype=torch.float64), config
+    ids = torch.tensor([[start, *sample.tokens] for sample in samples])
+    return ids, torch.tensor([sample.logprobs for sample in samples], dtype=torch.float64), config
 
 
 @torch.no_grad()
-def _of(ids: Tensor, logits_of: Callable[[Tensor], Tensor]) -> Tensor:
-    """Log-probabilities ``[texts, tokens]`` of `ids` from the second on, one text after the other."""
+def _log_probabilities(ids: Tensor, logits_of: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return log-probabilities ``[texts, tokens]`` of `ids` from the second on, computed for one text at a time."""
     rows = []
     for row in ids.to(best_device()):
         logits = logits_of(row[:-1]).float()
@@ -118,10 +118,10 @@ def _of(ids: Tensor, logits_of: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def _training(path: Path, config: Config) -> Callable[[Tensor], Tensor]:
-    """The forward pass of training: fp32 weights, products in the run's dtype, its kernels and attention."""
+    """Return training's forward pass: fp32 weights, products in the run's dtype, the run's kernels and attention."""
     device = best_device()
     model = load_for_generation(path, "float32", device).model
-    model.set_compute_dtype(dtype_of(config.model.dtype))  # type: ignore[union-attr]  # a whole one: no mesh
+    model.set_compute_dtype(dtype_of(config.model.dtype))  # type: ignore[union-attr]  # a Decoder without a mesh
     attention, _ = attention_of_run(config, device)
 
     def logits(row: Tensor) -> Tensor:

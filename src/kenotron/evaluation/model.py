@@ -1,4 +1,4 @@
-"""A model of ours as lm-evaluation-harness calls one. Importing this file imports lm_eval."""
+"""Adapt Kénotron's models to the interface of lm-evaluation-harness. Importing this module imports lm_eval."""
 
 from __future__ import annotations
 
@@ -36,22 +36,22 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
 
     @property
     def eot_token_id(self) -> int:
-        """The token that ends a text."""
+        """The end-of-text token."""
         return end_of_text(self.tokenizer, self.model.config)
 
     @property
     def prefix_token_id(self) -> int:
-        """The token before a text that has no context."""
+        """The token before a text without context."""
         bos = self.tokenizer.bos_token_id
         return self.eot_token_id if bos is None else bos
 
     @property
     def tokenizer_name(self) -> str:
-        """Part of the names under which lm_eval keeps requests."""
+        """Part of the names under which lm_eval caches requests."""
         return self.tokenizer.hash
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Token ids; those that the tokenizer puts around a text by itself only where the text does not begin so."""
+        """Return token ids, with the tokenizer's special tokens unless the text begins with the prefix token."""
         if add_special_tokens is None:
             add_special_tokens = not string.startswith(self.tokenizer.decode([self.prefix_token_id]))
         return library_ids(self.tokenizer.backend, [string], special=add_special_tokens)[0]
@@ -60,15 +60,15 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
         pairs: list[Pair] = [(context, continuation) for _, context, continuation in requests]
-        return [(each.log_likelihood, each.is_greedy) for each in self._scores(pairs)]
+        return [(scored.log_likelihood, scored.is_greedy) for scored in self._scores(pairs)]
 
     def _scores(self, pairs: Sequence[Pair]) -> list[Scored]:
         return log_likelihoods(self.model, pairs, self.batch_size, partial(print, file=sys.stderr, flush=True))
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
-        """The log-likelihood of whole texts; of long ones each token after as much as the model reads."""
+        """Return the log-likelihoods of whole texts; long texts are split into windows of the model's length."""
         windows: list[Pair] = []
-        texts: list[int] = []  # of each window
+        texts: list[int] = []  # the index of each window's text
         for number, request in enumerate(requests):
             tokens = self.tok_encode(request.args[0])
             for window in get_rolling_token_windows(tokens, self.prefix_token_id, self.longest, context_len=1):
@@ -80,7 +80,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         return totals
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
-        """What the model writes after each context, up to one of the request's strings."""
+        """Return the generated text after each context, up to one of the request's stop strings."""
         by_options: dict[SamplingOptions, list[int]] = {}
         for number, request in enumerate(requests):
             by_options.setdefault(_sampling(request.args[1]), []).append(number)
@@ -88,14 +88,14 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         for sampling, numbers in by_options.items():
             room = self.longest - sampling.max_new_tokens
             prompts = [self.tok_encode(requests[number].args[0])[-room:] for number in numbers]
-            found = generate(self.model, self.tokenizer, prompts, sampling, batch_size=self.batch_size)
-            for number, completion in zip(numbers, found):
+            completions = generate(self.model, self.tokenizer, prompts, sampling, batch_size=self.batch_size)
+            for number, completion in zip(numbers, completions):
                 texts[number] = completion.text
         return texts
 
 
 def _sampling(options: dict[str, Any]) -> SamplingOptions:
-    """The options of a request to generate; greedy unless it says otherwise."""
+    """Return the sampling options of a request to generate; greedy by default."""
     options = normalize_gen_kwargs(dict(options))
     until = options.get("until") or []
     return SamplingOptions(

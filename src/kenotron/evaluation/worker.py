@@ -1,14 +1,14 @@
-"""Evaluations in a process of their own that stays warm, at low priority, beside the run that saves the checkpoints.
+"""Evaluate checkpoints in a persistent process of low priority beside the run that saves them.
 
     worker = Worker(settings, Path("logs/my_run/evaluation"))
     worker.answer(None)                 # {"ready": 3.1}: lm_eval is imported, the datasets are loaded
     worker.ask(Path("checkpoints/100"))
     worker.answer()                     # None for a while; then {"results": {"hellaswag": …}, "seconds": 4.2}
 
-The process reads only files of the checkpoint and takes part in no collective, so training never waits for it. It ends
-when its stdin does: with the process that started it, however that ends. Its folder has what it prints, and the
-requests that were made of the datasets, which every evaluation of the run repeats. By srun, which passes on its stdin
-and stdout, it is the same process in a job of its own, on a machine that trains nothing.
+The process only reads files of the checkpoint and takes part in no collective, so training never waits for it. It ends
+when its stdin is closed, as after any end of its parent. Its folder has its output, and a cache of the datasets'
+requests, which every evaluation of the run repeats. With srun, which forwards stdin and stdout, the same process runs
+in a separate job, on a machine without training.
 """
 
 import json
@@ -35,7 +35,7 @@ OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR
 
 
 class Worker:
-    """The process; `folder` is made for its output and requests."""
+    """Starts and controls the process; `folder` is created for its output and requests."""
 
     def __init__(self, settings: Evaluation, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -48,11 +48,11 @@ class Worker:
                 raise InputError("evaluation.srun: srun was not found on rank 0's machine; expected Slurm, or null")
             options = (name if value is None else f"{name}={value}" for name, value in settings.srun.items())
             command = ["srun", "--ntasks=1", *(f"--{option}" for option in options), *command]
-            # With those of the job that trains srun would start a step of that; SLURM_CONF says where Slurm is.
+            # With the training job's variables, srun would start a step of that job; Slurm itself needs SLURM_CONF.
             of_job = [name for name in environment if name.startswith("SLURM_") and not name.startswith("SLURM_CONF")]
             environment = {name: value for name, value in environment.items() if name not in of_job}
         elif settings.device == "cpu":
-            quarter = max(1, cores_by_affinity() // 4)  # the others are for training
+            quarter = max(1, cores_by_affinity() // 4)  # leaves the other cores to training
             environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(quarter)}
         with self.output.open("ab") as output:
             self._process = subprocess.Popen(
@@ -62,17 +62,17 @@ class Worker:
                 stderr=output,
                 env=environment,
                 start_new_session=True,  # Ctrl-C on the terminal is for the training process
-                bufsize=0,  # what is buffered is no longer in the pipe, where `answer` looks
+                bufsize=0,  # `answer` selects on the pipe, and would not see lines in a buffer
             )
 
     def ask(self, checkpoint: Path) -> None:
-        """Let it evaluate a checkpoint; `answer` tells what became of it, before the next one is asked for."""
+        """Start the evaluation of a checkpoint; call `answer` for its result before the next `ask`."""
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # it has ended: `answer` says so
+        with suppress(BrokenPipeError):  # the process has ended, which `answer` reports
             self._process.stdin.write(f"{checkpoint.absolute()}\n".encode())
 
     def answer(self, wait_s: float | None = 0) -> dict[str, Any] | None:
-        """The next of its answers, "problem" says what went wrong; None: not within `wait_s` (None: without end)."""
+        """Return the next answer, which has a "problem" after a failure; None after `wait_s` (None: wait forever)."""
         stdout = self._process.stdout
         assert stdout is not None
         if not select.select([stdout], [], [], wait_s)[0]:
@@ -84,20 +84,20 @@ class Worker:
 
     @property
     def ended(self) -> bool:
-        """Whether the process is no more."""
+        """Whether the process has ended."""
         return self._process.poll() is not None
 
     def stop(self) -> None:
-        """End it now."""
-        self._process.terminate()  # which srun passes on
+        """Terminate the process."""
+        self._process.terminate()  # srun forwards the signal
         self._process.communicate()
 
 
 def main() -> None:
-    """The process: its argument is the section `evaluation`, its input the paths of checkpoints."""
+    """Run the process: its argument is the section `evaluation`, its input are paths of checkpoints."""
     stay_in_background()
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # lm_eval and datasets print, too
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # because lm_eval and datasets print to stdout
     import torch
 
     from kenotron.evaluation import evaluate
@@ -105,16 +105,16 @@ def main() -> None:
 
     settings, started = Evaluation.model_validate_json(sys.argv[1]), time.perf_counter()
 
-    def answer(**found: object) -> None:
-        print(json.dumps(found), file=answers, flush=True)
+    def answer(**fields: object) -> None:
+        print(json.dumps(fields), file=answers, flush=True)
 
     try:
         tasks = Tasks(settings.tasks, settings.include_path, frozen=True)
         torch.empty(0, device=settings.device)
-    except InputError as error:  # which names a key
+    except InputError as error:  # its message begins with a key
         answer(problem=f"evaluation.{error}")
         return
-    except (RuntimeError, AssertionError) as error:  # of torch
+    except (RuntimeError, AssertionError) as error:  # torch has no such device
         answer(problem=f"evaluation.device: {settings.device}: {first_line(error)}")
         return
     answer(ready=time.perf_counter() - started)
@@ -130,7 +130,7 @@ def main() -> None:
                 device=settings.device,
                 ema=settings.ema,
             )
-        except Exception as error:  # of one checkpoint: the next may go well
+        except Exception as error:  # the next checkpoint may succeed
             traceback.print_exc()
             answer(problem=str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}")
         else:
