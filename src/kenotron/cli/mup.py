@@ -48,10 +48,10 @@ def _compare_rates(grids: "Sequence[Grid]") -> bool:
     """Plot the losses over rates, print the best rates, and return whether the parametrization's carries over."""
     import numpy as np
 
-    from kenotron.runs.plot import MARKS, drawn
+    from kenotron.runs.plot import MARKS, draw
 
     curves = [np.array([(np.log2(rate), loss) for rate, loss in grid.losses.items()]) for grid in grids]
-    typer.echo("\n".join(drawn([*zip(MARKS, curves)])))
+    typer.echo("\n".join(draw([*zip(MARKS, curves)])))
     typer.echo(f"{'':10}losses over learning rates, each √2 times the one before")
     small, *large = grids
     carries = [2**-0.5 <= grid.best / small.best <= 2**0.5 for grid in large]  # a step of the grid

@@ -1,7 +1,7 @@
-"""The files of a run's folder ``<logging.log_dir>/<general.run>/`` that have a line for each step.
+"""The JSON Lines files of a run's folder ``<logging.log_dir>/<general.run>/``, whose lines have a step.
 
-metrics.jsonl     one JSON object a step, and one an evaluation
-history.jsonl     one JSON object a start or end: when, at which step; on which device, with which versions; or why
+metrics.jsonl     one line per step, and one per evaluation
+history.jsonl     one line per start (time, step, device, versions) and per end (time, step, reason)
 samples.jsonl     completions of `logging.sample_prompts`
 """
 
@@ -14,8 +14,10 @@ METRICS, HISTORY, SAMPLES = "metrics.jsonl", "history.jsonl", "samples.jsonl"
 
 
 def logged_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The lines of steps in a file of JSON objects, as text and read; not those that a crash cut short or damaged."""
-    for text in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
+    """Yield (text, object) of the lines of a JSON Lines file; skip lines that a crash has truncated or damaged."""
+    if not path.exists():
+        return
+    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             line = json.loads(text)
         except json.JSONDecodeError:
@@ -25,7 +27,7 @@ def logged_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def logged_steps(path: Path) -> dict[int, dict[str, Any]]:
-    """Each step's metrics in a file of them, with those of its evaluation, which have a line of their own."""
+    """Read step → metrics from a file, including metrics of its evaluation, which are on a separate line."""
     steps: dict[int, dict[str, Any]] = {}
     for _, line in logged_lines(path):
         steps.setdefault(line["iteration"], {}).update(line)
@@ -33,5 +35,5 @@ def logged_steps(path: Path) -> dict[int, dict[str, Any]]:
 
 
 def logged_step(folder: Path, step: int) -> dict[str, Any]:
-    """The metrics of `step` in the log folder of a run; empty if the step is missing."""
+    """Read the metrics of `step` from the log folder of a run; empty if the step is missing."""
     return logged_steps(folder / METRICS).get(step, {})

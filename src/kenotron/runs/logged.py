@@ -1,4 +1,4 @@
-"""A run's folder, read."""
+"""Read a run's folder: metrics, history, samples and config."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,20 +20,20 @@ GROUPS = {
     "speed": ("tokens_per_sec", "elapsed_time", "model_tflops", "hardware_tflops", "data_wait", "mfu", "matmul_share"),
     "memory": ("cuda_", "cpu_", "hd_"),
 }
-"""How the names begin of the metrics in each group; `train` has all others."""
+"""Group → prefixes of the names of its metrics; all other metrics are in `train`."""
 
 
 def tag_of(name: str) -> str:
-    """The curve of a metric, whose first part groups it with others: ``val_loss`` → ``val/loss``."""
-    for group, beginnings in GROUPS.items():
-        if name.startswith(beginnings):
+    """Return the name of a metric's curve, whose first part is its group: ``val_loss`` → ``val/loss``."""
+    for group, prefixes in GROUPS.items():
+        if name.startswith(prefixes):
             return f"{group}/{name.removeprefix(f'{group}_')}"
     return name if "/" in name else f"train/{name}"
 
 
 @dataclass(frozen=True)
 class LoggedRun:
-    """A run's folder: `steps` has the metrics of each step in order, `config` the plain values of its config.yaml."""
+    """The content of a run's folder: `steps` has the metrics of each step in order, `config` the parsed config.yaml."""
 
     folder: Path
     name: str
@@ -42,12 +42,12 @@ class LoggedRun:
 
     @cached_property
     def history(self) -> list[dict[str, Any]]:
-        """Its starts and ends, in their order."""
+        """The starts and ends of the run, in order."""
         return [line for _, line in logged_lines(self.folder / HISTORY)]
 
     @property
     def last_start(self) -> dict[str, Any]:
-        """The newest start; empty where the folder has none."""
+        """The newest start; empty if the folder has none."""
         return next((line for line in reversed(self.history) if line.get("event") == "start"), {})
 
     @property
@@ -56,7 +56,7 @@ class LoggedRun:
         return [line for _, line in logged_lines(self.folder / SAMPLES)]
 
     def setting(self, path: str, default: Any = None) -> Any:
-        """The value of a dotted key of the config; `default` where it has none."""
+        """Return the value of a dotted key of the config; `default` if it is missing."""
         value: Any = self.config
         for name in path.split("."):
             value = value.get(name) if isinstance(value, dict) else None
@@ -64,14 +64,14 @@ class LoggedRun:
 
 
 def read_run(path: Path) -> LoggedRun:
-    """The run in a folder, or of a metrics.jsonl. Raises InputError if `path` is neither."""
+    """Read the run in a folder, or of a metrics.jsonl. Raises InputError if `path` is neither."""
     metrics = path / METRICS if path.is_dir() else path
     if not path.exists():
         raise no_such_path("RUN", path)
     if not metrics.exists():
-        inside = ", ".join(sorted(each.parent.name for each in path.glob(f"*/{METRICS}"))[:8])
-        found = f"; it has the runs {inside}" if inside else ""
-        raise InputError(f"{path}: expected the folder of a run, with {METRICS}{found}")
+        inside = ", ".join(sorted(file.parent.name for file in path.glob(f"*/{METRICS}"))[:8])
+        hint = f"; it has the runs {inside}" if inside else ""
+        raise InputError(f"{path}: expected the folder of a run, with {METRICS}{hint}")
     with os_errors(f"cannot read {metrics}"):
         steps, empty = logged_steps(metrics), not metrics.stat().st_size
     steps = {step: steps[step] for step in sorted(steps) if {"consumed_tokens", "lm_loss"} <= steps[step].keys()}
@@ -82,9 +82,9 @@ def read_run(path: Path) -> LoggedRun:
 
 
 def plain_config(folder: Path) -> dict[str, Any]:
-    """The values of a folder's config.yaml; empty where there is none that can be read."""
+    """Return the parsed config.yaml of a folder; empty if it is missing or invalid."""
     try:
-        found = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+        config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return config if isinstance(config, dict) else {}

@@ -1,4 +1,4 @@
-"""Curves drawn with characters: the losses of runs over tokens."""
+"""Draw the losses of runs over tokens with characters."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ WIDTH, HEIGHT, MARKS, VALIDATION = 72, 18, "*o+x#@%&", "v"
 
 
 def loss_plot(runs: Sequence[LoggedRun]) -> str:
-    """One curve a run, where each column has the mean of its steps, with the last losses below.
+    """Draw a curve for each run, with the mean of its steps in each column, and the last losses below.
 
     Raises InputError if no run has a loss, or there are more runs than marks.
     """
@@ -27,12 +27,12 @@ def loss_plot(runs: Sequence[LoggedRun]) -> str:
     tokens = np.concatenate([curve[:, 0] for _, curve in curves])
     if not len(tokens):
         raise InputError(f"{runs[0].folder}: its metrics.jsonl has no losses yet")
-    across = f"{human_format(tokens.min())} to {human_format(tokens.max())} tokens"
-    return "\n".join([*drawn(curves), f"{'':10}{across}; {VALIDATION}: validation; last losses:", *legend])
+    x_range = f"{human_format(tokens.min())} to {human_format(tokens.max())} tokens"
+    return "\n".join([*draw(curves), f"{'':10}{x_range}; {VALIDATION}: validation; last losses:", *legend])
 
 
-def drawn(curves: Sequence[tuple[str, NDArray[np.float64]]]) -> list[str]:
-    """Lines with the curves (mark, ``[points, 2]``); of the points in one column the mean is drawn."""
+def draw(curves: Sequence[tuple[str, NDArray[np.float64]]]) -> list[str]:
+    """Return lines with the curves (mark, ``[points, 2]``); each column has the mean of its points."""
     x, y = np.concatenate([curve for _, curve in curves]).T
     (left, right), (low, high) = (x.min(), x.max()), (y.min(), y.max())
     canvas = np.full((HEIGHT, WIDTH), " ")
@@ -46,6 +46,6 @@ def drawn(curves: Sequence[tuple[str, NDArray[np.float64]]]) -> list[str]:
 
 
 def _losses(run: LoggedRun, key: str) -> NDArray[np.float64]:
-    """Tokens and losses of the steps that have one, ``[steps, 2]``."""
+    """Return tokens and losses ``[steps, 2]`` of the steps that have a loss."""
     pairs = [(line["consumed_tokens"], line.get(key)) for line in run.steps.values()]
     return np.array([pair for pair in pairs if all(map(is_number, pair))], float).reshape(-1, 2)

@@ -1,7 +1,7 @@
-"""`kenotron report`: runs on one HTML page, which needs no network and no server.
+"""`kenotron report`: make an HTML page of runs, which needs no network and no server.
 
-The page (page.html) draws everything itself; this file puts the numbers into it, of long runs the mean of neighbouring
-steps with their lowest and highest value.
+The page (page.html) draws the curves; this module inserts the numbers, for long runs the mean, minimum and maximum of
+groups of consecutive steps.
 """
 
 import json
@@ -20,21 +20,21 @@ from kenotron.config.writing import differences, flatten
 from kenotron.runs.logged import LoggedRun, plain_config, tag_of
 from kenotron.runs.summary import is_number, numbers, summary_of
 
-POINTS = 500  # of a curve
+POINTS = 500  # the most points of a curve
 NOT_DRAWN = {
     *("iteration", "consumed_tokens", "tokens_per_sec_per_gpu", "hardware_tflops_per_gpu", "skipped", "state_hash"),
     *("matmul_share_causal", "mfu_causal", "val_tokens", "val_seconds", "hd_total_memory_tb", "hd_free_memory_tb"),
-}  # what another curve shows as well, or no curve
+}  # metrics that another curve shows as well, or that make no curve
 PAGE = Path(__file__).with_name("page.html")
 
 
 def report_page(runs: Sequence[LoggedRun]) -> str:
-    """The page of `runs`, as the text of an HTML file."""
+    """Return the page of `runs` as HTML."""
     data = json.dumps([_run(run, runs[0]) for run in runs], allow_nan=False, separators=(",", ":"))
     title = ", ".join(run.name for run in runs[:3]) + (f" and {len(runs) - 3} more" if len(runs) > 3 else "")
-    title = re.sub("[<>&]", lambda found: f"&#{ord(found[0])};", title)
+    title = re.sub("[<>&]", lambda match: f"&#{ord(match[0])};", title)
     page = PAGE.read_text(encoding="utf-8").replace("<title></title>", f"<title>{title}</title>")
-    return page.replace("/*RUNS*/[]", data.replace("<", "\\u003c"))  # no text of a run ends the script
+    return page.replace("/*RUNS*/[]", data.replace("<", "\\u003c"))  # "</script>" in a text would end the script
 
 
 def _run(run: LoggedRun, first: LoggedRun) -> dict[str, Any]:
@@ -51,19 +51,19 @@ def _run(run: LoggedRun, first: LoggedRun) -> dict[str, Any]:
 
 
 def _facts(run: LoggedRun) -> Iterator[tuple[str, str]]:
-    """What a reader asks first of the model, the batch, the layout and the machine: label and value."""
+    """Yield (label, value) of the main facts: model, batch, layout and machine."""
     start = run.last_start
     family = run.setting("model.model_config.family", run.setting("model.model_config.model_type"))
     if parameters := start.get("parameters"):
         yield "Model", f"{family or 'model'}, {parameters:,} parameters"
-    batch = run.setting("tokens.micro_batch_size"), run.setting("tokens.batch_accumulation_per_replica", 1)
-    axes = [(name, run.setting(f"parallelism.{name}", 1)) for name in ("dp", "tp", "pp")]
-    axes += [("cp", run.setting("parallelism.context_parallel_size", 1))]
-    axes += [("ep", run.setting("parallelism.expert_parallel_size", 1))]
+    size, count = run.setting("tokens.micro_batch_size"), run.setting("tokens.batch_accumulation_per_replica", 1)
+    keys = {"dp": "dp", "tp": "tp", "pp": "pp", "cp": "context_parallel_size", "ep": "expert_parallel_size"}
+    axes = {name: run.setting(f"parallelism.{key}", 1) for name, key in keys.items()}
     if run.config:
-        yield "Sequences a step", f"{batch[0]} × {batch[1]} micro-batches × {axes[0][1]} replicas"
+        yield "Sequences a step", f"{size} × {count} micro-batches × {axes['dp']} replicas"
         yield "Sequence length", str(run.setting("tokens.sequence_length"))
-        layout = ", ".join(f"{name} {degree}" for name, degree in axes if degree not in (1, None)) or "one process"
+        degrees = [f"{name} {degree}" for name, degree in axes.items() if degree not in (1, None)]
+        layout = ", ".join(degrees) or "one process"
         yield "Layout", f"{layout}; ZeRO {run.setting('optimizer.zero_stage', 0)}"
         yield "Precision", str(run.setting("model.dtype"))
     if start:
@@ -79,20 +79,19 @@ def _facts(run: LoggedRun) -> Iterator[tuple[str, str]]:
 
 
 def _changes(run: LoggedRun, first: LoggedRun) -> dict[str, Any] | None:
-    """How the config differs from that of the checkpoint that the run began from, or from the first run's."""
+    """Compare the config with the first run's; the first run's with that of the checkpoint that it started from."""
     parent = run.setting("checkpoints.resume_checkpoint_path")
     against, config = f"{first.name}, the first run", first.config
     if run is first:
         against, config = f"{parent}, its parent", plain_config(Path(parent)) if parent else {}
         if not config:
             return None
-    before, after = (dict(flatten(each)) for each in (config, run.config))
-    changed = [(path, str(old), str(new)) for path, old, new in differences(before, after)]
-    return {"against": against, "keys": changed}
+    changes = differences(dict(flatten(config)), dict(flatten(run.config)))
+    return {"against": against, "keys": [(path, str(old), str(new)) for path, old, new in changes]}
 
 
 def _curves(run: LoggedRun) -> dict[str, Any]:
-    """`x`: the middle of each bucket of steps, in steps, tokens and hours; `metrics`: each one's values there."""
+    """Return `x`: the middles of buckets of steps, in steps, tokens and hours; `metrics`: name → its curve."""
     lines = list(run.steps.values())
     size = max(1, math.ceil(len(lines) / POINTS))
     buckets = [lines[at : at + size] for at in range(0, len(lines), size)]
@@ -110,7 +109,7 @@ def _curves(run: LoggedRun) -> dict[str, Any]:
 
 
 def _is_drawn(name: str, values: Sequence[float]) -> bool:
-    """Whether there is anything to see: of the data, such as the batch size, only what changes."""
+    """Whether a curve is informative: metrics of the data, such as the batch size, only if they change."""
     return len(set(values)) > 1 or (len(values) > 0 and _group(name) != "data")
 
 
@@ -126,6 +125,6 @@ def _group(name: str) -> str:
     return tag_of(name).split("/")[0]
 
 
-def _rounded(what: Any, group: Sequence[float], divisor: int = 1) -> float | None:
-    """To six digits, which are more than can be seen."""
-    return float(f"{what(group) / divisor:.6g}") if group else None
+def _rounded(function: Any, group: Sequence[float], divisor: int = 1) -> float | None:
+    """Return `function` of the group over `divisor`, with six digits, which are more than a curve shows."""
+    return float(f"{function(group) / divisor:.6g}") if group else None

@@ -1,4 +1,4 @@
-"""A run in one line, from its files: its state, its steps, its losses."""
+"""Summarize a run in one line from its files: its state, its steps, its losses."""
 
 import math
 import time
@@ -13,32 +13,31 @@ from kenotron.runs.files import METRICS
 from kenotron.runs.logged import LoggedRun, read_run
 
 SILENT_STEPS, SILENT_S = 20, 120
-"""A run that has started and not ended is taken for killed once it has been silent for so many steps and seconds."""
+"""A started run without an end counts as killed after this many steps and seconds without a line."""
 
 
 @dataclass(frozen=True)
 class Summary:
-    """`state`: running, finished, stopped, failed or killed. `end`: the last step; `seconds`: those of all steps.
+    """A run's numbers; None if unknown. `state` is running, finished, stopped, failed or killed.
 
-    `loss`: the mean of the last twentieth of the steps, and at most of 100; in nats a token as `val_loss`, the last.
-    None: not known.
+    `loss` is the mean of the last twentieth of the steps, at most 100, and `val_loss` the last one, in nats per token.
     """
 
     name: str
     state: str
-    reason: str | None  # why it stopped or failed
+    reason: str | None  # for which it stopped or failed
     step: int
-    end: int | None
+    end: int | None  # the last step that is planned
     tokens: int
     loss: float | None
     val_loss: float | None
     tokens_per_sec: float | None  # the median
-    seconds: float
+    seconds: float  # of all steps
     written_at: float  # seconds since 1970
 
 
 def summary_of(run: LoggedRun) -> Summary:
-    """The line of a run."""
+    """Summarize a run."""
     lines = list(run.steps.values())
     history = run.history
     written_at = (run.folder / METRICS).stat().st_mtime
@@ -48,8 +47,10 @@ def summary_of(run: LoggedRun) -> Summary:
     silent_s = max(SILENT_S, SILENT_STEPS * (median(paces) / 1000 if paces else 0))
     step = max(run.steps, default=0)
     end = run.last_start.get("last_step", run.setting("tokens.train_steps"))
-    state = history[-1]["event"] if history else "finished" if step == end else "start"
-    if state == "start":
+    state = history[-1]["event"] if history else "start"
+    if not history and step == end:
+        state = "finished"
+    elif state == "start":
         state = "running" if time.time() - written_at < silent_s else "killed"
     speeds = numbers(lines, "tokens_per_sec")
     return Summary(
@@ -68,7 +69,7 @@ def summary_of(run: LoggedRun) -> Summary:
 
 
 def numbers(lines: Iterable[dict[str, Any]], name: str) -> list[float]:
-    """The finite values of a metric, in the order of the lines."""
+    """Return the finite values of a metric, in the order of the lines."""
     return [float(line[name]) for line in lines if is_number(line.get(name))]
 
 
@@ -78,13 +79,13 @@ def is_number(value: object) -> TypeGuard[float]:
 
 
 def find_runs(folders: Iterable[Path]) -> list[LoggedRun]:
-    """The runs below `folders`, the newest last. Raises InputError for a folder that is missing or has none."""
-    found: dict[Path, LoggedRun] = {}
+    """Find the runs below `folders`, the newest last. Raises InputError if a folder is missing or has no runs."""
+    all_runs: dict[Path, LoggedRun] = {}
     for folder in folders:
         if not folder.exists():
             raise no_such_path("FOLDER", folder)
         runs = [read_run(file.parent) for file in sorted(folder.rglob(METRICS))]
         if not runs:
             raise InputError(f"{folder}: expected runs, folders with {METRICS}, such as logging.log_dir has them")
-        found |= {run.folder: run for run in runs}
-    return sorted(found.values(), key=lambda run: (run.folder / METRICS).stat().st_mtime)
+        all_runs |= {run.folder: run for run in runs}
+    return sorted(all_runs.values(), key=lambda run: (run.folder / METRICS).stat().st_mtime)
