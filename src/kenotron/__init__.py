@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Hook", "compare", "evaluate", "generate", "load", "replay", "submit", "train"]
 
-# Everything is imported where it is used: `import kenotron` costs nothing.
+# Everything is imported at first use, so that `import kenotron` is fast.
 
 
 def load(
@@ -37,7 +37,7 @@ def load(
     *,
     report: Callable[[str], None] | None = None,
 ) -> Config:
-    """The config of a YAML file, a dict in the same schema, or another config, with ``path=value`` overrides on top.
+    """Load the config of a YAML file, a dict in the same schema, or another config, with ``path=value`` overrides.
 
     A config is not changed in place: ``config = kn.load(config, ["tokens.train_steps=100"])``.
     """
@@ -47,13 +47,13 @@ def load(
 
 
 def train(config: Config | str | Path | dict[str, Any], *, fresh: bool = False) -> Run | None:
-    """Train as `config` (or the YAML file of that name) says, continuing from its newest checkpoint if there is one.
+    """Train with `config` (or a path of a YAML file), from its newest checkpoint if one exists.
 
     A layout of one rank trains in this process, as does a rank that torchrun started; this returns the run (model,
     metrics of the last step, data), loaded from its checkpoint if all steps are already done. A larger layout starts
     its ranks on this machine, waits for them, and returns None: their results are in the run's log folder and its
-    checkpoints. `fresh` sets earlier checkpoints aside. Raises `kenotron.config.InputError` when the input is wrong,
-    `kenotron.config.errors.RunFailed` when a rank failed.
+    checkpoints. `fresh` sets earlier checkpoints aside. Raises `kenotron.config.InputError` if the input is wrong, and
+    `kenotron.config.errors.RunFailed` if a rank failed.
     """
     from kenotron.config import Config
     from kenotron.launch import launch
@@ -78,12 +78,12 @@ def generate(
     dtype: str | None = None,
     batch_size: int = 8,
 ) -> list[Completion]:
-    """Continue one prompt or several with the model at `path`, in this process; `kenotron generate` gives the same.
+    """Continue one or several prompts with the model at `path`, in this process, as `kenotron generate` does.
 
     `path` is a checkpoint, a folder of checkpoints (the newest is used), or a Hugging Face model, folder or hub name.
-    A prompt is a text or a list of token ids. A completion has `prompt`, `text`, `tokens` (the new ones), `stopped_by`,
-    and with `logprobs` the logarithms of the tokens' probabilities. `temperature` 0 is greedy; a text ends before the
-    first of the strings `stop`; `dtype` None is that of the config. Raises `kenotron.config.InputError`.
+    A prompt is a text or a list of token ids. A completion has `prompt`, `text`, the new `tokens`, `stopped_by`, and
+    with `logprobs` the logarithms of the tokens' probabilities. `temperature` 0 is greedy; a text ends before the first
+    of the strings `stop`; with `dtype` None the config's dtype is used. Raises `kenotron.config.InputError`.
     """
     from kenotron.generation import SamplingOptions
     from kenotron.generation import generate as continue_prompts
@@ -102,11 +102,12 @@ def generate(
         logprobs=logprobs,
     )
     model, tokenizer, _ = load_for_generation(path, dtype)
-    several = [prompts] if isinstance(prompts, str) else prompts
-    return continue_prompts(model, tokenizer, several, sampling, batch_size=batch_size)
+    if isinstance(prompts, str):
+        prompts = [prompts]
+    return continue_prompts(model, tokenizer, prompts, sampling, batch_size=batch_size)
 
 
-_FOUND_IN = {
+_MODULES = {
     "evaluate": "kenotron.evaluation",
     "Hook": "kenotron.training.hooks",
     "compare": "kenotron.launch.comparing",
@@ -116,7 +117,7 @@ _FOUND_IN = {
 
 
 def __getattr__(name: str) -> Any:
-    """`kn.Hook`, from which your own hooks derive, and what the commands of these names do: imported at first use."""
-    if name in _FOUND_IN:
-        return getattr(importlib.import_module(_FOUND_IN[name]), name)
+    """Import `kn.Hook`, the base class of your own hooks, and the functions of commands, at first use."""
+    if name in _MODULES:
+        return getattr(importlib.import_module(_MODULES[name]), name)
     raise AttributeError(f"module 'kenotron' has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""`python -m kenotron`: the same as `kenotron`."""
+"""Run `kenotron` as `python -m kenotron`."""
 
 from kenotron.cli import main
 

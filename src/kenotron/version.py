@@ -1,3 +1,3 @@
-"""The version of the package: nothing else holds it, and every module may import it."""
+"""The version of the package, in a separate module that every module may import."""
 
 __version__ = "0.1.0.dev0"
