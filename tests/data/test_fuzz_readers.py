@@ -211,16 +211,6 @@ def test_any_json_as_mix_manifest_and_line(content: object) -> None:
             harmless(lambda column=column: [piece.text for piece in FileDocuments("a", [file], column).documents()])
 
 
-@FUZZ
-@given(damage=damages())
-def test_manifests(damage: Callable) -> None:
-    with TemporaryDirectory() as temporary:
-        file = Path(temporary, "manifest.json")
-        file.write_bytes(damage(json.dumps({"made_by": {"inputs": ["a"]}, "files": []}).encode()))
-        found = harmless(lambda: read_json(file))
-        assert found is None or isinstance(found, dict)
-
-
 # ---- tokenizers --------------------------------------------------------------------------------------------
 
 

@@ -112,14 +112,6 @@ def test_the_others_share_on_when_a_source_has_given_its_epochs(files: dict[str,
         assert data.exhausted(60) is None
 
 
-def test_when_all_have_given_their_epochs_the_run_ends(files: dict[str, str]) -> None:
-    parts = mixture(files, a=(1, 1), c=(1, 1))
-    with opened(config_of(parts, train_steps=60, data__when_exhausted="renormalise", **VAL)) as data:
-        assert data.exhausted(7) is None  # 28 samples, 7 batches
-        assert data.exhausted(8) is not None
-        assert sorted(read(data, range(1, 8))) == [("a", i) for i in range(19)] + [("c", i) for i in range(9)]
-
-
 def test_a_source_that_repeats_is_reported_and_goes_on(files: dict[str, str]) -> None:
     limited = mixture(files, a=(1, 1), b=1)
     with (
@@ -261,13 +253,6 @@ def test_a_source_that_comes_again_with_other_windows_is_reported(files: dict[st
         assert [line for line in data.describe() if "is read again with dtype uint16, not None" in line]
 
 
-def test_a_stage_behind_the_last_step_is_reported(files: dict[str, str]) -> None:
-    alone = {"tokens": files["b"]}
-    config = config_of(alone, {"dataset": {"tokens": "nowhere"}, "start": 50}, train_steps=12, **VAL)
-    with opened(config) as data:
-        assert data.describe()[-1] == "[stage 1] from step 50 on: not reached, the run has 12 steps"
-
-
 def test_labels_are_as_short_as_tells_sources_apart() -> None:
     def labels(*paths: str) -> list[str]:
         return [s.label for s in plan_stages(config_of({"tokens": list(paths)}))[0].sources]
@@ -276,24 +261,3 @@ def test_labels_are_as_short_as_tells_sources_apart() -> None:
     assert labels("/x/code/train", "/x/prose/train", "/x/web") == ["code/train", "prose/train", "web"]
     assert labels("/x/a", "/x/a") == ["a", "a-2"]
     assert labels("code", "x/code") == ["code", "x/code"]
-
-
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        ({"dataset": {"tokens": "a", "max_epochs": 0}}, "max_epochs"),
-        ({"dataset": {"tokens": "a"}, "when_exhausted": "repeat"}, "expected max_epochs to be set in a dataset"),
-        ({"dataset": {"tokens": "a", "weight": "tokens"}}, "expected only inside a mixture"),
-        ({"dataset": {"mixture": [{"weight": "bytes", "tokens": "a"}]}}, "weight"),
-        ({"dataset": {"mixture": [{"weight": True, "tokens": "a"}]}}, "a number above 0, tokens or size"),
-        (
-            {"dataset": {"mixture": [{"weight": 1, "tokens": "a"}, {"weight": "size", "tokens": "b"}]}},
-            "weights of one kind",
-        ),
-        ({"dataset": None, "temperature": 0}, "temperature"),
-    ],
-)
-def test_what_means_nothing_is_refused(data: dict[str, Any], message: str) -> None:
-    changes = {f"data__{key}": value for key, value in data.items() if key != "dataset"}
-    with pytest.raises(InputError, match=message):
-        config_of({"dataset": data["dataset"]}, **changes)

@@ -100,13 +100,6 @@ def test_hard_mixtures_keep_the_bound_at_every_one_of_the_first_samples(weights)
     assert np.abs(so_far.cumsum(axis=0) - exact).max() <= float(BOUND)
 
 
-def test_a_light_source_comes_when_its_share_is_due():
-    source, _ = interleave(huffman([999.0, 1.0]), np.arange(10_000))
-    places = np.flatnonzero(source == 1)
-    assert len(places) == 10
-    assert np.diff(places).tolist() == [1000] * 9
-
-
 @given(st.lists(st.integers(1, 700), min_size=1, max_size=5), keys)
 def test_an_epoch_contains_every_sample_of_a_source_once(lengths, key):
     order = Order(lengths, [key ^ s for s in range(len(lengths))], Mixing([float(length) for length in lengths]))

@@ -60,12 +60,6 @@ def test_every_sample_is_of_the_step_that_takes_it(ramp: tuple[int, int, int, in
     assert [one.step_of(sample) for sample in range(one.samples)] == counted
 
 
-def test_the_drawing_of_the_module() -> None:
-    one = stage(1, 9, (2, 2, 12, 6))
-    assert [one.batch_size(step) for step in range(1, 8)] == [2, 2, 2, 4, 4, 6, 6]
-    assert [one.samples_before(step) for step in range(1, 8)] == [0, 2, 4, 6, 10, 14, 20]
-
-
 def test_a_stage_without_a_ramp_takes_the_global_batch() -> None:
     one = stage(5, 8, None, 6)
     assert [one.samples_before(step) for step in range(1, 11)] == [0, 0, 0, 0, 0, 6, 12, 18, 18, 18]
@@ -139,12 +133,3 @@ def test_no_stage_trains_on_what_is_validated_on_whatever_its_length_and_packing
                 assert inputs.shape[1] == length
                 assert not (held_out - {2}) & set(inputs.ravel().tolist())  # 2 ends texts, and fills packed rows up
                 assert len(source) * length > 850  # nearly all that is not held out
-
-
-def test_a_stage_says_what_shape_it_comes_to() -> None:
-    stage = {"dataset": None, "batch_size_ramp": {"start": 2, "increment": 2, "samples": 5}}
-    with open_run(run_config(stage, {"dataset": None, "length": 64}), 1, quiet) as data:
-        assert [each.describe_shape() for each in data.stages] == [
-            "sequence length 32, 4 samples a step (2 at first, all from step 4 on)",
-            "sequence length 64",
-        ]

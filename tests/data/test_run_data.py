@@ -45,16 +45,6 @@ def test_labels_are_the_tokens_one_place_on_and_come_from_the_files(texts):
                 assert starts
 
 
-def test_an_epoch_trains_on_every_token_once(texts):
-    with opened({"text_files": str(texts)}, micro_batch_size=1, batch_accumulation_per_replica=1) as data:
-        source = data._open(0).result().sources[0]
-        count = len(source)
-        stage = data._open(0).result()
-        batch = stage.read(np.arange(count), np.arange(count), False)
-        wanted = source.cache.train.tokens[1 : count * 32 + 1]
-        assert sorted(batch.labels.reshape(-1).tolist()) == sorted(wanted.tolist())
-
-
 @pytest.mark.parametrize("streaming", [{}, {"streaming": {}}], ids=["cached", "stream"])
 def test_bytes_are_counted_by_their_mean_where_those_of_a_token_are_unknown(streaming, texts, monkeypatch):
     def held_out_bytes():
@@ -111,18 +101,6 @@ def test_resuming_at_any_step_gives_what_running_through_gives(texts, other_text
             assert [rows(batches) for batches in data.loader(start)] == through[start - 1 :]
 
 
-def test_another_seed_is_another_order_of_the_same_samples(texts):
-    def epoch(seed):
-        with opened({"text_files": str(texts)}, data__seed=seed) as data:
-            stage = data._open(0).result()
-            count = len(stage.sources[0])
-            return stage.read(np.arange(count), np.arange(count), False).tokens.tolist()
-
-    first, second = epoch(1), epoch(2)
-    assert first != second
-    assert sorted(first) == sorted(second)
-
-
 def test_the_order_does_not_depend_on_where_the_files_lie(texts, tmp_path):
     moved = tmp_path / "elsewhere"
     shutil.copytree(texts, moved)
@@ -131,14 +109,6 @@ def test_the_order_does_not_depend_on_where_the_files_lie(texts, tmp_path):
 
 
 # ---- stages ------------------------------------------------------------------------------------------------
-
-
-def test_stages_cover_their_steps_with_their_own_sequence_length(texts):
-    dataset = {"text_files": str(texts)}
-    with opened(dataset, {"dataset": dataset, "start": 10, "length": 16}, train_steps=15) as data:
-        assert [(stage.start, stage.stop, stage.steps) for stage in data.stages] == [(1, 10, 9), (10, 16, 6)]
-        shapes = [batches[0].tokens.shape for batches in data.loader()]
-    assert shapes == [(2, 32)] * 9 + [(2, 16)] * 6
 
 
 def test_a_stage_reads_on_where_an_earlier_one_stopped_in_the_same_data(texts):
@@ -205,21 +175,6 @@ def test_the_loader_yields_every_step_in_order_and_ends(workers):
         assert [batches[0].sample_ids[0] // 4 + 1 for batches in loader] == [3, 4, 5, 6, 7, 8]
         with pytest.raises(StopIteration):
             next(loader)
-
-
-def test_the_loader_has_the_threads_of_the_stage_that_asks_for_most():
-    config = run_config(None, None)
-    stages = [
-        stage.model_copy(update={"data": stage.data.model_copy(update={"num_loading_workers": workers})})
-        for stage, workers in zip(config.data_stages, (1, 3))
-    ]
-    with open_run(config.model_copy(update={"data_stages": stages}), 1, quiet) as data:
-        data._opened[1].result()
-        before = threading.active_count()
-        with data.loader() as loader:
-            for _ in range(8):
-                next(loader)
-            assert threading.active_count() == before + 3
 
 
 def test_batches_are_made_ahead_so_that_the_step_does_not_wait():
@@ -526,11 +481,6 @@ def test_a_token_beyond_the_models_vocabulary_is_named(texts, tmp_path):
     message = r"token 2\d\d is not below model\.model_config\.vocab_size = 100; the tokenizer .* needs 2\d\d"
     with pytest.raises(InputError, match=message):
         opened({"text_files": str(texts)}, arch__vocab_size=100, tokenizer__tokenizer_name_or_path=str(tmp_path))
-
-
-def test_steps_outside_the_run_are_named():
-    with opened(None) as data, pytest.raises(InputError, match="step 13 is not in the run"):
-        data.batch(13)
 
 
 def test_a_path_that_is_not_there_is_named_before_anything_is_opened(texts):

@@ -27,25 +27,6 @@ streams = st.lists(st.integers(0, 12), min_size=1, max_size=30).filter(sum)
 
 
 @given(streams, st.integers(1, 9))
-def test_windows_share_one_token_and_only_the_tail_is_left_out(lengths, size):
-    source = TokenFolder("made", [made_split(lengths)], size, 1 << 16)
-    assert len(source) == (sum(lengths) - 1) // size
-    rows = source.read(np.arange(len(source))).tokens
-    for i, row in enumerate(rows.tolist()):
-        assert row == list(range(i * size, i * size + size + 1))
-
-
-@given(streams, st.integers(1, 9), st.randoms())
-def test_documents_number_every_token_also_past_empty_documents(lengths, size, random):
-    source = TokenFolder("made", [made_split(lengths)], size, 1 << 16)
-    order = list(range(len(source)))
-    random.shuffle(order)
-    indices = np.array(order, dtype=np.int64)
-    expected = [[document_of(lengths, t) for t in row] for row in source.read(indices).tokens.tolist()]
-    assert source.read(indices).document_ids.tolist() == expected
-
-
-@given(streams, st.integers(1, 9))
 def test_held_out_windows_hold_every_token_and_fill_up_the_last(lengths, size):
     source = HeldOutWindows("made", made_split(lengths), size)
     rows = source.read(np.arange(len(source))).tokens
@@ -74,17 +55,6 @@ def test_batches_with_documents_restart_positions_and_mask_borders(lengths, size
             assert batch.labels[r, t] == (following if same else NO_LOSS)
         assert batch.documents[r, 0] == 0
         assert (np.diff(batch.documents[r]) >= 0).all()
-
-
-def test_opening_a_large_memory_map_reads_nothing(tmp_path):
-    """A sparse file of 64 GB: reading it would take long and memory; windows of it are answered at once."""
-    file = tmp_path / "large.tokens"
-    with open(file, "wb") as stream:
-        stream.truncate(2**36)
-    split = SplitTokens(file, "cache", np.memmap(file, "<u2", "r"), np.array([2**35], np.uint64))
-    source = TokenFolder("large", [split], 4096, 1 << 16)
-    assert len(source) == (2**35 - 1) // 4096
-    assert source.read(np.array([0, len(source) - 1])).tokens.shape == (2, 4097)
 
 
 def test_random_tokens_answer_any_sample_of_an_endless_source():

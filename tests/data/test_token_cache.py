@@ -175,21 +175,6 @@ def test_empty_files_are_no_documents_and_nothing_else_is_an_error(tmp_path, tok
     assert list((tmp_path / "cache" / "tokens").glob("*.tmp-*")) == []
 
 
-def test_a_cache_that_cannot_be_written_is_named(folder, tokenizer, tmp_path, monkeypatch):
-    (tmp_path / "occupied").write_text("")
-    monkeypatch.setenv("KENOTRON_CACHE", str(tmp_path / "occupied"))
-    with pytest.raises(InputError, match=r"cannot write the cache .*; set KENOTRON_CACHE"):
-        open_tokens(texts_in(folder), tokenizer, RULES, 0.3, report=quiet)
-
-
-def test_a_tokenization_process_that_dies_is_named(folder, tokenizer, monkeypatch):
-    monkeypatch.setattr("kenotron.text.encode.BATCH_CHARACTERS", 500)
-    broken = type(tokenizer)(tokenizer.backend, tokenizer.config)
-    broken._json = "no tokenizer"
-    with pytest.raises(InputError, match="tokenization process ended with code 1"):
-        open_tokens(texts_in(folder), broken, RULES, 0.31, 2, report=quiet)
-
-
 def test_runs_that_hold_out_other_documents_share_no_entry(folder, tokenizer):
     """A document that validation reads for its own set's sake is in no training side, whoever cached the set before."""
     before = open_tokens(texts_in(folder), tokenizer, RULES, 0.3, report=quiet)

@@ -197,13 +197,9 @@ def test_a_mix_file_names_paths_beside_itself(folder: Path) -> None:
     [
         ("[1]", r"mix\.json: expected a map path → weight above 0: Input should be an object, found \[1\]"),
         ("{}", "expected a map path → weight above 0: Dictionary should have at least 1 item"),
-        ("{", "expected a map path → weight above 0: Invalid JSON"),
         ('{"a": 0}', r"mix\.json, 'a': .* greater than 0, found 0"),
-        ('{"a": NaN}', "'a': .*found nan"),
         ('{"a": "3"}', "'a': .*valid number, found '3'"),
-        ('{"a": true}', "'a': .*valid number, found True"),
         ('{"a": 1, "b": 1, "a": 3}', r"mix\.json: 'a' is there twice"),
-        ('{"a": 1, "./a": 3}', r"mix\.json: './a' is there twice"),
     ],
 )
 def test_a_bad_mix_file_is_named(tmp_path: Path, text: str, message: str) -> None:
@@ -341,38 +337,6 @@ def test_local_copies_are_read_where_they_are(folder: Path, tmp_path: Path) -> N
     copy.write_bytes(b"\0" * 20)
     with pytest.raises(InputError, match=r"dataset_read_path: .*copy/b/a\.ds has 20 bytes, but .*b/a\.ds has 360"):
         opened(dataset)
-
-
-NANOTRON = """
-dataset_folder:
-  - {a}
-  - {b}
-dataset_weights: [1, 3]
-dataset_read_path: null
-pad_samples_to_global_batch_size: false
-return_positions: true
-shuffle_files: false
-skip_in_stream: false
-token_size_in_bytes: 2
-tokenizer_name: robot/words
-use_old_brrr_dataloader: false
-vocab_size: 4096
-dataset_max_tokens: null
-"""
-
-
-def test_nanotrons_yaml_and_the_older_form_with_weights_train(folder: Path) -> None:
-    import yaml
-
-    a, b = str(folder / "a.ds"), str(folder / "b")
-    found = []
-    for dataset in (yaml.safe_load(NANOTRON.format(a=a, b=b)), {"dataset_folder": {a: 1, b: 3}}):
-        said: list[str] = []
-        with opened(dataset, said=said) as data:
-            found.append([windows(data.batch(step)) for step in range(1, 13)])
-            shares_hold(data, [1, 3])
-        assert said == []
-    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("name", ["skip_in_stream", "pad_samples_to_global_batch_size", "use_old_brrr_dataloader"])

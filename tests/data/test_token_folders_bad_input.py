@@ -1,6 +1,5 @@
 """Training on tokenized files: all that can be wrong with them, told in one line that names the file."""
 
-import errno
 import os
 from pathlib import Path
 from typing import Any
@@ -126,18 +125,6 @@ def test_another_tokenizer_than_the_manifests_is_refused_whatever_its_name(tmp_p
         read_all({"tokens": str(tokens)}, tokenizer__tokenizer_name_or_path=str(tmp_path / "b" / "tokenizer"))
 
 
-def test_a_tokenizer_that_is_not_there_is_an_error_by_path_and_told_by_name(folder: Path, monkeypatch: Any) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(InputError, match=r"tokenizer_name_or_path: no such file or folder: \./words"):
-        read_all({"dataset_folder": str(folder)}, tokenizer__tokenizer_name_or_path="./words")
-    (line,) = read_all({"dataset_folder": str(folder)}, tokenizer__tokenizer_name_or_path="robot/words")
-    assert line.startswith("warning: no tokenizer in this run, which its data do not need: ")
-    monkeypatch.chdir(folder)
-    (folder / "my-tokenizer").mkdir()
-    with pytest.raises(InputError, match=r"or folder: my-tokeniser; did you mean 'my-tokenizer'\?"):
-        read_all({"dataset_folder": str(folder)}, tokenizer__tokenizer_name_or_path="my-tokeniser")
-
-
 def test_two_bytes_are_too_few_for_the_runs_tokenizer(folder: Path, tmp_path: Path) -> None:
     import tokenizers
 
@@ -225,15 +212,3 @@ def test_small_files_take_no_map_of_their_own(tmp_path: Path) -> None:
     files = open_token_files(tmp_path, "PATH")
     assert len(Path("/proc/self/maps").read_text().splitlines()) < before + 100
     assert [int(file.tokens[0]) for file in files] == list(range(200))
-
-
-def test_too_many_maps_are_reported_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kenotron.data.formats import open_token_files
-
-    def no_more(*_: Any, **__: Any) -> None:
-        raise OSError(errno.ENOMEM, "Cannot allocate memory")
-
-    write_ds(tmp_path / "a.ds", counting(0, [9000]))
-    monkeypatch.setattr(np, "memmap", no_more)
-    with pytest.raises(InputError, match=r"a\.ds.*: cannot be mapped.* raise vm\.max_map_count"):
-        open_token_files(tmp_path, "PATH")

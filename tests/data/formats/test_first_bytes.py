@@ -11,7 +11,7 @@ from kenotron.config.errors import InputError
 from kenotron.data.formats import open_token_files
 from kenotron.data.formats.numpy import open_file
 from kenotron.text.byte_level_bpe import train_byte_level_bpe
-from kenotron.text.file_documents import FileDocuments, find_files, unread_files
+from kenotron.text.file_documents import FileDocuments, find_files
 from kenotron.text.tokenizer import TextTokenizer
 
 LINES = '{"text": "hello"}\n{"text": "bye"}\n'
@@ -62,15 +62,6 @@ def test_packed_files_and_tables_under_another_name_are_named(tmp_path: Path) ->
         with pytest.raises(InputError, match=f"begins as a {file.suffix} file does; let its name end with"):
             texts_of(other)
         other.unlink()
-
-
-def test_a_folder_says_what_it_does_not_read(tmp_path: Path) -> None:
-    for name in ("a.txt", "b.TXT", "x.py", "y.py", "z.csv", "Makefile"):
-        (tmp_path / name).write_text("word")
-    assert len(find_files(tmp_path, "test")) == 2
-    expected = f"{tmp_path}: 4 files in it not read (2 .py, 1 .csv, 1 without a suffix)"
-    assert unread_files(tmp_path) == expected
-    assert unread_files(tmp_path / "a.txt") == ""
 
 
 def test_what_is_no_text_is_refused_under_a_texts_name(tmp_path: Path) -> None:
@@ -183,14 +174,6 @@ def test_a_vocabulary_that_lacks_bytes_is_not_byte_level() -> None:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
     backend.decoder = decoders.ByteLevel()  # type: ignore[assignment]
     assert not TextTokenizer(backend, {}).is_byte_level
-
-
-def test_a_missing_path_says_where_it_was_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(InputError, match=rf"no such file or folder: a\.jsonl \(looked for {tmp_path}/a\.jsonl\)"):
-        find_files("a.jsonl", "k")
-    with pytest.raises(InputError, match="patterns are not expanded"):
-        find_files("*.jsonl", "k")
 
 
 def test_an_array_with_numpys_header_is_read_whatever_its_name_says(tmp_path: Path) -> None:

@@ -165,33 +165,18 @@ DAMAGES = [
     ("datatrove", cut("a.ds", 16), r"a\.ds: holds 8 tokens .*metadata says 9"),
     ("datatrove", put("a.ds.index", 24, u64(10)), r"a\.ds\.index: its last document ends at token 10 \(byte 24\)"),
     ("datatrove", put("a.ds.index", 0, u64(4)), r"a\.ds\.index: not sorted: document 1 \(byte 8\)"),
-    ("datatrove", cut("a.ds.index", 30), r"a\.ds\.index: truncated"),
-    ("datatrove", put("a.ds.metadata", 5, b"4"), r"a\.ds: truncated|a\.ds: holds"),
     ("datatrove", put("a.ds.metadata", 5, b"3"), r"metadata: line 1: expected .* 2 or 4"),
     ("datatrove", cut("a.ds.loss", 8), r"a\.ds\.loss: 8 bytes, expected one for each of the 9"),
-    ("megatron", put("a.idx", 0, b"X"), r"a\.idx: not a Megatron index: .* byte 0"),
-    ("megatron", put("a.idx", 9, b"\2"), r"a\.idx: expected version 1 at byte 9, found 2"),
     ("megatron", put("a.idx", 17, b"\7"), r"dtype code of .* at byte 17, found 7 \(float32, not integers\)"),
-    ("megatron", put("a.idx", 17, b"\11"), r"at byte 17, found 9"),
     ("megatron", put("a.idx", 18, u64(2**63)), r"a\.idx: expected \d+ bytes for \d+ sequences"),
     ("megatron", put("a.idx", 34, b"\4"), r"a\.idx: sequence 1 .* byte 12 of a\.bin; expected it at byte 16"),
     ("megatron", put("a.idx", 34 + 48, u64(1)), r"a\.idx: the starts of documents from byte 82 on"),
     ("megatron", cut("a.bin", 35), r"a\.bin: truncated: 35 bytes .* byte 32"),
-    ("megatron", cut("a.bin", 32), r"a\.bin: 32 bytes; its index ends at byte 36"),
-    ("megatron", cut("a.idx", 20), r"a\.idx: truncated: expected a header of 34 bytes"),
     ("megatron", remove("a.bin"), r"a\.bin: no such file"),
-    ("megatron", remove("a.idx"), r"a\.bin has no a\.idx"),
     ("litdata", cut("chunk-0-1.bin", 60), r"chunk-0-1\.bin: its items are in .* ends at byte 60"),
-    (
-        "litdata",
-        put("chunk-0-0.bin", 0, b"\3"),
-        r"chunk-0-0\.bin: 3 items according to its byte 0, 2 according to index\.json",
-    ),
     ("litdata", put("chunk-0-1.bin", 8, b"\1"), r"chunk-0-1\.bin: item 0 \(byte 4\)"),
-    ("litdata", remove("chunk-0-1.bin"), r"chunk-0-1\.bin: no such file"),
     ("litdata", cut("index.json", 40), r"index\.json: not valid JSON"),
     ("numpy", cut("a.npy", 145), r"a\.npy: 9 ids .* end at byte 146, but the file ends at byte 145"),
-    ("numpy", put("a.npy", 20, b"\0"), r"a\.npy: damaged numpy header"),
 ]
 
 
@@ -210,7 +195,6 @@ def test_damage_is_one_line_that_names_file_and_place(tmp_path: Path, format: st
     [
         ({"compression": "zstd"}, r'compression \("zstd"\) is not read'),
         ({"encryption": {"level": "chunk"}}, "encryption .* is not read"),
-        ({"data_format": ["jpeg"]}, "expected one field of integers"),
         ({"data_format": ["no_header_tensor:2"]}, "expected one field of integers"),
     ],
 )

@@ -51,7 +51,7 @@ def test_what_datatrove_writes_is_read_and_written_so(tmp_path: Path, documents:
         assert (tmp_path / "ours" / f"x.ds{suffix}").read_bytes() == theirs
 
 
-@pytest.mark.parametrize("count", [0, 1, 27, 999, 1000, 12345, 99_950, 999_999])
+@pytest.mark.parametrize("count", [0, 1, 999, 12345, 999_999])
 def test_the_metadata_is_datatroves(tmp_path: Path, count: int) -> None:
     """The name that datatrove gives a tokenizer it does not know has a bar of its own."""
     for folder in ("theirs", "ours"):

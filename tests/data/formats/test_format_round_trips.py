@@ -88,13 +88,6 @@ def test_a_merged_file_is_that_of_one_writer_byte_for_byte(tmp_path: Path) -> No
         assert Path(f"{tmp_path}/c.ds{suffix}").read_bytes() == Path(f"{tmp_path}/a.ds{suffix}").read_bytes()
 
 
-def test_a_loss_mask_is_never_dropped(tmp_path: Path) -> None:
-    with TokenWriter(tmp_path / "a.ds", np.dtype("uint16")) as writer:
-        writer.write(*flat([[1, 2, 3]]), np.array([True, False, True]))
-    merge([str(tmp_path / "a.ds")], tmp_path / "c.ds")
-    assert (tmp_path / "c.ds.loss").read_bytes() == b"\1\0\1"
-
-
 @given(docs=documents, start=st.integers(0, 70), length=st.integers(0, 70), size=st.integers(1, 9))
 def test_documents_between_and_blocks_by_a_plain_loop(docs: list, start: int, length: int, size: int) -> None:
     with TemporaryDirectory() as folder:
