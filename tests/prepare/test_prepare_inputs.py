@@ -15,7 +15,6 @@ from kenotron.prepare.inputs import first_texts, open_input
     ("name", "options", "message"),
     [
         ("a.md", {"column": "body"}, r"--column: .*a\.md: text files have no columns; expected jsonl, parquet or"),
-        ("a.csv", {}, r"INPUT: .*a\.csv is a table in another format; write its rows as jsonl or parquet first"),
         ("a.jsonl", {"split": "test"}, r"--split: .*a\.jsonl is neither a dataset of the hub nor a folder"),
         ("a.txt", {"config_name": "en"}, r"--config-name: .*a\.txt is neither a dataset of the hub"),
     ],

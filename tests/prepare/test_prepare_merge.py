@@ -2,7 +2,6 @@
 
 import json
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -248,10 +247,3 @@ def test_an_index_that_is_not_sorted_far_from_its_start_is_named(tmp_path, monke
     monkeypatch.setattr("kenotron.prepare.merge.DOCUMENTS_AT_ONCE", 7)
     with pytest.raises(InputError, match=rf"a\.ds: its index of documents is not sorted: entry 20 is {ends[20]}"):
         merge([str(tmp_path / "a.ds")], tmp_path / "m.ds", report=quiet)
-
-
-def test_the_current_folder_is_no_output(sources, tmp_path, monkeypatch):
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    with pytest.raises(InputError, match=r"^--output: expected a folder to be created, found \.$"):
-        merge(sources, Path(), report=quiet)

@@ -15,16 +15,10 @@ WRONG = {
         ["tokenize", "a.txt", "--tokenizer", "/nope", "--output", "o"],
         "--tokenizer: no such file or folder",
     ),
-    "tokenizer of inspect": (["inspect", "a.txt", "--tokenizer", "./no"], "--tokenizer: no such file or folder: ./no"),
     "hub": (["tokenize", "org/name", "--tokenizer", "t", "--output", "o"], "INPUT: 'org/name' is not in the local"),
-    "no split": (["tokenize", "rows", "--tokenizer", "t", "--output", "o", "--split", "x"], "--split: 'rows' has no"),
     "no column": (
         ["tokenize", "rows", "--tokenizer", "t", "--output", "o", "--column", "x"],
         "--column: dataset rows: ",
-    ),
-    "to train": (
-        ["train-tokenizer", "org/name", "--vocab-size", "300", "--output", "o"],
-        "INPUT: 'org/name' is not in",
     ),
 }
 

@@ -11,8 +11,8 @@ from kenotron.config.errors import InputError
 from kenotron.prepare.tokenize import TokenizeOptions, tokenize
 from kenotron.text.byte_level_bpe import train_byte_level_bpe
 from kenotron.text.tokenizer import load_tokenizer
-from support.data_runs import bytes_of
-from support.tiny_run import KENOTRON, environment
+from support.data_runs import bytes_of, quiet
+from support.tiny_run import KENOTRON, Shell, environment
 
 OPTIONS = TokenizeOptions(shard_megabytes=0.002, shuffle_documents=True)
 
@@ -25,7 +25,7 @@ def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     texts = [" ".join(source.choices(["alpha", "beta", "gamma"], k=30)) for _ in range(50)]
     (tmp_path / "corpus.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     train_byte_level_bpe(texts, 300).save(tmp_path / "tokenizer")
-    made = tokenize(["corpus.jsonl"], load_tokenizer("tokenizer"), tmp_path / "plain", OPTIONS, 1, lambda line: None)
+    made = tokenize(["corpus.jsonl"], load_tokenizer("tokenizer"), tmp_path / "plain", OPTIONS, 1, quiet)
     assert len(made["files"]) == 5
     return tmp_path
 
@@ -80,8 +80,9 @@ def test_processes_that_run_at_once_write_the_plain_command_s_bytes(corpus: Path
     assert bytes_of(corpus / "tokens") == bytes_of(corpus / "plain")
 
 
-@pytest.mark.cases(2)
 @pytest.mark.parametrize("share", ["3/3", "1", "1/0", "a/b", "-1/2"])
-def test_a_share_that_is_none_is_refused(corpus: Path, share: str) -> None:
-    _, said = command(corpus, share).communicate(timeout=60)
+def test_a_share_that_is_none_is_refused(corpus: Path, share: str, shell: Shell) -> None:
+    options = ("--tokenizer", "tokenizer", "--output", "tokens")
+    code, _, said = shell("data", "tokenize", "corpus.jsonl", *options, "--share", share)
+    assert code == 2
     assert f"--share: expected I/N, from 0/N to N-1/N, found '{share}'" in said
