@@ -80,14 +80,6 @@ def test_the_page_says_what_failed_and_where() -> None:
     assert shown(report_of(SERVER, tests[0])).endswith("Training works here, on cpu.")
 
 
-def test_the_page_lists_what_a_run_adds_to_the_environment_and_not_what_is_set() -> None:
-    both = "a run adds      TORCH_FR_BUFFER_SIZE=2000, PYTORCH_ALLOC_CONF=expandable_segments:True"
-    assert both in shown(report_of(SERVER))
-    mine = replace(SERVER, settings={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})
-    assert "PYTORCH_ALLOC_CONF" not in shown(report_of(mine))
-    assert "a run adds" not in shown(report_of(replace(LAPTOP, settings={"TORCH_FR_BUFFER_SIZE": "100"})))
-
-
 @pytest.mark.parametrize(("visible", "seen"), [("", ("0", "1")), ("4,5", ("4", "5"))])
 def test_every_gpu_is_tested_alone_and_then_all_together(
     visible: str, seen: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -233,20 +233,15 @@ def test_a_run_is_evaluated_as_the_command_does(tmp_path: Path) -> None:
     _, said = train_and_listen(config)
     assert "Evaluation: loading sums" in said
     left = {line["iteration"]: line for line in metrics(config) if "eval/sums/acc" in line}
-    assert 6 in left
     folder = Path(config.logging.log_dir) / config.general.run / "evaluation"
     assert list(folder.glob("requests-sums-1shot*.pickle"))
-    for step, line in left.items():
-        checkpoint = tmp_path / "checkpoints" / str(step)
-        found = kn.evaluate(checkpoint, "sums", include_path=tmp_path / "tasks", **options)["sums"]
-        assert found["acc"].value * 7 == pytest.approx(round(found["acc"].value * 7))
-        assert line["eval/sums/acc"] == found["acc"].value
-        assert line["eval/sums/bits_per_byte"] == pytest.approx(found["bits_per_byte"].value, rel=1e-6)
+    checkpoint = tmp_path / "checkpoints" / "6"
+    found = kn.evaluate(checkpoint, "sums", include_path=tmp_path / "tasks", **options)["sums"]
+    assert found["acc"].value * 7 == pytest.approx(round(found["acc"].value * 7))
+    assert left[6]["eval/sums/acc"] == found["acc"].value
+    assert left[6]["eval/sums/bits_per_byte"] == pytest.approx(found["bits_per_byte"].value, rel=1e-6)
     last = kn.evaluate(checkpoint, "sums", include_path=tmp_path / "tasks", **options | {"ema": False})["sums"]
     assert last["bits_per_byte"].value != pytest.approx(found["bits_per_byte"].value, rel=1e-4)
-    again = ("evaluation.tasks=[sumz]", "tokens.train_steps=8", "optimizer.ema_decay=0.9")
-    with pytest.raises(InputError, match=r"^evaluation\.tasks: lm_eval has no task 'sumz'; did you mean 'sums'"):
-        train_and_listen(tiny_config(tmp_path, *keys(tmp_path, *again)))
 
 
 @pytest.mark.slow

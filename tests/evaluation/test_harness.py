@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,8 +33,12 @@ def log_likelihood(folder: Path, tokens: list[int], first: int) -> float:
     return math.fsum(float(logs[place - 1, tokens[place]]) for place in range(first, len(tokens)))
 
 
-def test_the_metrics_are_those_of_the_likelihoods(folder: Path) -> None:
-    found = kn.evaluate(folder / "checkpoints", ["choices", "texts", "written"], include_path=folder / "tasks")
+@pytest.fixture(scope="module")
+def found(folder: Path) -> dict[str, Any]:
+    return kn.evaluate(folder / "checkpoints", ["choices", "texts", "written"], include_path=folder / "tasks")
+
+
+def test_the_metrics_are_those_of_the_likelihoods(folder: Path, found: dict[str, Any]) -> None:
     encode = small_tokenizer().encode
 
     right, bits = [], []
@@ -63,12 +68,11 @@ def test_the_metrics_are_those_of_the_likelihoods(folder: Path) -> None:
     assert found["written"]["exact_match"].value == 0.0
 
 
-def test_limit_and_examples(folder: Path) -> None:
+def test_limit_and_examples(folder: Path, found: dict[str, Any]) -> None:
     one = kn.evaluate(folder / "checkpoints", "choices", include_path=folder / "tasks", limit=1)
     assert one["choices"]["acc"].value in (0.0, 1.0)
     shots = kn.evaluate(folder / "checkpoints", "choices", include_path=folder / "tasks", num_fewshot=1)
-    none = kn.evaluate(folder / "checkpoints", "choices", include_path=folder / "tasks")
-    assert shots["choices"]["bits_per_byte"] != none["choices"]["bits_per_byte"]
+    assert shots["choices"]["bits_per_byte"] != found["choices"]["bits_per_byte"]
 
 
 def test_wrong_names_end_in_one_line(folder: Path, tmp_path: Path) -> None:

@@ -130,16 +130,6 @@ def test_runs_are_listed_with_their_numbers(tmp_path: Path, shell: Shell) -> Non
     assert re.search(r"^b +failed +2 +20 +0.5 .*no disk$", out, re.MULTILINE)
 
 
-def test_folders_without_runs_are_named(tmp_path: Path, shell: Shell) -> None:
-    (tmp_path / "empty").mkdir()
-    assert "expected runs, folders with metrics.jsonl" in shell("runs", tmp_path / "empty")[2]
-    assert "no such file or folder" in shell("runs", tmp_path / "log")[2]
-    assert "expected the folder of a run" in shell("report", tmp_path / "empty")[2]
-    run = written(tmp_path / "a", steps(1))
-    assert "--output" in shell("report", run, "-o", tmp_path / "no" / "x.html")[2]
-    assert "cannot write" in shell("report", run, "-o", tmp_path / "empty")[2]
-
-
 def test_the_page_has_every_step_of_a_short_run_and_what_differs_between_runs(tmp_path: Path, shell: Shell) -> None:
     rates = (0.01, 0.02)
     overrides = ("tokens.train_steps=3", "checkpoints.save_final_state=true")
