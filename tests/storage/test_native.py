@@ -59,9 +59,7 @@ def test_a_library_for_other_flags_is_another_one(tmp_path: Path) -> None:
 def test_without_a_compiler_one_line_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    with pytest.raises(
-        InputError, match=r"y\.cpp: no C\+\+ compiler to compile it: expected \$CXX, or one of c\+\+, g\+\+"
-    ):
+    with pytest.raises(InputError, match=r"y\.cpp: no C\+\+ compiler to compile it: expected \$CXX, or one of c\+\+"):
         load_library(written(tmp_path / "y.cpp", "int y;"))
 
 
@@ -105,13 +103,3 @@ def test_the_example_generates_the_chain(native: bool, markov: Any) -> None:
         assert source[index].tolist() == expected
     steps = np.diff(np.concatenate([source[index] for index in range(200)])) % 64
     assert set(steps[np.arange(len(steps)) % 51 != 50]) == {1, 2, 3, 4}
-
-
-def test_the_example_says_what_it_needs_where_there_is_no_compiler(
-    markov: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CXX", raising=False)
-    with pytest.raises(InputError, match=r"markov\.cpp: no C\+\+ compiler"):
-        markov.MarkovTokens(50, seed=42)
-    assert len(markov.MarkovTokens(50, seed=42, native=False)[3]) == 51

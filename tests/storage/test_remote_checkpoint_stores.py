@@ -130,9 +130,7 @@ def test_a_store_that_stays_away_is_named_after_all_tries(
     with pytest.raises(InputError, match=rf"^{store.url}/10/weights: cannot be written, tried 2 times \("):
         small.upload("10/weights", tmp_path / "weights")
     server.breaks = lambda handler: answer(handler, 403)
-    with pytest.raises(
-        InputError, match=rf"^{store.url}/10/weights: cannot be written \(PermissionError: .*AWS_PROFILE"
-    ):
+    with pytest.raises(InputError, match=rf"^{store.url}/10/weights: cannot be written \(PermissionError"):
         small.upload("10/weights", tmp_path / "weights")
     server.mend()
     with pytest.raises(InputError, match=r"^s3://nobodys/10/weights: cannot be written: there is no such bucket"):
@@ -242,13 +240,10 @@ def test_two_ranks_go_on_from_the_bucket_after_everything_here_is_lost(
         return done.stdout
 
     remote = (f"checkpoints.checkpoints_path=s3://{bucket}/run", "checkpoints.checkpoint_interval=2")
-    train("whole", "tokens.train_steps=8")
+    train("whole", "tokens.train_steps=6")
     said = train("first", "tokens.train_steps=4", *remote)
     assert f"Uploaded s3://{bucket}/run/4: " in said
     shutil.rmtree(tmp_path / "first")
     said = train("again", "tokens.train_steps=6", *remote, "parallelism.tp=1")
     assert f"Fetching s3://{bucket}/run/4: " in said
-    assert found["first"] + found["again"] == found["whole"][:6]
-    third = ("parallelism.dp=1", "parallelism.tp=2", "tokens.micro_batch_size=4", "optimizer.zero_stage=0")
-    train("tp", "tokens.train_steps=8", *remote, *third)
-    np.testing.assert_allclose(found["tp"], found["whole"][6:], rtol=1e-5)
+    assert found["first"] + found["again"] == found["whole"]

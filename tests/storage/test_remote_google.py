@@ -17,7 +17,6 @@ from kenotron.data.formats import open_token_files
 from kenotron.storage import drivers, fetching
 from kenotron.storage.fsspec_storage import BlockArray
 from kenotron.storage.paths import as_path
-from kenotron.text.file_documents import FileDocuments, find_files
 from support.data_runs import run_config
 
 Upload = Callable[[Path, str], str]
@@ -53,13 +52,6 @@ def test_a_run_equals_that_of_the_files_here(tmp_path: Path, google_upload: Uplo
     for one, other in zip(local, remote, strict=True):
         np.testing.assert_array_equal(one.tokens, other.tokens)
         np.testing.assert_array_equal(one.labels, other.labels)
-
-
-def test_texts(tmp_path: Path, google_upload: Upload) -> None:
-    (tmp_path / "texts").mkdir()
-    (tmp_path / "texts" / "a.jsonl").write_text('{"text": "beep"}\n{"text": "boop"}\n')
-    files = find_files(google_upload(tmp_path / "texts", "texts"), "key")
-    assert [piece.text for piece in FileDocuments("t", files).documents()] == ["beep", "boop"]
 
 
 def test_failures_are_tried_again_once_each_then_named(
