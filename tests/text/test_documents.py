@@ -109,12 +109,6 @@ def test_a_folder_below_that_cannot_be_read_is_named(tmp_path):
         find_files(tmp_path, "text_files")
 
 
-def test_a_folder_of_other_files_gives_all_of_them(tmp_path):
-    for name in ("x.py", "y.rs"):
-        (tmp_path / name).write_text("x")
-    assert [file.name for file in find_files(tmp_path, "text_files")] == ["x.py", "y.rs"]
-
-
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -123,16 +117,10 @@ def test_a_folder_of_other_files_gives_all_of_them(tmp_path):
             b'{"body": "x"}\n',
             r"a\.jsonl:1: no text column 'text'; found body; text_column_name, or --column, ",
         ),
-        ("a.jsonl", b'{"txt": "x"}\n', r"did you mean 'txt'"),
-        ("a.jsonl", b'{"text": 5}\n', r"a\.jsonl:1: column 'text' must hold text, found int"),
         ("a.jsonl", b'{"text": "x"}\n{"text"\n', r"a\.jsonl:2: expected one JSON object a line"),
-        ("a.jsonl", b'{"text": "x"}\n[1]\n', r"jsonl:2: expected a JSON object with a text column 'text', found list"),
         ("a.jsonl", b'{"text": "\xff"}\n', r"a\.jsonl:1: not UTF-8"),
         ("a.txt", b"good \xe9t\xe9", r"a\.txt: not UTF-8 \(byte 0xe9"),
-        ("a.txt.gz", b"no gzip at all", r"a\.txt\.gz: damaged gzip file"),
         ("a.txt.gz", gzip.compress(b"x" * 9999, mtime=0)[:-12], r"a\.txt\.gz: damaged gzip file"),
-        ("a.txt.gz", gzip.compress(b"x" * 9999, mtime=0)[:20] + b"\x00" * 20, r"a\.txt\.gz: damaged gzip file"),
-        ("a.txt.zst", b"no zstd at all", r"a\.txt\.zst: damaged zstd file, near byte"),
         ("a.jsonl.zst", zstd(b'{"text": "x"}\n' * 999)[:-3], r"a\.jsonl\.zst: damaged zstd file, near byte"),
         ("a.txt.zst", zstd(b"good \xe9t\xe9"), r"a\.txt\.zst: not UTF-8 \(byte 0xe9 at 5"),
     ],

@@ -148,9 +148,6 @@ def test_a_template_file_is_read_and_an_end_is_added_where_none_is(tmp_path: Pat
     ("template", "messages", "message"),
     [
         (None, CHAT, r"here: messages need a tokenizer with a chat template, and this one \(.*\) has none"),
-        (PLAIN, [], r"here: expected messages as a list of \{role, content\}, found \[\]"),
-        (PLAIN, "hello", r"expected messages as a list"),
-        (PLAIN, [{"role": "user"}], r"here, message 1: a message with neither content nor tool_calls"),
         ("{{ raise_exception('no') }}", CHAT, r"here: the chat template refuses these messages: no"),
         ("{{ messages | length }}", CHAT, r"does not write message 3 after its generation prompt; mark the answers"),
     ],
@@ -350,9 +347,7 @@ def rows_of(
     [
         {"tools": [TOOL]},
         {"tools": json.dumps([TOOL])},
-        {"tools": [json.dumps(TOOL)]},
         {"tools": None},
-        {"tools": []},
         {"documents": [{"title": "a", "text": "b"}]},
         {"chat_template_kwargs": {"thinking": True}},
         {"tools": [TOOL], "chat_template_kwargs": json.dumps({"thinking": True}), "source": "x", "system": ""},
@@ -375,16 +370,10 @@ def test_columns_that_a_template_reads_reach_it_as_in_transformers(tmp_path: Pat
 @pytest.mark.parametrize(
     ("given", "line"),
     [
-        ({"tools": "get_weather"}, "row 1: expected tools as a list of objects, found get_weather"),
-        ({"tools": {"name": "x"}}, "expected tools as a list of objects"),
-        ({"documents": ["text"]}, "expected documents as a list of objects"),
-        ({"chat_template_kwargs": [1]}, "expected chat_template_kwargs as an object"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs: messages is set by the training"),
         ({"thinking": True}, "the chat template reads 'thinking', which is a column of the row"),
         ({"system": "Be brief."}, "'system' is not read beside 'messages': write it as the first of the messages"),
         ({"chat_template": "{{ 1 }}"}, "'chat_template' is not read beside 'messages': the tokenizer's is used"),
-        ({"functions": [TOOL]}, "'functions' is not read beside 'messages': name it tools"),
-        ({"images": ["a.png"]}, "'images' is not read, only text is"),
     ],
 )
 def test_a_column_that_would_be_ignored_is_refused(tmp_path: Path, given: dict[str, Any], line: str) -> None:
@@ -394,17 +383,10 @@ def test_a_column_that_would_be_ignored_is_refused(tmp_path: Path, given: dict[s
     assert line in str(caught.value)
 
 
-def test_a_system_column_beside_a_prompt_is_refused(tmp_path: Path, tokenizer: TextTokenizer) -> None:
-    with pytest.raises(InputError, match="'system' is not read beside 'prompt'"):
-        rows_of(tmp_path, [{"prompt": "a", "completion": "b", "system": "c"}], tokenizer)
-
-
 @pytest.mark.parametrize(
     ("row", "line"),
     [
         ({"input": "2 and 3"}, "'input' is not read beside 'prompt': join it into the prompt"),
-        ({"context": "A page."}, "'context' is not read beside 'prompt'"),
-        ({"image": {"bytes": "iVBO"}}, "'image' is not read, only text is"),
         ({"tools": [TOOL]}, "'tools' is not read beside 'prompt': write the row as messages"),
         ({"weight": 0}, "weight = 0 is not supported: every row counts the same"),
     ],
@@ -417,7 +399,7 @@ def test_a_column_beside_a_prompt_that_would_be_ignored_is_refused(
     assert rows_of(tmp_path, [{"prompt": "a", "completion": "b"} | dict.fromkeys(row)], tokenizer) == ["ab"]
 
 
-@pytest.mark.parametrize("key", ["loss", "trainable", "loss_mask", "loss_weight"])
+@pytest.mark.parametrize("key", ["loss", "loss_weight"])
 def test_an_answer_that_is_to_be_left_out_of_the_loss_is_refused(key: str, tmp_path: Path) -> None:
     whole = load_tokenizer(write_tokenizer(tmp_path / "t", WITH_TOOLS))
     with pytest.raises(InputError, match=rf"message 2: {key} = False is not supported"):
@@ -449,13 +431,8 @@ def test_content_in_parts_of_text_is_their_text(tokenizer: TextTokenizer) -> Non
     ("message", "line"),
     [
         ({"content": [{"type": "image", "url": "x"}]}, "message 2: expected content as text or parts"),
-        ({"content": ["yo"]}, "expected content as text or parts"),
-        ({"content": {"text": "yo"}}, "expected content as text, found dict"),
-        ({"content": 3}, "expected content as text, found int"),
         ({}, "message 2: a message with neither content nor tool_calls"),
-        ({"content": None}, "a message with neither content nor tool_calls"),
         ({"content": "yo", "weight": 0}, "weight = 0 is not supported"),
-        ({"content": "yo", "train": False}, "train = False is not supported"),
     ],
 )
 def test_a_message_that_would_train_on_something_else_is_refused(

@@ -1,7 +1,6 @@
 """Tokenizers: equal to `transformers`, saved and loaded, trained, and what is wrong with them."""
 
 import json
-import os
 import subprocess
 import sys
 
@@ -164,30 +163,6 @@ def test_a_folder_without_a_tokenizer_is_named(tmp_path):
 def test_a_vocabulary_below_the_bytes_is_an_error():
     with pytest.raises(InputError, match="at least 257"):
         train_byte_level_bpe(["text"], 100)
-
-
-def test_a_fork_after_tokenizing_gives_no_warning():
-    """`tokenizers` warns in a child forked after its threads ran, unless their use was settled before."""
-    code = """
-import os, sys
-from kenotron.text.encode import EncodeRules, encode_documents
-from kenotron.text.hash_split import AssignedChunk
-from kenotron.text.byte_level_bpe import train_byte_level_bpe
-tokenizer = train_byte_level_bpe(["some words here"] * 9, 270)
-chunks = [AssignedChunk("some words", 1, True, True, False)] * 50
-list(encode_documents(chunks, tokenizer.to_json(), EncodeRules(0, None), 1))
-child = os.fork()
-if child == 0:
-    tokenizer.encode_batch(["some words"] * 50)
-    os._exit(0)
-print(os.waitpid(child, 0)[1])
-"""
-    environment = {k: v for k, v in os.environ.items() if k != "TOKENIZERS_PARALLELISM"}
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=60, env=environment
-    )
-    assert result.stdout == "0\n"
-    assert result.stderr == ""
 
 
 def test_importing_the_data_package_imports_no_torch_and_no_hugging_face_library():
