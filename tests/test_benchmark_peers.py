@@ -22,16 +22,6 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> Any:
         sys.modules.pop(name, None)
 
 
-def test_a_peer_without_its_checkout_is_left_out_by_name(peers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    missing = peers["checkout"].missing
-    monkeypatch.delenv("LINGUA", raising=False)
-    monkeypatch.setenv("PICOTRON", "somewhere")
-    line = "left out: LINGUA is not set, the folder of https://github.com/facebookresearch/lingua"
-    assert [missing(name) for name in ("lingua", "lingua compiled")] == [line, line]
-    assert [missing(name) for name in ("picotron", "transformers compiled", "kenotron")] == [None] * 3
-    assert set(peers["checkout"].CHECKOUTS) <= set(peers["worker"].CONTENDERS)
-
-
 def test_every_weight_has_a_name_of_its_own_there(peers: Any) -> None:
     names = peers["work"].SIZES["17M"].shapes()
     for module in ("picotron_step", "lingua_step"):

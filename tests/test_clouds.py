@@ -7,7 +7,6 @@ import socket
 import stat
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ import yaml
 import kenotron as kn
 from kenotron.cli import main
 from kenotron.config import dump
-from support.tiny_run import REPOSITORY, environment, metrics, tiny_config, tiny_yaml, train_and_listen
+from support.tiny_run import REPOSITORY, environment, metrics, tiny_config, tiny_yaml
 
 EXAMPLES = REPOSITORY / "examples"
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
@@ -80,18 +79,9 @@ def test_a_trainjob_is_printed_for_the_layout_of_a_run(capsys: pytest.CaptureFix
     assert job == list(yaml.safe_load_all(expected.replace("registry.example.com/kenotron:latest", "mine:1")))
 
 
-@pytest.mark.parametrize("to", ["trainjob", "skypilot"])
-def test_another_global_batch_is_said_as_for_slurm(to: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["submit", RUN[0], "parallelism.dp=16", "--gpus-per-node", "8", "--dry-run", "--to", to])
-    assert not ended.value.code
-    assert "warning: parallelism.dp=16: the global batch is now " in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (("--time", "20:00:00"), "--time: has no effect with --to skypilot"),
         (("--container", "mine:1"), "--container: has no effect with --to skypilot"),
         (("--nodes", "3"), "needs 16 ranks, but 3 nodes of 8 have 24; parallelism.dp=24 would fit"),
     ],
@@ -138,21 +128,6 @@ def test_skypilots_variables_become_torchruns_options(
             "--master-port": "29500",
         }
         assert arguments[-3:] == ["run_train.py", "--config-file", task["envs"]["CONFIG"]]
-
-
-def test_outside_of_the_main_thread_a_run_says_that_signals_do_not_save_it(tmp_path: Path) -> None:
-    said: list[str] = []
-
-    def work() -> None:
-        said.append(train_and_listen(tiny_config(tmp_path, "tokens.train_steps=1"))[1])
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert (
-        f"not in the main thread: SIGTERM does not save this run; its checkpoints go to {tmp_path}/checkpoints"
-        in said[0]
-    )
 
 
 def free_port() -> int:

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -30,26 +29,6 @@ def speed(monkeypatch: pytest.MonkeyPatch) -> Any:
             sys.modules.pop(name, None)
 
 
-def test_a_name_says_what_is_measured_and_tokens_are_those_of_a_step(speed: Any) -> None:
-    found = {case.name: case.tokens for case in speed.cases(False)}
-    assert len(found) == len(speed.cases(False))
-    for shape in ("llama-3.2-1b", "llama-3.1-8b, 8 of 32 layers", "mixtral, 0.9e9 active", "mamba-2, 8 layers"):
-        for length in (4096, 8192):
-            for options in ("", " packed", " recompute", " packed recompute"):
-                assert found.pop(f"{shape} {length}{options}") == 8192
-    assert found == {
-        "tiny-llama 256": 512,
-        "llama-3.1-8b 4096 elementwise": 8192,
-        "llama-3.1-8b 4096 selective": 8192,
-        "llama-3.1-8b 4096 recompute": 8192,
-        "llama-3.1-8b 4096 recompute accumulation 4": 32768,  # four times two sequences of 4,096
-        "llama-3.1-8b 4096 selective accumulation 4": 32768,
-        "llama-3.1-8b 4096 packed recompute": 8192,
-        "llama-3.1-8b 8192 recompute": 8192,
-        "llama-3.1-8b 8192 packed recompute": 8192,
-    }
-
-
 def test_every_case_has_a_config_of_its_tokens_and_its_recomputation(speed: Any, tmp_path: Path) -> None:
     for case in speed.cases(False):
         config = case.config(tmp_path)
@@ -57,13 +36,6 @@ def test_every_case_has_a_config_of_its_tokens_and_its_recomputation(speed: Any,
         assert math.prod((*sizes, config.tokens.sequence_length)) == case.tokens
         expected = {"": False, "recompute": True}.get(case.recompute, case.recompute)
         assert config.parallelism.recompute_layer == expected
-
-
-def test_contenders_are_eager_compiled_and_without_triton(speed: Any) -> None:
-    tiny, other, *_ = speed.cases(True)
-    ours = ["kenotron", "kenotron compiled", "kenotron without triton"]
-    assert speed.contenders_of(other) == [*ours, "transformers", "transformers compiled"]
-    assert speed.contenders_of(tiny) == [*speed.contenders_of(other), "kenotron train"]
 
 
 GRADIENT_NORMS = {  # contender → the function that returns it or a result that has it
@@ -135,16 +107,6 @@ def test_turns_rotate_a_failure_ends_a_row_and_the_budget_keeps_what_there_is(
     assert [[turn["seconds"] for turn in row["turns"]] for row in kept] == [[1.5, 5.5], [], [3.5, 4.5, 6.5]]
     assert kept[1]["problem"] == "out of memory"
     assert speed.table.speeds(kept[2]) == (8 / 3.5, 8 / 4.5)
-
-
-@pytest.mark.slow
-def test_the_tests_of_a_gpu_need_pytest_and_nothing_more_than_a_run_does() -> None:
-    """A machine with a GPU has often no network: tests/conftest.py asks neither for hypothesis nor for xdist."""
-    blocked = "import sys; sys.modules['hypothesis'] = sys.modules['xdist'] = None; import pytest; pytest.main()"
-    command = [sys.executable, "-c", blocked, "--collect-only", "tests/gpu/test_runs_on_a_gpu.py"]
-    environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": "-p no:cacheprovider"}
-    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
-    assert "test_memory_and_utilization_are_measured" in done.stdout, done.stdout[-2000:] + done.stderr[-2000:]
 
 
 @pytest.mark.slow

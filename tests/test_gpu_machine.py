@@ -72,32 +72,27 @@ def test_what_is_absent_is_not_found_by_either_way_of_looking() -> None:
 
 
 @pytest.mark.slow
-def test_the_package_and_all_of_launch_and_doctor_are_imported_without_them() -> None:
+def test_the_package_launch_doctor_and_the_benchmark_of_a_gpu_are_imported_without_them() -> None:
     program = """
 import importlib, kenotron, kenotron.doctor, kenotron.launch, pkgutil
 for package in (kenotron.doctor, kenotron.launch):
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
         importlib.import_module(module.name)
 print(kenotron.train.__name__, len(sys.modules.keys() & {"kenotron.doctor.self_test", "kenotron.launch.slurm.sites"}))
-"""
-    done = run_there(program)
-    assert done.stdout == "train 2\n", done.stderr[-3000:]
-
-
-@pytest.mark.slow
-def test_the_benchmark_of_a_gpu_is_imported_without_them() -> None:
-    done = run_there("""
 sys.path.insert(0, "benchmarks/gpu")
 import speed, contender, first_contact, trace_kernels
 print(*contender.CONTENDERS)
-""")
-    assert done.stdout.startswith("kenotron kenotron compiled"), done.stderr[-3000:]
+"""
+    done = run_there(program)
+    assert done.stdout.startswith("train 2\nkenotron kenotron compiled"), done.stderr[-3000:]
 
 
 @pytest.mark.slow
-def test_the_tests_of_a_gpu_are_collected_without_them() -> None:
+def test_the_tests_of_a_gpu_are_collected_without_them_and_without_plugins_of_pytest() -> None:
+    """tests/conftest.py asks neither for hypothesis nor for xdist."""
     options = ["tests/gpu", "--collect-only", "-p", "no:cacheprovider"]
-    done = run_there(f"import pytest; sys.exit(pytest.main({options!r}))")
+    absent = "sys.modules['hypothesis'] = sys.modules['xdist'] = None"
+    done = run_there(f"{absent}; import pytest; sys.exit(pytest.main({options!r}))")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     for file in (REPOSITORY / "tests" / "gpu").glob("test_*.py"):
         assert f"{file.name}::" in done.stdout

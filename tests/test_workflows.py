@@ -17,10 +17,6 @@ from support.tiny_run import KENOTRON, REPOSITORY, environment
 
 GITHUB = REPOSITORY / ".github"
 WORKFLOWS = sorted((GITHUB / "workflows").glob("*.yml"))
-FORMS = sorted(path for path in (GITHUB / "ISSUE_TEMPLATE").glob("*.yml") if path.name != "config.yml")
-PAGES = [
-    REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md", "AGENTS.md", ".github/pull_request_template.md")
-]
 FOLDERS = ("benchmarks", "examples", "src", "tests")
 SCRIPTS = [REPOSITORY / ".ci" / "run", *(path for folder in FOLDERS for path in (REPOSITORY / folder).rglob("*.sh"))]
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -112,13 +108,6 @@ def test_contributing_names_every_target_that_a_workflow_runs() -> None:
     assert run - {*re.findall(r"\bmake ([a-z-]+)", page)} == set()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_target_that_a_page_names_exists(page: Path) -> None:
-    text = commands(page.read_text(encoding="utf-8"))
-    assert "make " in text
-    assert missing_targets(text) == []
-
-
 def test_a_wrong_target_and_wrong_shell_are_found() -> None:
     job = {"strategy": {"matrix": {"include": [{"target": "slow"}, {"target": "slwo"}]}}}
     job |= {"steps": [{"uses": "actions/checkout@v7"}, {"run": "make ${{ matrix.target }}"}]}
@@ -146,18 +135,6 @@ def test_the_tested_versions_are_those_of_pyproject() -> None:
     assert locked[1] in matrix["torch"]
 
 
-@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
-def test_an_issue_form_has_questions_with_names_and_labels(form: Path) -> None:
-    content = read(form)
-    assert {"name", "description", "body"} <= content.keys()
-    questions = [element for element in content["body"] if element["type"] != "markdown"]
-    assert {question["type"] for question in questions} <= {"textarea", "input", "dropdown", "checkboxes"}
-    assert all(question["attributes"]["label"] for question in questions)
-    names = [question["id"] for question in questions]
-    assert len(set(names)) == len(names)
-    assert any(question.get("validations") == {"required": "true"} for question in questions)
-
-
 def test_the_bug_form_asks_for_what_contributing_lists() -> None:
     text = (REPOSITORY / "CONTRIBUTING.md").read_text(encoding="utf-8")
     section = text.split("## Reporting a bug", 1)[1].split("\n## ", 1)[0]
@@ -165,16 +142,6 @@ def test_the_bug_form_asks_for_what_contributing_lists() -> None:
     listed = re.findall(r"`[^`]+`", section)
     assert "`--debug`" in listed
     assert [name for name in listed if name not in asked] == []
-
-
-def test_questions_have_forms_and_dependencies_come_once_a_week() -> None:
-    assert read(GITHUB / "ISSUE_TEMPLATE" / "config.yml")["blank_issues_enabled"] == "false"
-    dependabot = read(GITHUB / "dependabot.yml")
-    assert dependabot["version"] == "2"
-    assert [update["package-ecosystem"] for update in dependabot["updates"]] == ["pip", "github-actions"]
-    for update in dependabot["updates"]:
-        assert update["schedule"] == {"interval": "weekly"}
-        assert len(update["groups"]) == 1
 
 
 def test_the_citation_is_complete_and_of_this_version() -> None:
