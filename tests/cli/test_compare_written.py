@@ -3,17 +3,8 @@
 import json
 from pathlib import Path
 
-import pytest
-
-from kenotron.cli import main
 from kenotron.runs.plot import HEIGHT, WIDTH
-from support.tiny_run import tiny_config, tiny_yaml, train_quietly
-
-
-def call(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main([str(argument) for argument in arguments])
-    return int(ended.value.code or 0)
+from support.tiny_run import Shell, tiny_config, tiny_yaml, train_quietly
 
 
 def written(folder: Path, losses: list[float | None], val: dict[int, float]) -> Path:
@@ -27,13 +18,12 @@ def written(folder: Path, losses: list[float | None], val: dict[int, float]) -> 
     return folder
 
 
-def test_curves_in_the_terminal_go_from_the_highest_loss_to_the_lowest(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_curves_in_the_terminal_go_from_the_highest_loss_to_the_lowest(tmp_path: Path, shell: Shell) -> None:
     falls = written(tmp_path / "falls", [8.0, 6.0, None, 2.0], {4: 4.0})
     flat = written(tmp_path / "flat", [5.0] * 4, {})
-    assert call("plot", falls, flat / "metrics.jsonl") == 0
-    lines = capsys.readouterr().out.splitlines()
+    code, said, _ = shell("plot", falls, flat / "metrics.jsonl")
+    assert code == 0
+    lines = said.splitlines()
     rows = [line[10:] for line in lines[:HEIGHT]]
     assert rows[0] == "*"  # step 1, loss 8
     assert rows[-1] == " " * (WIDTH - 1) + "*"  # step 4, loss 2
@@ -44,35 +34,37 @@ def test_curves_in_the_terminal_go_from_the_highest_loss_to_the_lowest(
     assert lines[-2:] == ["* falls: 2", "o flat: 5"]
 
 
-def test_a_column_shows_the_mean_of_its_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_column_shows_the_mean_of_its_steps(tmp_path: Path, shell: Shell) -> None:
     """Losses of 1 and 3 in turn: three steps or more have a mean between 5/3 and 7/3, drawn in the middle third."""
     noisy = written(tmp_path / "noisy", [1.0, 3.0] * (4 * WIDTH), {})
-    assert call("plot", noisy) == 0
-    drawn = [row for row, line in enumerate(capsys.readouterr().out.splitlines()[:HEIGHT]) if "*" in line]
+    code, said, _ = shell("plot", noisy)
+    assert code == 0
+    drawn = [row for row, line in enumerate(said.splitlines()[:HEIGHT]) if "*" in line]
     assert HEIGHT / 3 - 1 <= min(drawn) <= max(drawn) <= HEIGHT * 2 / 3
 
 
-def test_losses_that_are_not_finite_are_not_equal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_losses_that_are_not_finite_are_not_equal(tmp_path: Path, shell: Shell) -> None:
     runs = [written(tmp_path / "a", [2.0, None, 1.0], {}), written(tmp_path / "b", [2.0, 3.0, 1.0], {})]
     for run in runs:
         tiny_yaml(run).rename(run / "config.yaml")
-    assert call("compare", *runs) == 0
-    said = capsys.readouterr().out
+    code, said, _ = shell("compare", *runs)
+    assert code == 0
     assert "lm_loss: equal until step 2" in said
     assert "  step 2: nan  3  difference +nan" in said
 
 
-def test_what_is_no_run_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_run_is_named(tmp_path: Path, shell: Shell) -> None:
     written(tmp_path / "logs" / "a", [1.0], {})
     for path, expected in (
         (tmp_path / "logs", "expected the folder of a run, with metrics.jsonl; it has the runs a"),
         (tmp_path / "log", "no such file or folder"),
     ):
-        assert call("report", path) == call("plot", path) == 2
-        assert expected in capsys.readouterr().err
+        for command in ("report", "plot"):
+            code, _, said = shell(command, path)
+            assert (code, expected in said) == (2, True)
 
 
-def test_two_runs_and_two_configs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_runs_and_two_configs_are_compared(tmp_path: Path, shell: Shell) -> None:
     rates = (0.01, 0.02)
     folders = []
     for number, rate in enumerate(rates):
@@ -80,10 +72,9 @@ def test_two_runs_and_two_configs_are_compared(tmp_path: Path, capsys: pytest.Ca
         train_quietly(config)
         folders.append(Path(config.logging.log_dir) / config.general.run)
     differs = "optimizer.learning_rate_scheduler.learning_rate: 0.01 -> 0.02"
-    assert call("config", "diff", *folders) == 0
-    assert differs in capsys.readouterr().out
-    assert call("compare", *folders) == 0
-    said = capsys.readouterr().out
+    assert differs in shell("config", "diff", *folders)[1]
+    code, said, _ = shell("compare", *folders)
+    assert code == 0
     assert differs in said
     assert "lm_loss: equal until step 2" in said  # the first step's loss is before the first update
     losses = [
@@ -91,11 +82,11 @@ def test_two_runs_and_two_configs_are_compared(tmp_path: Path, capsys: pytest.Ca
         for folder in folders
     ]
     assert f"step 3: {losses[0][2]:.6g}  {losses[1][2]:.6g}" in said
-    assert call("compare", folders[0], tmp_path) == 2
-    assert "with config.yaml" in capsys.readouterr().err
+    code, _, said = shell("compare", folders[0], tmp_path)
+    assert (code, "with config.yaml" in said) == (2, True)
     a, b = tiny_yaml(tmp_path / "0"), tmp_path / "b.yaml"
     b.write_text(a.read_text().replace("seed: 7", "seed: 8"))
-    assert call("compare", a, b) == 2
-    assert "general.seed: 7 and 8 are different runs; expected two layouts of one run" in capsys.readouterr().err
-    assert call("compare", a, tmp_path / "c.yaml") == 2
-    assert "no such file" in capsys.readouterr().err
+    code, _, said = shell("compare", a, b)
+    assert (code, "general.seed: 7 and 8 are different runs; expected two layouts of one run" in said) == (2, True)
+    code, _, said = shell("compare", a, tmp_path / "c.yaml")
+    assert (code, "no such file" in said) == (2, True)

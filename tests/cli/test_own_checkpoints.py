@@ -5,64 +5,49 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kenotron.cli import main
-from support.tiny_run import text_overrides, tiny_config, tiny_yaml, train_quietly, write_texts
+from support.tiny_run import Shell, text_overrides, tiny_config, tiny_yaml, train_quietly, write_texts
 
 
-def tell(*arguments: str) -> int:
-    """The exit code of ``kenotron <arguments>``."""
-    with pytest.raises(SystemExit) as ended:
-        main(arguments)
-    return int(ended.value.code or 0)
-
-
-def test_a_run_with_checkpoints_of_its_own_needs_those_of_its_parent_no_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     tiny_yaml(tmp_path)
+
+
+def test_a_run_with_checkpoints_of_its_own_needs_those_of_its_parent_no_more(tmp_path: Path, shell: Shell) -> None:
     train_quietly(tiny_config(tmp_path / "parent", "tokens.train_steps=1"))
     source = "checkpoints.resume_checkpoint_path=parent/checkpoints"
-    assert tell("train", "tiny.yaml", source, "tokens.train_steps=2") == 0
+    assert shell("train", "tiny.yaml", source, "tokens.train_steps=2")[0] == 0
     (tmp_path / "parent").rename(tmp_path / "gone")
-    assert tell("config", "check", "tiny.yaml", source, "tokens.train_steps=3") == 0
-    assert tell("train", "tiny.yaml", source, "tokens.train_steps=3") == 0
-    assert tell("config", "check", "tiny.yaml", source, "checkpoints.checkpoints_path=others") == 2
-    assert "resume_checkpoint_path: no such file or folder: parent/checkpoints" in capsys.readouterr().err
+    assert shell("config", "check", "tiny.yaml", source, "tokens.train_steps=3")[0] == 0
+    assert shell("train", "tiny.yaml", source, "tokens.train_steps=3")[0] == 0
+    code, _, said = shell("config", "check", "tiny.yaml", source, "checkpoints.checkpoints_path=others")
+    assert code == 2
+    assert "resume_checkpoint_path: no such file or folder: parent/checkpoints" in said
 
 
-def test_fresh_sets_nothing_aside_for_a_run_that_cannot_begin(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    tiny_yaml(tmp_path)
-    assert tell("train", "tiny.yaml", "tokens.train_steps=2") == 0
-    assert tell("train", "tiny.yaml", "--fresh", "data_stages.0.data.dataset={tokens: nowhere}") == 2
-    assert "no such file or folder: nowhere" in capsys.readouterr().err
+def test_fresh_sets_nothing_aside_for_a_run_that_cannot_begin(tmp_path: Path, shell: Shell) -> None:
+    assert shell("train", "tiny.yaml", "tokens.train_steps=2")[0] == 0
+    code, _, said = shell("train", "tiny.yaml", "--fresh", "data_stages.0.data.dataset={tokens: nowhere}")
+    assert code == 2
+    assert "no such file or folder: nowhere" in said
     assert (tmp_path / "checkpoints" / "2").is_dir()
-    assert tell("train", "tiny.yaml", "--fresh", "tokens.train_steps=1") == 0
+    assert shell("train", "tiny.yaml", "--fresh", "tokens.train_steps=1")[0] == 0
     (aside,) = (tmp_path / "checkpoints").glob("replaced-*")
     assert sorted(path.name for path in aside.iterdir()) == ["2", "latest.txt"]
     assert (tmp_path / "checkpoints" / "1").is_dir()
 
 
-def test_a_stage_that_became_a_list_is_not_called_absent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    tiny_yaml(tmp_path)
+def test_a_stage_that_became_a_list_is_not_called_absent(tmp_path: Path, shell: Shell) -> None:
     text, texts = text_overrides(tmp_path), write_texts(tmp_path)
-    assert tell("train", "tiny.yaml", "tokens.train_steps=1", *text) == 0
+    assert shell("train", "tiny.yaml", "tokens.train_steps=1", *text)[0] == 0
     text[0] = f"data_stages.0.data.dataset={{text_files: [{texts}]}}"
-    assert tell("train", "tiny.yaml", "tokens.train_steps=2", *text) == 2
-    assert f"is '{texts}' there and something else in this config" in capsys.readouterr().err
+    code, _, said = shell("train", "tiny.yaml", "tokens.train_steps=2", *text)
+    assert code == 2
+    assert f"is '{texts}' there and something else in this config" in said
 
 
-def test_data_of_a_stage_that_is_over_may_be_gone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    tiny_yaml(tmp_path)
+def test_data_of_a_stage_that_is_over_may_be_gone(tmp_path: Path, shell: Shell) -> None:
     for name in ("one", "two"):
         np.save(f"{name}.npy", np.arange(600, dtype=np.uint16) % 50)
     stages = ", ".join(
@@ -71,8 +56,9 @@ def test_data_of_a_stage_that_is_over_may_be_gone(
     )
     for steps in ("2", "3"):
         run = ("tiny.yaml", f"data_stages=[{stages}]", f"tokens.train_steps={steps}")
-        assert tell("config", "check", *run) == 0
-        assert tell("train", *run) == 0
+        assert shell("config", "check", *run)[0] == 0
+        assert shell("train", *run)[0] == 0
         Path("one.npy").unlink(missing_ok=True)
-    assert tell("config", "check", *run, "checkpoints.checkpoints_path=others") == 2
-    assert "no such file or folder: one.npy" in capsys.readouterr().err
+    code, _, said = shell("config", "check", *run, "checkpoints.checkpoints_path=others")
+    assert code == 2
+    assert "no such file or folder: one.npy" in said

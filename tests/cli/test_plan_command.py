@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from threading import Event, Thread
+from threading import Thread
 from typing import Any
 from unittest.mock import patch
 from urllib.error import HTTPError
@@ -147,8 +147,6 @@ def test_a_page_has_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         assert {number for *_, number in rank["bars"]} >= {1, 2, 3, 4, 5}  # the last one is the update
         ends = [0.0, *(end for bar in rank["bars"] for end in bar[:2])]
         assert ends == sorted(ends)
-    assert plan(tiny_yaml(tmp_path), "--html", tmp_path / "no" / "plan.html") == 2
-    assert "error: --html: cannot write" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -283,51 +281,6 @@ def test_a_browser_changes_the_layout_on_a_served_page(tmp_path: Path, monkeypat
     assert "parallelism.pp: expected at most num_hidden_layers 2 stages, found 9" in dom
 
 
-@pytest.mark.slow
-def test_a_browser_takes_a_ranked_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The browser's clock of a test waits for a request, and not for the lines of an answer: so it asks to wait."""
-    script = """<script>
-      const status = () => document.querySelector("[role=status]").textContent;
-      const press = text => [...document.querySelectorAll("button")].find(each => each.textContent === text).click();
-      let ranked = "";
-      const watch = setInterval(() => {
-        if (/layouts ranked/.test(status())) { ranked = document.querySelector("section").innerText; press("plan it"); }
-        else if (/planned in/.test(status())) {
-          if (!ranked) { press("Rank layouts"); fetch("/wait"); }
-          else {
-            clearInterval(watch);
-            const given = [...document.querySelectorAll("form input, form select")].map(each => each.value);
-            document.body.append(`[${ranked.replace(/\\s+/g, " ")}] [${given.join(" ")}] [${document.title}]`);
-          }
-        }
-      }, 2000);
-    </script>"""
-    page_of = serving.page_of
-    monkeypatch.setattr(serving, "page_of", lambda data: page_of(data).replace("</body>", f"{script}</body>"))
-    found, ended, get = [], Event(), serving.Handler.do_GET
-
-    def get_or_wait(handler: serving.Handler) -> None:
-        if handler.path == "/wait":
-            assert ended.wait(100)
-        get(handler)
-
-    monkeypatch.setattr(serving.Handler, "do_GET", get_or_wait)
-
-    def look(server: Server) -> None:
-        line = serving.Handler._line
-        monkeypatch.setattr(
-            serving.Handler, "_line", lambda handler, data: (line(handler, data), "rows" in data and ended.set())
-        )
-        found.append(drawn_at(f"http://127.0.0.1:{server.server_port}/", tmp_path, seconds=100))
-
-    assert served(monkeypatch, look, tiny_yaml(tmp_path), "--gpu", "h100", "parallelism.dp=2") == 0
-    said = re.search(r"\[Layouts, the fastest first (.*)\] \[(.*)\] \[tiny on 2 ranks on H100 80 GB\]", found[0])
-    assert said is not None, found[0][-500:]
-    header, first = re.match(r"(dp tp .* beside the first) plan it (\d \d \d)", said[1]).groups()  # type: ignore[union-attr]
-    assert header.startswith("dp tp pp zero_stage recompute_layer micro_batch_size GiB ms")
-    assert said[2].split()[1:4] == first.split()  # after the kind of GPU
-
-
 @pytest.mark.budget(40, reason="plans every layout of two GPUs")
 def test_layouts_are_ranked_by_speed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = tiny_yaml(tmp_path), "--gpu", "h100", "parallelism.dp=2", "--json"
@@ -406,10 +359,7 @@ def test_no_time_is_told_of_updates_on_the_host(tmp_path: Path, capsys: pytest.C
         (("--explain", "--json"), "error: --explain: expected without --search, --serve and --json: .*"),
         (("--search", "--rank", "0"), "error: --search: expected without --serve, --rank and --html, .*"),
         (("--search",), r"error: --search: it needs a kind of GPU whose speed is known; give --gpu rtx4090 \| .*"),
-        (
-            ("--gpu", "h100", "--search", *OFFLOAD),
-            r"error: --search: no time is known of updates on the host \(parallelism.cpu_offload\)",
-        ),
+        (("--gpu", "h100", "--search", *OFFLOAD), r"error: --search: no time is known of updates on the host .*"),
         (("--serve", "--port", "70000"), "error: Invalid value for '--port': .* less than or equal to 65535\n.*"),
         (("--gpu", "h10"), r"error: --gpu: expected rtx4090, .*, found 'h10'; did you mean 'h100'\?"),
         (("model.loss={name: distillation, teacher: x}",), r"error: model.loss: the memory and time of a teacher .*"),

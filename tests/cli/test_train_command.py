@@ -159,23 +159,13 @@ def test_the_line_of_the_readme_resumes_a_run_on_four_ranks(tmp_path: Path, nurs
 # ---- what was wrong is said in one line, and exit code 2 ---------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["train", "{file}", "general.hooks=[support.user_parts.Spi]"], "did you mean 'Spy'?"),
-    ],
-)
-def test_wrong_input_is_one_error_line_and_exit_code_2(
-    arguments: list[str], said: str, tmp_path: Path, nursery: Nursery
-) -> None:
-    file = tiny_yaml(tmp_path)
-    finished = nursery.run(*(argument.replace("{file}", str(file)) for argument in arguments), folder=tmp_path)
+def test_wrong_input_is_one_error_line_and_exit_code_2(tmp_path: Path, nursery: Nursery) -> None:
+    hook = "general.hooks=[support.user_parts.Spi]"
+    finished = nursery.run("train", tiny_yaml(tmp_path), hook, folder=tmp_path)
     assert finished.code == 2, finished.stderr
-    first, *rest = finished.stderr.splitlines()
-    assert first.startswith("error: ")
-    assert said in first
-    assert rest in ([], [f"Try 'kenotron{' train' if arguments[0] == 'train' else ''} --help'."])
-    assert "Traceback" not in finished.stderr
+    (line,) = finished.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert line.endswith("did you mean 'Spy'?")
     assert not (tmp_path / "checkpoints" / "3").exists()
 
 

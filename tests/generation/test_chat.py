@@ -75,14 +75,6 @@ def test_a_turn_that_does_not_fit_leaves_the_conversation_as_it_was(path):
     assert chat.messages == before
 
 
-def test_a_template_that_refuses_is_named(tmp_path):
-    tokenizer = small_tokenizer()
-    tokenizer.config["chat_template"] = "{{ raise_exception('no system turns here') }}"
-    loaded = load_for_generation(save_ours(our_model(tmp_path), tmp_path / "c", tokenizer))
-    with pytest.raises(InputError, match=r"chat: the chat template refuses these messages: no system turns here"):
-        Chat(loaded.model, loaded.tokenizer, system="x")
-
-
 def test_the_command_reads_turns_from_a_pipe_and_prints_answers(path, shell, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("the cat\n\nreturn the mat\n"))
     options = [

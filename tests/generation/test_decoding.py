@@ -61,7 +61,7 @@ def prompts_of(lengths, seed=0):
     return [random_tokens(1, length, seed + number)[0].tolist() for number, length in enumerate(lengths)]
 
 
-@pytest.mark.cases(8)
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_greedy_output_is_that_of_transformers_on_the_exported_model(variant, interleaved, tmp_path):

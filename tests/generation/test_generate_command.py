@@ -18,7 +18,6 @@ from kenotron.config.parallelism import Parallelism
 from kenotron.generation import SamplingOptions, generate
 from kenotron.generation.layout import choose_layout
 from kenotron.generation.load import load_for_generation
-from kenotron.interop import open_source
 from support.tiny_llamas import our_model, save_ours, small_tokenizer
 
 RUN_GENERATE = Path(__file__).parents[2] / "run_generate.py"
@@ -142,16 +141,6 @@ def test_wrong_input_is_one_line_and_exit_code_2(shell, path, arguments, message
     assert shell("generate", path, *arguments) == (2, "", f"error: {message}\n")
 
 
-def test_an_empty_or_foreign_prompt_file_is_named(shell, path, tmp_path):
-    (tmp_path / "empty.txt").write_text("\n\n")
-    (tmp_path / "latin.txt").write_bytes(b"caf\xe9\n")
-    assert (
-        "empty.txt has no prompt; expected one per line"
-        in shell("generate", path, "--prompt-file", tmp_path / "empty.txt")[2]
-    )
-    assert "latin.txt is not UTF-8" in shell("generate", path, "--prompt-file", tmp_path / "latin.txt")[2]
-
-
 def test_the_seeds_command_is_the_same_thing(shell, path, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")  # as under torchrun
@@ -188,10 +177,6 @@ def test_degrees_that_are_not_given_are_the_checkpoints_where_the_processes_fit(
 def test_degrees_that_fit_no_layout_are_refused_with_the_arithmetic(given, processes):
     with pytest.raises(InputError, match=rf"needs \d+ process(es)?, but {processes} were started"):
         choose_layout(*given, Parallelism(dp=2, pp=2, tp=2), processes)
-
-
-def test_the_layout_that_a_checkpoint_was_trained_on_is_known(path):
-    assert open_source(path).layout == Parallelism()
 
 
 def test_in_the_seeds_spelling_0_is_1(shell, path):

@@ -64,15 +64,6 @@ def test_what_is_left_out_is_said_on_stderr(shell, tmp_path):
     assert "has no tokenizer" in tokenizer
 
 
-@pytest.mark.parametrize("direction", ["from-hf", "to-hf", "from-nanotron"])
-def test_nothing_there_is_one_line_and_exit_code_2(direction, shell, tmp_path):
-    code, out, err = shell("convert", direction, tmp_path / "nowhere", tmp_path / "out")
-    assert (code, out) == (2, "")
-    assert err.startswith(("error: no ", "error: SRC: no "))
-    assert len(err.splitlines()) == 1
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_shard_size_is_taken(shell, tmp_path):
     path = save_ours(our_model(tmp_path), tmp_path / "checkpoints")
     code, out, _ = shell("convert", "to-hf", path, tmp_path / "out", "--max-shard-size", "50KB")

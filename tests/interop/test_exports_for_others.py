@@ -116,7 +116,7 @@ def test_an_export_has_the_keys_that_transformers_4_wrote(which: str, tmp_path: 
         assert found["rope_scaling"]["type"] == fixture["rope_scaling"]["rope_type"]
 
 
-@pytest.mark.cases(12)
+@pytest.mark.cases(8)
 @pytest.mark.parametrize("which", FAMILIES)
 def test_every_family_spells_its_rotary_positions_in_both_ways(which: str, tmp_path: Path) -> None:
     kind, keys = FAMILIES[which]

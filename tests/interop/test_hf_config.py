@@ -72,12 +72,6 @@ def test_the_older_name_of_a_rope_type_is_exported_under_the_new_one():
     assert exported.rope_scaling == {"rope_type": "linear", "factor": 2.0}
 
 
-def test_rope_without_scaling_is_none():
-    assert read(rope_parameters={"rope_type": "default", "rope_theta": 20000.0}).rope_scaling is None
-    assert read(rope_scaling=None, rope_theta=20000.0).rope_theta == 20000.0
-    assert read().rope_theta == 10000.0
-
-
 def test_a_file_without_theta_has_that_of_transformers():
     for model_type, theta in (("smollm3", 2000000.0), ("mixtral", 1000000.0), ("qwen2", 10000.0)):
         config = CONFIG_MAPPING[model_type]().to_dict()

@@ -17,17 +17,6 @@ from kenotron.config import Config, InputError
 from support.tiny_run import REPOSITORY, environment, losses, tiny_config, tiny_dict, tiny_yaml, train_quietly
 
 
-def test_load_and_train_give_the_run(tmp_path: Path) -> None:
-    config = kn.load(tiny_yaml(tmp_path), ["tokens.train_steps=2"])
-    run = train_quietly(config)
-    assert run.step == 2
-    assert run.finished
-    assert run.last_metrics["iteration"] == 2
-    assert run.last_metrics["lm_loss"] == losses(config)[-1]
-    assert run.config == config
-    assert sum(p.numel() for p in run.model.parameters()) > 5000
-
-
 def test_load_takes_a_dict_a_path_or_its_name_alike(tmp_path: Path) -> None:
     path = tiny_yaml(tmp_path)
     assert kn.load(tiny_dict(tmp_path)) == kn.load(path) == kn.load(str(path))

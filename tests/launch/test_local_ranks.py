@@ -215,17 +215,17 @@ def test_gloo_connects_many_ranks_only_where_they_communicate() -> None:
 
 
 @pytest.mark.skipif(not hasattr(torch._C, "_accelerator_getAllocatorSettings"), reason="torch 2.11 does not show them")
-def test_the_allocator_reads_its_variable_when_it_is_first_used_not_on_import() -> None:
+def test_the_allocator_reads_its_variable_when_it_is_first_used_not_on_import(tmp_path: Path, nursery: Nursery) -> None:
     """What is added after torch is imported counts. torch's allocator settings are the same object in every build."""
-    script = (
+    (tmp_path / "script.py").write_text(
         "import torch, os\n"
-        "from kenotron.launch.environment import default_variables\n"
+        "from kenotron.launch.environment import ALLOCATOR, default_variables\n"
+        "assert not os.environ.keys() & {*ALLOCATOR}\n"
         "os.environ.update(default_variables({}, cuda='13.0'))\n"
         "print(torch._C._accelerator_getAllocatorSettings())"
     )
-    kept = {name: value for name, value in os.environ.items() if name not in share.ALLOCATOR}
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=kept, check=True)
-    assert done.stdout == "expandable_segments:True\n"
+    done = nursery.torchrun(str(tmp_path / "script.py"), ranks=1, folder=tmp_path)
+    assert (done.code, done.stdout) == (0, "expandable_segments:True\n"), done.stderr
 
 
 def test_a_rank_ends_with_the_process_that_started_it() -> None:

@@ -144,9 +144,7 @@ def test_a_process_that_cannot_be_killed_ends_the_run_with_the_report(monkeypatc
     monkeypatch.setattr(recovery, "DIES_WITHIN_S", 0.2)
     ranks = recovery.ReplacedRanks(1, 0, Path(), Path(), (), lambda: None, None)
     ranks.places, ranks.processes = [0], [Stuck()]  # type: ignore[list-item]
-    with pytest.raises(
-        RunFailed, match=r"^alive 0.2 s after SIGKILL, .*: process 4711\nrank 0 has waited more than 5 s"
-    ):
+    with pytest.raises(RunFailed, match=r"^alive 0.2 s after SIGKILL, .*: process 4711\nrank 0 has waited more than 5"):
         ranks._replace({0}, "rank 0 has waited more than 5 s")
     ranks.end()
 
