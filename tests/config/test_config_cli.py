@@ -14,7 +14,6 @@ import typer
 from typer.testing import CliRunner
 
 from kenotron.cli import config as command
-from kenotron.cli import main
 from kenotron.cli.init import init, starters
 from kenotron.config import InputError, dump, load, refuse_unsupported
 from kenotron.config.document import parse
@@ -91,23 +90,6 @@ def test_a_larger_global_batch_and_random_tokens_are_said(path: Path) -> None:
     split = "tokens.micro_batch_size=1"
     assert "global batch" not in runner.invoke(command.app, ["check", str(path), "parallelism.dp=2", split]).stderr
     assert f"to keep it, add {split}" in runner.invoke(command.app, ["check", str(path), "parallelism.dp=2"]).stderr
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (("train", "x.yaml", "--batch_size", "3"), "without dashes: tokens.micro_batch_size=…"),
-        (("train", "x.yaml", "--lr", "3"), "optimizer.learning_rate_scheduler.learning_rate=…"),
-        (("run", "x.yaml"), "Did you mean 'kenotron train'?"),
-    ],
-)
-def test_what_other_programs_call_it_is_answered_with_ours(
-    arguments: tuple[str, ...], expected: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(list(arguments))
-    assert ended.value.code == 2
-    assert expected in capsys.readouterr().err
 
 
 def test_check_refuses_an_optimizer_without_a_rate_and_a_plan_that_names_nothing(

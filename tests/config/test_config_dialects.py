@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from kenotron.config import Config, InputError, NotSupportedYet, fill_run_name, load, refuse_unsupported, to_dict
+from kenotron.config import Config, InputError, fill_run_name, load, refuse_unsupported, to_dict
 from kenotron.config.data import NanosetDataset
 from kenotron.config.optimizer import AdamW
 
@@ -59,9 +59,7 @@ def test_a_precision_of_gapetron_sets_two_keys(minimal: dict[str, Any], name: An
 
 
 def test_a_precision_that_is_none_or_contradicts_is_one_line(minimal: dict[str, Any]) -> None:
-    with pytest.raises(
-        InputError, match=r"precision: expected one of 32, .* found bf16-mixd; did you mean 'bf16-mixed'"
-    ):
+    with pytest.raises(InputError, match=r"precision: expected one of 32, .* found bf16-mixd; did you mean"):
         load(minimal | {"precision": "bf16-mixd"})
     minimal["model"]["dtype"] = "float32"
     with pytest.raises(InputError, match=r"precision 16-mixed sets float16, but model.dtype is float32; remove one"):
@@ -274,12 +272,6 @@ def test_keys_of_the_first_releases_of_nanotron(
 def test_a_granularity_that_nanotron_does_not_have(minimal: dict[str, Any]) -> None:
     minimal["parallelism"] = {"recompute_granularity": "some"}
     with pytest.raises(InputError, match="recompute_granularity: expected FULL, SELECTIVE or null, found 'some'"):
-        load(minimal)
-
-
-def test_a_lighteval_section_without_tasks_is_refused_by_name(minimal: dict[str, Any]) -> None:
-    minimal["lighteval"] = {"slurm_template": "t.jinja", "generation": {"greedy": {"sampler": "GREEDY", "seed": None}}}
-    with pytest.raises(NotSupportedYet, match=r"^not supported yet: lighteval without a YAML file's tasks\.tasks"):
         load(minimal)
 
 

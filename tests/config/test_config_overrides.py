@@ -68,27 +68,3 @@ def test_a_path_that_leads_nowhere_is_reported_with_the_nearest(
     said = message(minimal, override)
     assert said.startswith(f"override {override}:")
     assert expected in said
-
-
-@pytest.mark.parametrize("override", ["tokens.train_steps", "=3", "tokens..train_steps=3", ".a=1"])
-def test_what_is_not_an_override_is_said_so(minimal: dict[str, Any], override: str) -> None:
-    assert (
-        message(minimal, override) == f"{override}: expected an override of the form section.key=value, without spaces"
-    )
-
-
-def test_a_key_of_another_variant_says_how_to_switch(minimal: dict[str, Any]) -> None:
-    assert message(minimal, "model.init_method.path=x").endswith(
-        "model.init_method: 'std' belongs to the variant random, but 'path' makes this existing; "
-        "to switch, set the complete map: model.init_method={path: x}"
-    )
-    minimal["optimizer"]["optimizer_factory"] |= {"adam_eps": 1e-8, "adam_beta1": 0.9}
-    assert message(minimal, "optimizer.optimizer_factory.name=sgd").endswith(
-        "'adam_eps', 'adam_beta1' belong to the variant adamW, but 'name' makes this sgd; "
-        "to switch, set the complete map: optimizer.optimizer_factory={name: sgd}"
-    )
-    minimal["data_stages"][0]["data"]["dataset"] = {"hf_dataset_or_datasets": "org/name"}
-    assert message(minimal, "data_stages.0.data.dataset.corpus=python-stdlib").endswith(
-        "'corpus' belongs to the variant corpus, but 'hf_dataset_or_datasets' makes this pretrain; "
-        "to switch, set the complete map: data_stages.0.data.dataset={corpus: python-stdlib}"
-    )
