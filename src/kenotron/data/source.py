@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -147,6 +148,12 @@ class SampleRange(TokenSource):
         self.is_remote, self.masks_documents = whole.is_remote, whole.masks_documents
         self.size_in_bytes = whole.size_in_bytes
 
+    @classmethod
+    def without_last(cls, whole: TokenSource, count: int) -> Self:
+        """Return `whole` without its last `count` samples, which are held out."""
+        border = len(whole) - count
+        return cls(whole, 0, border, cls(whole, border, len(whole)))
+
     def __len__(self) -> int:
         return self.stop - self.start
 
@@ -171,6 +178,11 @@ class SampleRange(TokenSource):
     def fetch_ahead(self, indices: Int64) -> list[Future[bytes]]:
         """Start downloading the blocks that `read` will need."""
         return self.whole.fetch_ahead(indices + self.start)
+
+
+def held_out_samples(samples: int, fraction: float) -> int:
+    """Return how many of `samples` samples are held out: at least one if there are two or more."""
+    return max(int(samples * fraction), 1 if samples > 1 else 0)
 
 
 class StreamSource(TokenSource):

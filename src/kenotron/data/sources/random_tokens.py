@@ -3,8 +3,7 @@
 import numpy as np
 
 from kenotron.data.batch import Int64
-from kenotron.data.source import Opening, Samples, SourceSpec, TokenSource
-from kenotron.data.sources.held_out import hold_out_last
+from kenotron.data.source import Opening, SampleRange, Samples, SourceSpec, TokenSource
 from kenotron.kernels.hashing import derive_key, mix64
 
 HELD_OUT = 1024
@@ -42,7 +41,8 @@ class RandomSpec(SourceSpec):
 
     def open(self, opening: Opening) -> TokenSource:
         """Return random tokens below the model's vocabulary size."""
-        return hold_out_last(RandomTokens(opening.run.vocab_size, opening.sequence_length, opening.seed), HELD_OUT)
+        tokens = RandomTokens(opening.run.vocab_size, opening.sequence_length, opening.seed)
+        return SampleRange.without_last(tokens, HELD_OUT)
 
 
 def specs(section: None) -> list[tuple[float | str, SourceSpec]]:

@@ -23,8 +23,7 @@ from kenotron.config.remote import RemoteData, is_remote
 from kenotron.data.formats import TokenFile, open_token_files
 from kenotron.data.manifest import manifests_beside
 from kenotron.data.order import permute
-from kenotron.data.source import Opening, RunSettings, SampleRange, SourceSpec, TokenSource
-from kenotron.data.sources.held_out import held_out_samples
+from kenotron.data.source import Opening, RunSettings, SampleRange, SourceSpec, TokenSource, held_out_samples
 from kenotron.data.sources.packed_rows import PackedRows
 from kenotron.data.sources.token_folder import TokenFolder, count_windows, window_step
 from kenotron.kernels.hashing import derive_key

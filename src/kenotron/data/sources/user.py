@@ -19,9 +19,8 @@ from kenotron.config.data import CustomSource
 from kenotron.config.dotted import import_registered
 from kenotron.config.errors import InputError, nearest
 from kenotron.data.batch import Int64
-from kenotron.data.source import Opening, SampleRange, Samples, SourceSpec, TokenSource
+from kenotron.data.source import Opening, SampleRange, Samples, SourceSpec, TokenSource, held_out_samples
 from kenotron.data.sources import DATASETS
-from kenotron.data.sources.held_out import held_out_samples, hold_out_last
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class UserSpec(SourceSpec):
             source = UserSource(path, made, opening.sequence_length, run.vocab_size, f"{opening.at}.source")
         if len(source.held_out):
             return source
-        return hold_out_last(source, held_out_samples(len(source), run.val_fraction), UserRange)
+        return UserRange.without_last(source, held_out_samples(len(source), run.val_fraction))
 
 
 class UserRange(SampleRange):
