@@ -27,7 +27,6 @@ from kenotron.generation.load import dtype_of, load_for_generation
 from kenotron.generation.options import SamplingOptions
 from kenotron.interop import to_hf
 from kenotron.interop.whole_config import one_line
-from kenotron.interop.whole_weights import quietly
 from kenotron.kernels.attentions.choice import attention_of_run
 from kenotron.kernels.fused import use_kernels
 from kenotron.models.context import Context
@@ -134,7 +133,7 @@ def _training(path: Path, config: Config) -> Callable[[Tensor], Tensor]:
 def _transformers(folder: Path, dtype: str) -> Callable[[Tensor], Tensor]:
     from transformers import AutoModelForCausalLM
 
-    with one_line(str(folder)), quietly():
+    with one_line(str(folder)):
         model: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype_of(dtype), local_files_only=True, trust_remote_code=True
         )

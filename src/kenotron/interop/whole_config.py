@@ -77,19 +77,30 @@ def whole_architecture(
 
 @contextmanager
 def one_line(where: str) -> Iterator[None]:
-    """Turn what transformers raises into an InputError of one line, and hide its warnings."""
-    from transformers.utils import logging
-
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()
+    """Turn what transformers raises into an InputError of one line, and hide what it prints."""
     try:
-        yield
+        with quietly():
+            yield
     except InputError:
         raise
     except Exception as error:  # its checks raise many types, some of their own
         raise InputError(f"{where}: {' '.join(str(error).split())}") from error
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Hide transformers' warnings and progress bars."""
+    from transformers.utils import logging
+
+    verbosity, shown = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
     finally:
         logging.set_verbosity(verbosity)
+        if shown:
+            logging.enable_progress_bar()
 
 
 def whole_config(architecture: HuggingFaceArchitecture, dtype: str, eos_token_id: int | list[int]) -> PretrainedConfig:

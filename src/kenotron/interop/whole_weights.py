@@ -4,8 +4,7 @@ Only transformers knows the names of their tensors in files (prefixes, experts s
 process that reads or writes the weights holds the whole model in memory meanwhile.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from torch import Tensor
 from kenotron.config.errors import InputError
 from kenotron.interop.hf_weights import Box, Stored, Weights
 from kenotron.interop.tensor_names import untied_head
-from kenotron.interop.whole_config import one_line
+from kenotron.interop.whole_config import one_line, quietly
 from kenotron.models.foreign import HuggingFaceArchitecture
 
 
@@ -37,7 +36,7 @@ def _box(tensors: Callable[[], Mapping[str, Tensor]], name: str, box: Box) -> Te
 def _tensors(folder: Path) -> dict[str, Tensor]:
     from transformers import AutoModelForCausalLM
 
-    with one_line(str(folder)), quietly():
+    with one_line(str(folder)):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype="auto", local_files_only=True, output_loading_info=True, ignore_mismatched_sizes=True
         )
@@ -86,17 +85,3 @@ def _empty(architecture: HuggingFaceArchitecture) -> Any:
         module = AutoModelForCausalLM.from_config(architecture.transformers_config())
     module.tie_weights()  # no_init_weights skips this as well
     return module
-
-
-@contextmanager
-def quietly() -> Iterator[None]:
-    """Hide transformers' progress bars."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
