@@ -217,7 +217,7 @@ def test_a_dict_trains_too(tmp_path: Path) -> None:
 # ---- the command line --------------------------------------------------------------------------------------
 
 COMMANDS = [
-    (("generate", "gpt2"), "error: no such folder here: 'gpt2' is not in the local Hugging Face cache, and"),
+    (("generate", "gpt2"), "error: no such folder here: 'gpt2' is not in the local Hugging Face caches, and"),
     (("train", "tiny.yaml", "--tokens.train_steps=5"), "error: No such option: --tokens.train_steps; a key is set"),
     (("train", "tiny.yaml", "tokens.train_steps", "=", "5"), "error: tokens.train_steps: expected an override of the"),
     (("compare", "tiny.yaml", "tokens.train_steps=2"), "error: --steps: expected at most tokens.train_steps 2, found"),

@@ -83,7 +83,7 @@ def test_offline_a_cached_dataset_and_tokenizer_are_read_without_a_socket(hub_ho
     assert lines[3].startswith("warning: model.model_config.vocab_size is ")
     assert lines[5] == "['datasets']"
     assert lines[6].endswith(
-        f"'robot-test/nothing' is not in the local Hugging Face cache, and {variable}=1 forbids fetching it"
+        f"'robot-test/nothing' is not in the local Hugging Face caches, and {variable}=1 forbids fetching it"
     )
     assert lines[7].endswith(
         f"'robot-test/nothing' is not in the local Hugging Face caches, and {variable}=1 forbids fetching it"

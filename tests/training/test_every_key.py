@@ -226,7 +226,7 @@ def test_the_configuration_of_a_dataset_is_asked_for(monkeypatch: pytest.MonkeyP
         return datasets.Dataset.from_dict({"text": TEXTS})
 
     monkeypatch.setattr(datasets, "load_dataset", pretend)
-    monkeypatch.setattr("kenotron.text.hub_datasets.unreachable", lambda: None)
+    monkeypatch.setattr("kenotron.storage.hub.unreachable", lambda: None)
     part = "{hf_dataset_or_datasets: someone/texts, hf_dataset_config_name: small}"
     train_quietly(tiny_config(tmp_path, f"{every_key.DATASET}={part}", *HUB[1:]))
     assert {arguments[:2] for arguments in asked} == {("someone/texts", "small")}

@@ -44,7 +44,7 @@ def configure_hub() -> None:
 def hub_file(repo: str, file: str, revision: str | None, key: str, optional: bool = False) -> Path | None:
     """Return the local path of a file of the model repository `repo`; None if it has no such file.
 
-    `key` is the config key for errors. With `optional`, return None also if the hub is unreachable.
+    `key` is the config key for errors. With `optional`, return None also without the hub.
     Raises InputError if the repository or revision does not exist, or the hub is unreachable or forbidden.
     """
     configure_hub()
@@ -54,20 +54,12 @@ def hub_file(repo: str, file: str, revision: str | None, key: str, optional: boo
         cached = hub.try_to_load_from_cache(repo, file, revision=revision)
         if isinstance(cached, str):
             return Path(cached)
-        forbidden = offline_variable()
-        if cached is not None or (forbidden and cached_revision(repo, revision, "model")):
+        if cached is not None or (offline_variable() and cached_revision(repo, revision, "model")):
             return None
-        if forbidden:
-            raise InputError(
-                f"{key}: '{repo}' is not in the local Hugging Face cache, and {forbidden}=1 forbids fetching it"
-            )
-        if reason := unreachable():
+        if refusal := without_hub(repo, key):
             if optional:
                 return None
-            raise InputError(
-                f"{key}: cannot reach the Hugging Face hub for '{repo}', and it is not cached here ({reason}); "
-                f"no local folder has that name{nearest_sibling(Path(repo))}"
-            )
+            raise refusal
         return Path(hub.hf_hub_download(repo, file, revision=revision))
     except hub.errors.LocalEntryNotFoundError:
         raise InputError(f"{key}: cannot reach the Hugging Face hub for '{repo}' ({file})") from None
@@ -81,6 +73,20 @@ def hub_file(repo: str, file: str, revision: str | None, key: str, optional: boo
         raise InputError(f"{key}: '{repo}' is neither a local folder nor the name of a repository") from None
     except OSError as error:  # includes httpx errors
         raise InputError(f"{key}: fetching '{repo}' ({file}) failed: {first_line(error)}") from None
+
+
+def without_hub(name: str, key: str) -> InputError | None:
+    """Return the error about the repository `name`, which is not cached, if the hub is forbidden or unreachable."""
+    if forbidden := offline_variable():
+        return InputError(
+            f"{key}: '{name}' is not in the local Hugging Face caches, and {forbidden}=1 forbids fetching it"
+        )
+    if reason := unreachable():
+        return InputError(
+            f"{key}: cannot reach the Hugging Face hub for '{name}', and it is not cached here ({reason}); "
+            f"no local folder has that name{nearest_sibling(Path(name))}"
+        )
+    return None
 
 
 def unreachable() -> str | None:

@@ -18,8 +18,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from kenotron.config.errors import InputError, nearest_sibling
-from kenotron.storage.hub import cached_revision, configure_hub, first_line, offline_variable, unreachable
+from kenotron.config.errors import InputError
+from kenotron.storage.hub import cached_revision, configure_hub, first_line, offline_variable, without_hub
 from kenotron.text.documents import (
     LONGEST_CHUNK,
     YOUNG,
@@ -32,6 +32,8 @@ from kenotron.text.documents import (
     texts_of_row,
 )
 from kenotron.text.tables import rows_at_once
+
+KEY = "dataset.hf_dataset_or_datasets"
 
 SILENCE_S = 30.0
 """Seconds after which a request to the hub fails if nothing arrives."""
@@ -60,10 +62,7 @@ class HubDocuments(MayBeBad):
         self.fractions = names if isinstance(names, dict) else dict.fromkeys(names, 1.0)
         for name, fraction in self.fractions.items():
             if not 0 < fraction <= 1:
-                raise InputError(
-                    f"dataset.hf_dataset_or_datasets: the fraction of '{name}' must be above 0 and at most 1, found "
-                    f"{fraction}"
-                )
+                raise InputError(f"{KEY}: the fraction of '{name}' must be above 0 and at most 1, found {fraction}")
         self.splits = [splits] if isinstance(splits, str) else list(splits)
         self.config_name, self.streaming = config_name, streaming
         self.name = ", ".join(self.fractions)
@@ -187,7 +186,7 @@ class HubDocuments(MayBeBad):
                     rows = rows.select(range(int(fraction * len(rows))))
                 elif fraction != 1:
                     raise InputError(
-                        f"dataset.hf_dataset_or_datasets: a fraction of '{name}' ({fraction}) is not known before all "
+                        f"{KEY}: a fraction of '{name}' ({fraction}) is not known before all "
                         "of it is read; expected 1 with dataset.streaming"
                     )
                 parts.append(rows)
@@ -225,10 +224,10 @@ def load_rows(name: str, config_name: str | None, split: str, streaming: bool = 
                 )
             return splits[split]
         if name.startswith(("/", ".", "~")) and not folder.is_dir():
-            raise InputError(f"dataset.hf_dataset_or_datasets: no such folder: {name}")
+            raise InputError(f"{KEY}: no such folder: {name}")
         asks_hub = not folder.exists() and not _in_caches(datasets, name) and offline_variable() is None
-        if asks_hub and (reason := unreachable()):
-            raise InputError(_unreachable(name, reason))
+        if asks_hub and (refusal := without_hub(name, KEY)):
+            raise refusal
         limit_waits()
         try:
             return datasets.load_dataset(name, config_name, split=split, streaming=streaming)
@@ -253,13 +252,6 @@ def _in_caches(datasets: Any, name: str) -> bool:
     """Whether the hub's cache or the cache of `datasets` has any file of a repository."""
     prepared = Path(datasets.config.HF_DATASETS_CACHE) / name.replace("/", "___")
     return prepared.exists() or cached_revision(name, None, "dataset") is not None
-
-
-def _unreachable(name: str, reason: str) -> str:
-    return (
-        f"dataset.hf_dataset_or_datasets: cannot reach the Hugging Face hub for '{name}', and it is not cached here "
-        f"({reason}); no local folder has that name{nearest_sibling(Path(name))}"
-    )
 
 
 def _cached_snapshot(name: str) -> str | None:
@@ -296,15 +288,9 @@ def _explained(name: str, *library_errors: type[Exception]) -> Iterator[None]:
     try:
         yield
     except failures as error:
-        key = "dataset.hf_dataset_or_datasets"
-        asked = isinstance(error, OSError) and not Path(name).exists()
-        if asked and (offline := offline_variable()):
-            raise InputError(
-                f"{key}: '{name}' is not in the local Hugging Face caches, and {offline}=1 forbids fetching it"
-            ) from None
-        if asked and (reason := unreachable()):
-            raise InputError(_unreachable(name, reason)) from None
-        raise InputError(f"{key}: cannot load '{name}': {first_line(error)}") from None
+        if isinstance(error, OSError) and not Path(name).exists() and (refusal := without_hub(name, KEY)):
+            raise refusal from None
+        raise InputError(f"{KEY}: cannot load '{name}': {first_line(error)}") from None
 
 
 @contextmanager
