@@ -154,7 +154,7 @@ def test_no_rank_starts_for_a_run_that_has_finished(
 
 def test_cores_are_shared_out_and_the_users_choice_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(share, "cores", lambda: 16)
-    assert [share.threads_each(ranks) for ranks in (1, 2, 3, 16, 40)] == [16, 8, 5, 1, 1]
+    assert [share.threads_per_rank(ranks) for ranks in (1, 2, 3, 16, 40)] == [16, 8, 5, 1, 1]
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert local.rank_variables(4, tmp_path)["OMP_NUM_THREADS"] == "4"
     monkeypatch.setenv("OMP_NUM_THREADS", "3")

@@ -97,7 +97,7 @@ def test_best_rates_are_those_of_whole_runs(tmp_path: Path, monkeypatch: pytest.
 
 def test_a_run_that_diverged_counts_as_a_model_that_knows_nothing(tmp_path: Path) -> None:
     overrides = ["optimizer.learning_rate_scheduler.learning_rate=1e30", "tokens.train_steps=12"]
-    (found,) = transfer._each([load(small(tmp_path, "mup"), overrides)], transfer._last_loss, quiet)
+    (found,) = transfer._measure([load(small(tmp_path, "mup"), overrides)], transfer._last_loss, quiet)
     assert found == pytest.approx(np.log(64))
 
 

@@ -229,7 +229,7 @@ MUTANTS = [
     Mutant(
         name="a-lookup-before-the-first-checkpoint-forgets-the-parents-data",
         file="launch/data_which.py",
-        find="place_elsewhere(config, resolve(named))",
+        find="place_elsewhere(config, resolve(folder))",
         replace="Start()",
         why="a restart's steps are looked up at other samples than it reads, until it has saved",
         tests=("training/test_restart_modes.py",),

@@ -149,7 +149,7 @@ MUTANTS = [
     Mutant(
         name="a-weight-of-a-split-region-is-not-looked-for",
         file="launch/training.py",
-        find="        check_plan(found.model, found.parallelism)\n",
+        find="        check_plan(resolved.model, resolved.parallelism)\n",
         replace="",
         why="a learned activation that no plan names gets one rank's gradient, and the replicas drift apart",
         tests=("layouts/test_foreign_on_layouts.py::test_a_weight_that_transformers_plan_leaves_out_is_refused",),

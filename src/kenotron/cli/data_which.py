@@ -24,7 +24,7 @@ def which(
     from kenotron.checkpoint.folders import list_checkpoints, quiet
     from kenotron.config import load, refuse_unsupported
     from kenotron.data import open_run
-    from kenotron.launch.data_which import of_step, start_of
+    from kenotron.launch.data_which import describe_step, start_of
 
     run = load(config, overrides or ())
     refuse_unsupported(run)
@@ -32,5 +32,5 @@ def which(
     start = start_of(run, saved[-1] if saved else None)
     run = start.in_run_steps(run)
     with open_run(run, step, quiet, held_out=start.held_out) as data:
-        record, lines = of_step(data, step)
+        record, lines = describe_step(data, step)
     print(json.dumps(record, indent=2) if as_json else "\n".join(lines))

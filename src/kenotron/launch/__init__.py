@@ -1,28 +1,28 @@
-"""From one command to running ranks: who starts them, what each of them runs, what happens when one fails.
+"""Start the ranks of a run, run a function on each of them, and end all of them when one fails.
 
     kenotron train my.yaml                        torchrun … run_train.py --config-file my.yaml
       │ a layout of 1: trains here                   │ RANK and WORLD_SIZE are set: each process is a rank
-      │ of more: local.start_ranks                   │
+      │ a larger layout: local.start_ranks           │
       └─▶ torch's elastic launcher ─▶ rank.main ─▶ work_on_ranks ◀─┘
 
-launch(config)      train: in this process if it is a rank, alone or one of several; else in ranks started here
-work_on_ranks(…)    the same for any other function of (config, mesh, device)
-training.py         training as ranks run it, with readers of Hugging Face models and observers
+launch(config)      trains: in this process if it is a rank, alone or one of several; else in ranks started here
+work_on_ranks(…)    does the same for any other function of (config, mesh, device)
+training.py         the training function of the ranks, with readers of Hugging Face models and observers
 comparing.py, replaying.py, data_which.py, transfer.py   `kenotron compare`, `replay`, `data which`, `mup check`
-before_start.py     what a command warns of before a run starts
-local.py            the ranks of this machine, through torch's elastic launcher
-recovery.py         the same with spare processes: a rank that dies is replaced while the others stay
-rank.py             what one of those processes runs; recovering_rank.py, where they are replaced
-functions.py        how it is named for them
-agreement.py        whether all ranks were started alike
-shared_folder.py    whether all machines see one folder of checkpoints
-environment.py      torchrun's variables; devices and threads shared among the ranks
-failures.py         a rank that raises or dies ends all of them, and is reported as the cause
-memory.py           a memory or disk that is too small
-machine_memory.py   what the machine has
+before_start.py     warnings before a run starts
+local.py            starts the ranks of this machine, with torch's elastic launcher
+recovery.py         starts them with spare processes: a rank that dies is replaced while the others stay
+rank.py             the main function of a rank; recovering_rank.py: of a rank that may be replaced
+functions.py        passes configs and functions to other processes
+agreement.py        checks that all ranks were started alike
+shared_folder.py    checks that all machines see one folder of checkpoints
+environment.py      torchrun's variables; devices and threads of each rank
+failures.py         ends all ranks when one raises or dies, and reports the cause
+memory.py           errors about memory and disks that are too small
+machine_memory.py   the memory and processor time of the machine
 clouds              files for Kubeflow Trainer and SkyPilot
-error_records.py    how a rank's error reaches the launcher
-hangs.py            a collective that some rank does not join: which one, and who
+error_records.py    passes the error of a rank to the launcher
+hangs.py            finds the collective that some rank does not join, and the rank
 """
 
 from __future__ import annotations
@@ -63,20 +63,20 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# How much longer torch itself waits for a collective than `hangs` does, whose message says more.
+# Torch waits this much longer for a collective than `hangs`, whose report has more details.
 TORCH_WAITS_LONGER_S = 10.0
-SAY_EVERY_S = 60.0  # that a rank waits for the others to start
+SAY_EVERY_S = 60.0  # interval of messages while a rank waits for the others to start
 
 
 def launch(config: Config, *, fresh: bool = False, reopen: bool = False, spares: int = 0) -> Run | None:
-    """Train `config`: in this process if the layout needs one or if it is one of the ranks, else in ranks started here.
+    """Train `config`: in this process if it is a rank or the layout needs only one process, else in ranks started here.
 
-    Returns the run of this process; None if it ran in other processes, or was finished already (`reopen`: that run is
-    loaded and returned, if it is of this process). With `spares`, ranks are started here and replaced when they fail
-    (`recovery`). Raises InputError or RunFailed.
+    Return the run of this process, or None if it ran in other processes or was finished already. With `reopen`, a
+    finished run is loaded and returned, if this process is its rank. With `spares`, ranks are started here and replaced
+    when they fail (`recovery`). Raises InputError or RunFailed.
     """
     refuse_unsupported(config)
-    config = _with_experts_among_dp(config)
+    config = _count_experts_in_dp(config)
     _print_first_line(config)
     from kenotron.launch.training import fetch_checkpoints, finished_before_start, name_before_start, train
 
@@ -111,7 +111,7 @@ def _start_with_spares(config: Config, fresh: bool, logs: Path, spares: int, why
     from kenotron.launch.recovery import start_ranks_with_spares
     from kenotron.launch.training import local_tier, train
 
-    if fresh:  # once, and not again when ranks are replaced
+    if fresh:  # only now, and not again when ranks are replaced
         checkpoints = Checkpoints(config, fresh=fresh, local=local_tier(config, Ranks()))
         with checkpoints.held():
             checkpoints.set_aside()
@@ -125,13 +125,13 @@ def _start_with_spares(config: Config, fresh: bool, logs: Path, spares: int, why
     )
 
 
-def _with_experts_among_dp(config: Config) -> Config:
-    """`config` with ``dp * ep`` as dp, where processes were started for dp x ep x …, as the first Kénotron counts.
+def _count_experts_in_dp(config: Config) -> Config:
+    """Return `config`, with ``dp * ep`` as dp if there are dp x ep x … processes, as the first Kénotron counts them.
 
-    Raises InputError if ep divides neither those ranks nor dp x cp.
+    Raises InputError if there are not, and ep does not divide dp x cp.
     """
     layout, ranks = config.parallelism, ranks_from_environment()
-    ep, dp, equal = layout.expert_parallel_size, layout.dp, layout.dp * layout.context_parallel_size
+    ep, dp, dp_cp = layout.expert_parallel_size, layout.dp, layout.dp * layout.context_parallel_size
     if ep > 1 and started_as_rank() and ranks.world_size == layout.world_size * ep:
         changed = load(config, [f"parallelism.dp={dp * ep}"])
         if ranks.rank == 0:
@@ -141,16 +141,16 @@ def _with_experts_among_dp(config: Config) -> Config:
                 flush=True,
             )
         return changed
-    if equal % ep:
+    if dp_cp % ep:
         raise InputError(
-            f"parallelism.expert_parallel_size: expected a divisor of dp x context_parallel_size {equal}, found {ep}: "
+            f"parallelism.expert_parallel_size: expected a divisor of dp x context_parallel_size {dp_cp}, found {ep}: "
             f"data-parallel ranks share the experts (for {dp * ep} of them, set dp: {dp * ep})"
         )
     return config
 
 
 def _print_first_line(config: Config) -> None:
-    """Say what is trained before torch is imported, which takes seconds; nanotron's log has it with its prefix."""
+    """Print the project before torch is imported, which takes seconds; nanotron's format logs it later."""
     logs = config.logging
     if logs.format == "plain" and logs.log_level in ("debug", "info") and ranks_from_environment().rank == 0:
         print(f"project: {config.general.project}", flush=True)
@@ -166,11 +166,11 @@ def work_on_ranks(
 ) -> T | None:
     """Call ``work(config, mesh, device, **options)`` on every rank of `config`'s layout.
 
-    `work` is a function at the top of a module that the ranks can import; `options` are JSON values. Where ranks are
-    started here, those other than 0 write their output to `logs` (None: kept only until they end without an error),
-    and `why_killed` returns the cause to report when one was killed by the signal that it receives, None if it does not
-    know. Returns what `work` returned in this process, None if it ran in others. Raises InputError if the number of
-    processes does not fit the layout.
+    `work` is a function at the top of a module that the ranks can import; `options` are JSON values. If ranks are
+    started here, ranks other than 0 write their output to `logs` (None: a folder that is removed when they end), and
+    `why_killed` returns the cause to report if a rank was killed by the signal in its argument, or None if it is
+    unknown. Return the result of `work` in this process, or None if it ran in others. Raises InputError if the number
+    of processes does not fit the layout.
     """
     check_processes(config)
     needed = config.parallelism.world_size
@@ -190,9 +190,9 @@ def work_on_ranks(
 
 
 def check_processes(config: HasLayout) -> None:
-    """Raise InputError if torchrun or Slurm has not started as many processes as `config`'s layout needs.
+    """Raise InputError if torchrun or Slurm started another number of processes than `config`'s layout needs.
 
-    Or, if they are started here, if the layout needs more than this machine can run.
+    If the ranks are to be started here, raise it if the layout needs more processes than this machine can run.
     """
     needed, ranks = config.parallelism.world_size, ranks_from_environment()
     if started_as_rank() and ranks.world_size != needed:
@@ -212,9 +212,9 @@ def work_as_rank(
     store: dist.Store | None = None,
     watch: Callable[[float], Watch] | None = None,
 ) -> T:
-    """`work_on_ranks` in a process that is one of several ranks, which meet in `store` (None: where torchrun says).
+    """Do the work of `work_on_ranks` as one of several ranks, which meet in `store` (None: in torchrun's).
 
-    `watch` makes what watches the other ranks, from `parallelism.timeout_seconds` (None: `failures.Watch`).
+    `watch` returns the watch over the other ranks for `parallelism.timeout_seconds` (None: `failures.Watch`).
     """
     from kenotron.launch.failures import Watch
     from kenotron.parallel.device import best_device
@@ -230,24 +230,24 @@ def work_as_rank(
     timeout = config.parallelism.timeout_seconds
     start_process_group(device, timeout + TORCH_WAITS_LONGER_S, store)
     with (watch or Watch)(timeout):
-        on_every_machine = ranks.local_world_size
+        per_machine = ranks.local_world_size
         if not started_by_kenotron():
             from kenotron.launch.agreement import check_started_alike, ranks_on_every_machine
 
             check_started_alike(config, options)
-            on_every_machine = ranks_on_every_machine(ranks)
-        mesh = build_mesh(axes(config, on_every_machine), ranks.world_size, device.type)
+            per_machine = ranks_on_every_machine(ranks)
+        mesh = build_mesh(axes(config, per_machine), ranks.world_size, device.type)
         set_timeout_of_all_groups(timeout + TORCH_WAITS_LONGER_S)
         with collectives_in_memory(mesh) if device.type == "cpu" else nullcontext():
             return work(config, mesh, device, **options)
 
 
 def start_process_group(device: torch.device, timeout_seconds: float, store: dist.Store | None = None) -> None:
-    """Make the default group of all ranks, unless the caller has made it already.
+    """Create the default process group of all ranks, unless it exists.
 
-    They meet in `store`, or where the environment says. Raises InputError if it does not say where. The group is
-    destroyed when the process exits: gloo's threads, if they still run then, may abort it (SIGABRT), and the exit code
-    is lost.
+    The ranks meet in `store`, or at the address in the environment. Raises InputError if there is no address. The group
+    is destroyed when the process exits, because gloo's threads may otherwise abort the process (SIGABRT), and its exit
+    code is lost.
     """
     import atexit
     from datetime import timedelta
@@ -265,11 +265,11 @@ def start_process_group(device: torch.device, timeout_seconds: float, store: dis
     timeout = timedelta(seconds=timeout_seconds)
     where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     try:
-        with _says_while_it_waits(f"rank {ranks.rank} waits for all {ranks.world_size} ranks at {where}"):
+        with _repeat_while_waiting(f"rank {ranks.rank} waits for all {ranks.world_size} ranks at {where}"):
             dist.init_process_group(backend(device), timeout=timeout, store=store, rank=rank, world_size=size)
     except ValueError as error:  # MASTER_ADDR or MASTER_PORT is missing
         raise InputError(f"RANK and WORLD_SIZE are set, but torch cannot find the other ranks: {error}") from None
-    except RuntimeError as error:  # DistError, and what gloo raises when it connects the ranks
+    except RuntimeError as error:  # DistError, or an error of gloo when it connects the ranks
         if store is not None:
             raise
         raise RunFailed(
@@ -281,26 +281,26 @@ def start_process_group(device: torch.device, timeout_seconds: float, store: dis
 
 
 @contextmanager
-def _says_while_it_waits(what: str) -> Iterator[None]:
-    """A line a minute on standard error, until the block has ended."""
-    over = Event()
+def _repeat_while_waiting(message: str) -> Iterator[None]:
+    """Print `message` to stderr every minute until the block ends."""
+    done = Event()
 
-    def say() -> None:
-        while not over.wait(SAY_EVERY_S):
-            print(what, file=sys.stderr, flush=True)
+    def repeat() -> None:
+        while not done.wait(SAY_EVERY_S):
+            print(message, file=sys.stderr, flush=True)
 
-    Thread(target=say, name="kenotron-start", daemon=True).start()
+    Thread(target=repeat, name="kenotron-start", daemon=True).start()
     try:
         yield
     finally:
-        over.set()
+        done.set()
 
 
 def leave() -> None:
-    """Destroy the process group, if there is one, and its threads with it."""
+    """Destroy the process group and its threads, if there is one."""
     import gc
 
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         distributed.destroy_process_group()
-        gc.collect()  # objects that refer to each other still hold the group: its threads would outlive the interpreter
+        gc.collect()  # reference cycles still hold the group, whose threads would outlive the interpreter

@@ -1,4 +1,4 @@
-"""What a command warns of before a run starts, above all a global batch that overrides of the layout have changed."""
+"""Warn before a run starts, above all of a global batch that overrides of the layout have changed."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,9 +13,9 @@ from kenotron.config.warnings import amount, warnings_of
 
 
 def warnings_before_start(file: str | Path, config: Config, overrides: Sequence[str]) -> list[str]:
-    """List what `config check` and `submit` warn of.
+    """Return the warnings of `config check` and `submit`.
 
-    Raises InputError: the run in the checkpoint folder has another global batch.
+    Raises InputError if the run in the checkpoint folder has another global batch.
     """
     if config.checkpoint_folder.is_dir():
         from kenotron.checkpoint.start import continued_run
@@ -24,20 +24,20 @@ def warnings_before_start(file: str | Path, config: Config, overrides: Sequence[
     return [*changed_batch(file, config, overrides), *warnings_of(config)]
 
 
-OF_THE_BATCH = ("tokens=", "tokens.micro_batch_size", "tokens.batch_accumulation_per_replica")
+BATCH_OVERRIDES = ("tokens=", "tokens.micro_batch_size", "tokens.batch_accumulation_per_replica")
 
 
 def changed_batch(file: str | Path, config: Config, overrides: Sequence[str]) -> Iterator[str]:
-    """A line where `overrides` of the layout have changed the global batch that `file` has.
+    """Yield a warning if `overrides` of the layout change the global batch of `file`.
 
-    Every replica has its own micro-batches, so that 32 times as many train on 32 times as many tokens a step.
+    Every replica has its own micro-batches, so 32 times as many replicas train on 32 times as many tokens a step.
     """
     dp = [text for text in overrides if text.startswith("parallelism")]
-    if not dp or any(text.startswith(OF_THE_BATCH) for text in overrides):
+    if not dp or any(text.startswith(BATCH_OVERRIDES) for text in overrides):
         return
     try:
         before = load(file, list(filter(is_file, overrides)), report=lambda line: None)
-    except InputError:  # it is valid with the overrides alone
+    except InputError:  # the file is valid only with the overrides
         return
     old, new = before.global_batch_size, config.global_batch_size
     if old == new:
@@ -50,16 +50,16 @@ def changed_batch(file: str | Path, config: Config, overrides: Sequence[str]) ->
 
 
 def epochs(config: Config) -> str:
-    """``; after step 1000: 0.52 epochs of code`` for a run on token files of this machine; "" if none could be said.
+    """Return ``; after step 1000: 0.52 epochs of code`` for a run on local token files, or "" if it is unknown.
 
-    Raises InputError: a token file that cannot be read.
+    Raises InputError if a token file cannot be read.
     """
     stages = [stage for stage in config.data_stages if stage.start_training_step <= config.tokens.train_steps]
     datasets = [dataset for stage in stages for dataset in stage.data.datasets]
-    if any(isinstance(each, TEXT_DATASETS) and getattr(each, "streaming", None) is None for each in datasets):
+    if any(isinstance(data, TEXT_DATASETS) and getattr(data, "streaming", None) is None for data in datasets):
         return "; `kenotron train` says the epochs, once the text is tokenized"
-    here = all(isinstance(each, TOKEN_DATASETS) and not any(map(is_remote, paths_of(each))) for each in datasets)
-    if not here or not hasattr(config.model.architecture, "vocab_size"):
+    is_local = all(isinstance(data, TOKEN_DATASETS) and not any(map(is_remote, paths_of(data))) for data in datasets)
+    if not is_local or not hasattr(config.model.architecture, "vocab_size"):
         return ""
     from kenotron.data.run import RunData, run_settings
     from kenotron.data.stage_plan import plan_stages

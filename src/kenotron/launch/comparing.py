@@ -1,7 +1,7 @@
-"""Two layouts of one config, compared by five short runs: `kenotron compare` and `kn.compare`.
+"""Compare two layouts of one config by five short runs: `kenotron compare` and `kn.compare`.
 
-The config as it is, three times with its weights changed a little (what rounding may do), and the config on the other
-layout. What is compared, and how, is in `training.compare`.
+The runs are the config itself, three times the config with small changes of its weights (as rounding may make), and the
+config on the other layout. `training.compare` compares their losses, gradients and weights.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ def compare(
     dtype: str | None = None,
     say: Report = lambda line: print(line, file=sys.stderr),
 ) -> Comparison:
-    """Train `steps` steps of `config` and of the other layout: what differs, and whether rounding explains it.
+    """Train `steps` steps on both layouts, and return the differences and whether rounding explains them.
 
     The other layout is `config` with `overrides`, or the config `other` with them; it keeps the global batch. `dtype`
-    replaces that of both: float32 sees much smaller faults than bfloat16. `say` gets a line for each of the five runs.
+    replaces the dtype of both: float32 shows much smaller faults than bfloat16. `say` gets a line for each run.
 
-    Raises InputError: two different runs, more steps than they have, a config that cannot be trained.
+    Raises InputError for two different runs, more steps than they have, or a config that cannot be trained.
     """
-    both = [] if dtype is None else [f"model.dtype={dtype}"]
-    plain = load(config, both)
-    there = on_layout(other or config, plain, [*overrides, *both], say)
-    _check(plain, there, steps)
+    common = [] if dtype is None else [f"model.dtype={dtype}"]
+    plain = load(config, common)
+    other_layout = on_layout(other or config, plain, [*overrides, *common], say)
+    _check(plain, other_layout, steps)
     from kenotron.interop import resolve_architecture
     from kenotron.launch import work_on_ranks
     from kenotron.launch.training import record
@@ -49,50 +49,50 @@ def compare(
 
     runs = [("as it is", plain, 0)]
     runs += [("weights changed as rounding might", plain, seed) for seed in SEEDS]
-    runs += [(" ".join(overrides) or "the other layout", there, 0)]
+    runs += [(" ".join(overrides) or "the other layout", other_layout, 0)]
     measured = []
     names = backward_order(resolve_architecture(plain))
     with tempfile.TemporaryDirectory(prefix="kenotron-compare-") as temporary:
-        for number, (name, each, seed) in enumerate(runs):
-            ranks = counted(each.parallelism.world_size, "rank")
+        for number, (name, run, seed) in enumerate(runs):
+            ranks = counted(run.parallelism.world_size, "rank")
             say(f"run {number + 1} of {len(runs)}: {name}, {counted(steps, 'step')} on {ranks}")
             folder = Path(temporary) / str(number)
-            work_on_ranks(each, record, steps=steps, seed=seed, folder=str(folder))
+            work_on_ranks(run, record, steps=steps, seed=seed, folder=str(folder))
             measured.append(distances(Path(temporary) / "0", folder, names))
             if number:
-                shutil.rmtree(folder)  # four times the weights
+                shutil.rmtree(folder)  # its size is four times the weights
     a, *rounding, b = measured
     return judge(a, rounding, b)
 
 
 def on_layout(config: Config | str | Path, plain: Config, overrides: Sequence[str], say: Report) -> Config:
-    """`config` with `overrides`, the micro-batches divided so that the global batch stays that of `plain`."""
-    # A ramp comes out for micro-batches that are divided already: until then it is left out.
+    """Return `config` with `overrides`, and with micro-batches divided to keep the global batch of `plain`."""
+    # A ramp may be valid only with the divided micro-batches, so it is left out at first.
     ramps = (i for i, stage in enumerate(plain.data_stages) if stage.batch_size_ramp is not None)
     no_ramps = [f"data_stages.{i}.batch_size_ramp=null" for i in ramps]
     other = load(config, [*overrides, *no_ramps])
-    wanted, found = plain.global_batch_size, other.global_batch_size
-    if wanted == found:
+    batch = plain.global_batch_size
+    if other.global_batch_size == batch:
         return load(config, overrides)
     if any(override.startswith("tokens.") for override in overrides):
         raise InputError(
-            f"the other layout has a global batch of {found} sequences, this config {wanted}: they would be "
-            "different runs"
+            f"the other layout has a global batch of {other.global_batch_size} sequences, this config {batch}: they "
+            "would be different runs"
         )
     split = same_batch_overrides(plain, other.parallelism.dp)
-    say(f"The global batch stays {wanted}: {' '.join(split)}")
+    say(f"The global batch stays {batch}: {' '.join(split)}")
     return load(config, [*overrides, *split])
 
 
 def _check(plain: Config, other: Config, steps: int) -> None:
-    """Everything that is wrong with the two configs, before the first run."""
+    """Raise InputError before the first run if the two configs cannot be compared."""
     for config in (plain, other):
         refuse_unsupported(config)
     difference = same_run_difference(plain, other)
     if difference is not None:
-        key, ours, theirs = difference
+        key, first, second = difference
         raise InputError(
-            f"{key}: {ours!r} and {theirs!r} are different runs; expected two layouts of "
+            f"{key}: {first!r} and {second!r} are different runs; expected two layouts of "
             "one run (`kenotron config diff` lists the keys; `kenotron compare logs/A logs/B` compares logged losses)"
         )
     fewest = min(plain.tokens.train_steps, other.tokens.train_steps)

@@ -1,4 +1,4 @@
-"""What a step of a run reads, from the data order alone."""
+"""Find the samples that a step of a run reads, from the data order alone."""
 
 from dataclasses import asdict
 
@@ -12,21 +12,22 @@ from kenotron.data.provenance import SampleOrigin, step_origins
 
 
 def start_of(config: Config, saved: CheckpointFolder | None) -> Start:
-    """Where the run begins that has `saved` this checkpoint: a restart may continue with its parent's data.
+    """Return the start of the run, which `saved` this checkpoint; a restart may continue with its parent's data.
 
-    A run that has saved none is about to begin, by the same rule as in training. Raises InputError if it cannot.
+    Without a checkpoint, return the start that training would choose. Raises InputError if there is none.
     """
     if saved is not None:
         return Start.at(saved.path, continues=True)
-    if (named := config.resume_folder) is None:
+    folder, url = config.resume_folder, config.checkpoints.resume_checkpoint_path or ""
+    if folder is None:
         return Start.new(config)
-    if "://" in (url := config.checkpoints.resume_checkpoint_path or "") and not named.exists():
+    if "://" in url and not folder.exists():
         raise InputError(f"checkpoints.resume_checkpoint_path: {url} was not fetched yet; `kenotron train` fetches it")
-    return place_elsewhere(config, resolve(named))
+    return place_elsewhere(config, resolve(folder))
 
 
-def of_step(data: RunData, step: int) -> tuple[dict[str, object], list[str]]:
-    """What `step` reads: as a record, and as lines."""
+def describe_step(data: RunData, step: int) -> tuple[dict[str, object], list[str]]:
+    """Return the samples that `step` reads, as a record and as lines."""
     stage, origins = data.stage_at(step).name, step_origins(data, step)
     head = f"step {step} of stage '{stage}': {counted(len(origins), 'sample')}"
     record = {"step": step, "stage": stage, "samples": [asdict(origin) for origin in origins]}
@@ -43,5 +44,5 @@ def _line(origin: SampleOrigin) -> str:
     line = f"{head}{origin.file} window {origin.window}, tokens {origin.first_token}-{origin.end_token - 1}"
     if origin.documents is None:
         return f"{line}, documents not known"
-    ranges = (f"{each.document} ({each.first_token}-{each.end_token - 1})" for each in origin.documents)
+    ranges = (f"{part.document} ({part.first_token}-{part.end_token - 1})" for part in origin.documents)
     return f"{line}, {'document' if len(origin.documents) == 1 else 'documents'} {', '.join(ranges)}"

@@ -1,6 +1,6 @@
-"""A rank's numbers from the environment, and its share of the machine.
+"""Read a rank's numbers from the environment, and divide the machine among its ranks.
 
-Sixteen cores and four ranks: four threads each, unless OMP_NUM_THREADS says otherwise; four accelerators, one each.
+Each of four ranks gets four of sixteen cores, unless OMP_NUM_THREADS is set, and one of four accelerators.
 """
 
 import ctypes
@@ -18,15 +18,15 @@ from kenotron.kernels.cores import cores_by_affinity
 from kenotron.launch.machine_memory import processor_quota
 from kenotron.launch.slurm.ranks import is_task_of_many, torchrun_variables
 
-MOST_RANKS_PER_CORE = 4  # 8 ranks of a small model on a laptop's 2 cores are slow and useful, 64 are a mistake
-PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
-MANY_RANKS = 128  # from which on gloo connects only those that communicate
-ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # two names of one variable, the second deprecated
+MOST_RANKS_PER_CORE = 4  # 8 ranks of a small model on a laptop's 2 cores are slow but useful, 64 are a mistake
+PR_SET_PDEATHSIG = 1  # in <linux/prctl.h>
+MANY_RANKS = 128  # for at least so many, gloo connects only ranks that communicate
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # two names of one setting, the second is deprecated
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among all, from torchrun's or srun's environment variables; the only one without them."""
+    """The numbers of this process, from torchrun's or srun's environment variables; by default it is the only one."""
 
     rank: int = 0
     world_size: int = 1
@@ -35,7 +35,7 @@ class Ranks:
 
 
 def started_as_rank() -> bool:
-    """Whether torchrun, srun or our own launcher has started this process as one of several."""
+    """Return whether torchrun, srun or Kénotron's launcher has started this process as one of several."""
     if "RANK" not in os.environ and is_task_of_many(os.environ):
         os.environ.update(torchrun_variables(os.environ))
     if "RANK" not in os.environ and int(os.environ.get("OMPI_COMM_WORLD_SIZE", "1")) > 1:
@@ -44,7 +44,7 @@ def started_as_rank() -> bool:
 
 
 def ranks_from_environment() -> Ranks:
-    """The `Ranks` of this process. Raises InputError if a variable is not an integer."""
+    """Return the `Ranks` of this process. Raises InputError if a variable is not an integer."""
     started_as_rank()
     defaults = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     values = [os.environ.get(name, default) for name, default in defaults.items()]
@@ -55,51 +55,51 @@ def ranks_from_environment() -> Ranks:
 
 
 def cores() -> int:
-    """Processor cores that this process may use, by its affinity and its container's limit."""
+    """Return the number of cores that this process may use, by its affinity and its container's limit."""
     return within_quota(cores_by_affinity(), processor_quota())
 
 
 def within_quota(cores: int, quota: float | None) -> int:
-    """How many of `cores` run at the same time with a `quota` of processor time (None: no limit)."""
+    """Return how many of `cores` can run at the same time with a `quota` of processor time (None: no limit)."""
     return cores if quota is None else max(1, min(cores, int(quota + 0.5)))
 
 
-def threads_each(ranks_on_machine: int) -> int:
-    """Threads of each of `ranks_on_machine` ranks, so that together they are as many as the cores."""
+def threads_per_rank(ranks_on_machine: int) -> int:
+    """Return the number of threads of each of `ranks_on_machine` ranks, which share the cores."""
     return max(1, cores() // ranks_on_machine)
 
 
 def share_threads(ranks_on_machine: int) -> None:
     """Limit torch to this rank's share of the cores, unless OMP_NUM_THREADS is set.
 
-    Where srun binds each task to cores of its own, these are its share: Slurm says how many.
+    If srun binds each task to its own cores, all of them are its share, by SLURM_CPUS_PER_TASK.
     """
     if "OMP_NUM_THREADS" not in os.environ:
         import torch
 
-        own = os.environ.get("SLURM_CPUS_PER_TASK", "") if is_task_of_many(os.environ) else ""
-        bound = min(int(own), cores()) if own.isdecimal() else 0
-        torch.set_num_threads(max(threads_each(ranks_on_machine), bound))
+        cpus = os.environ.get("SLURM_CPUS_PER_TASK", "") if is_task_of_many(os.environ) else ""
+        bound = min(int(cpus), cores()) if cpus.isdecimal() else 0
+        torch.set_num_threads(max(threads_per_rank(ranks_on_machine), bound))
 
 
 def default_variables(environment: Mapping[str, str], cuda: str | None) -> dict[str, str]:
-    """Variables that a run adds to `environment`, never one that is set; `cuda`: the version that torch is built for.
+    """Return the variables that a run adds to `environment`; `cuda` is the CUDA version that torch is built for.
 
-    torch reads them when it first uses a GPU or makes a process group. Segments that grow keep packed documents, whose
-    tensors are of ever new sizes, from fragmenting GPU memory; torch has them for CUDA only. Gloo would connect every
-    rank of a group to every other when the group is made, by way of the one store of the run: a million reads of 8 kB
-    for 1,024 ranks, and a thousand sockets in each of them.
+    Variables that are set are kept. torch reads them when it first uses a GPU or creates a process group. Expandable
+    segments keep packed documents, whose tensors vary in size, from fragmenting GPU memory; torch has them for CUDA
+    only. Gloo would connect every rank of a group to every other when the group is created, through the one store of
+    the run: a million reads of 8 kB for 1,024 ranks, and a thousand sockets in each of them.
     """
-    found = {"TORCH_FR_BUFFER_SIZE": "2000"}  # torch's flight recorder, which `hangs` reads
+    variables = {"TORCH_FR_BUFFER_SIZE": "2000"}  # torch's flight recorder, which `hangs` reads
     if int(environment.get("WORLD_SIZE", "1")) >= MANY_RANKS:
-        found["TORCH_GLOO_LAZY_INIT"] = "1"
+        variables["TORCH_GLOO_LAZY_INIT"] = "1"
     if cuda is not None and not any(name in environment for name in ALLOCATOR):
-        found[ALLOCATOR[0]] = "expandable_segments:True"
-    return {name: value for name, value in found.items() if name not in environment}
+        variables[ALLOCATOR[0]] = "expandable_segments:True"
+    return {name: value for name, value in variables.items() if name not in environment}
 
 
 def set_defaults() -> None:
-    """Set variables, and let this process open as many files as the system allows. Call before torch uses a device."""
+    """Set default variables, and raise the limit of open files. Call it before torch uses a device."""
     import torch
 
     os.environ.update(default_variables(os.environ, torch.version.cuda))
@@ -107,14 +107,14 @@ def set_defaults() -> None:
 
 
 def open_more_files() -> None:
-    """Raise the soft limit of open files, often 1,024, to the hard one: each token file is one, and each connection."""
+    """Raise the soft limit of open files, often 1,024, to the hard one: each token file and each connection is one."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(OSError, ValueError):  # macOS refuses infinity: its limit stays as it was
+    with suppress(OSError, ValueError):  # macOS refuses infinity: the limit stays
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def check_cores(ranks_on_machine: int) -> None:
-    """Raise InputError if there are far more ranks than the machine can run: each is a process of about half a GB."""
+    """Raise InputError if the machine has too few cores for the ranks, each of which also takes about half a GB."""
     most = max(MOST_RANKS_PER_CORE * cores(), 8)
     if ranks_on_machine > most:
         raise InputError(
@@ -124,30 +124,31 @@ def check_cores(ranks_on_machine: int) -> None:
 
 
 def started_by_kenotron() -> bool:
-    """Whether `local.start_ranks` started this rank: then the launcher reports the failure that is recorded for it."""
+    """Return whether `local.start_ranks` started this rank: then the launcher reports the error that it records."""
     return "KENOTRON_LAUNCH" in os.environ
 
 
 def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
-    """Let the kernel send this process a signal when the one that started it is gone (Linux; elsewhere nothing)."""
+    """Let the kernel send this process a signal when its parent ends; does nothing except on Linux."""
     if not sys.platform.startswith("linux"):
         return
     parent = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number)
-    if os.getppid() != parent:  # it died before the kernel knew
+    if os.getppid() != parent:  # it ended before prctl
         os._exit(1)
 
 
 def accelerators() -> int:
-    """How many accelerators of this machine a run may use; 0: it uses the CPU. Raises as `stays_on_cpu` does."""
+    """Return the number of accelerators that a run may use; 0: it uses the CPU. Raises as `stays_on_cpu` does."""
     import torch
 
     return 0 if stays_on_cpu() or not torch.cuda.is_available() else torch.cuda.device_count()
 
 
 def device_number(ranks: Ranks) -> int:
-    """Which of the accelerators that this process sees is its own: the only one where srun gives each task one
-    (``--gpus-per-task=1``). Raises InputError if they are too few.
+    """Return the index of this rank's accelerator, which is 0 if srun gives each task its own (``--gpus-per-task=1``).
+
+    Raises InputError if there are too few.
     """
     by_srun = is_task_of_many(os.environ) and "TORCHELASTIC_RUN_ID" not in os.environ
     if by_srun and accelerators() == 1:
@@ -157,7 +158,7 @@ def device_number(ranks: Ranks) -> int:
 
 
 def check_devices(ranks_on_machine: int) -> None:
-    """Raise InputError if the machine has accelerators, but fewer than ranks: each rank needs one."""
+    """Raise InputError if the machine has accelerators, but fewer than `ranks_on_machine`."""
     devices = accelerators()
     if 0 < devices < ranks_on_machine:
         raise InputError(

@@ -1,4 +1,4 @@
-"""How the error of a rank reaches the launcher: one JSON file, in the form of torch's own records."""
+"""Pass the error of a rank to the launcher in a JSON file, in the form of torch's own records."""
 
 import json
 import os
@@ -10,13 +10,13 @@ from kenotron.config.errors import FOR_USERS, InputError
 from kenotron.parallel.ranks import describe
 from kenotron.storage.files import replace_file
 
-ENDED_BY_ANOTHER = 75  # exit code of a rank that ended because another did
+ENDED_BY_ANOTHER = 75  # exit code of a rank that ended because another rank failed
 
 
 def record(error: Exception) -> int:
-    """Write `error` where the launcher looks for it, in the form of torch's own records; returns the exit code.
+    """Write the record of `error` to the launcher's file, and return the exit code.
 
-    torchrun shows the call stack of its records and not their message, so wrong input has its message there, too.
+    torchrun shows the call stack of a record but not its message, so for wrong input the stack is the message.
     """
     code, for_users = 2 if isinstance(error, InputError) else 1, isinstance(error, FOR_USERS)
     stack = "" if for_users else "".join(traceback.format_exception(error))

@@ -1,19 +1,19 @@
-"""One rank fails: all end within seconds, and only the failure that came first is reported.
+"""If one rank fails, end all ranks within seconds, and report only the first failure.
 
-Ranks wait for each other in every step, so one that is gone leaves the others waiting, or with an error about a
-closed connection, which is not the cause. Every rank therefore has a thread that looks into the store that the
-process group was started with, twice a second (with thousands of ranks less often: they share it):
+Ranks wait for each other in every step, so a rank that is gone leaves the others waiting, or with an error about a
+closed connection, which is not the cause. Every rank therefore has a thread that polls the store of the process
+group twice a second (less often with thousands of ranks, which share it):
 
-    rank 1   raises ──▶ writes "failure" into the store, shows its error, exits
-    rank 0   waits in all_reduce; its thread reads "failure" ──▶ 2 seconds to leave by itself, then the process ends
+    rank 1   raises ──▶ writes "failure" to the store, prints its error, exits
+    rank 0   waits in all_reduce; its thread reads "failure" ──▶ ends the process if it has not exited after 2 seconds
 
     rank 1   is killed, and writes nothing
-    rank 0   its thread sees that rank 1's process is gone, and writes "failure" for it
+    rank 0   its thread sees that the process of rank 1 is gone, and writes "failure" for it
 
-Only the first failure is reported: it is never overwritten, and a rank that finds one exits silently (`PeerFailed`).
-The process that holds the store (our launcher, torchrun or rank 0) may be gone too: then the thread ends its own
-process as well, so no rank is left behind. If the machine that holds it is lost, or the network to it, calls to the
-store do not return for a quarter of an hour; a second thread, which calls nobody, ends the process after the timeout.
+Only the first failure is reported: it is never overwritten, and a rank that reads one exits silently (`PeerFailed`).
+If the process that holds the store (Kénotron's launcher, torchrun or rank 0) is gone, the thread ends its own process,
+so no rank is left behind. If its machine or the network is down, calls to the store do not return for a quarter of an
+hour; a second thread, which does not call the store, ends the process after the timeout.
 """
 
 import json
@@ -39,21 +39,21 @@ from kenotron.parallel.shared_memory import abandon
 from kenotron.parallel.torch_internals import default_store
 
 LOOK_EVERY_S = 0.5
-RANKS_LOOKING_PER_S = 2048  # into the one store of a run: those of a larger one look less often
+RANKS_LOOKING_PER_S = 2048  # the store's load: ranks of a larger run poll it less often
 LEAVE_WITHIN_S = 2.0
-CAUSE_WITHIN_S = 5.0  # how long an error about a connection waits for the failure that explains it
+CAUSE_WITHIN_S = 5.0  # after an error about a connection, wait so long for the failure that explains it
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The rank that failed first, and how, in one line or a few."""
+    """The rank that failed first, with its error in a few lines."""
 
     rank: int
     message: str
     machine: str = field(default_factory=socket.gethostname)
 
     def as_seen_by_others(self) -> PeerFailed:
-        """What ends the other ranks."""
+        """Return the exception that ends the other ranks."""
         return PeerFailed(f"rank {self.rank} on {self.machine}: {self.message}", self.machine)
 
 
@@ -61,12 +61,12 @@ class Failure:
 class Watch:
     """Watches the other ranks during a run: ``with Watch(timeout_seconds): train(…)``.
 
-    An exception that leaves the block is written into the store; `PeerFailed` is raised instead if another rank's
-    failure exists already. `timeout_seconds` is how long a collective may wait before it counts as a hang.
+    An exception that leaves the block is written to the store; `PeerFailed` is raised instead if another rank failed
+    before. A collective that waits longer than `timeout_seconds` is a hang.
 
-    Where ranks are replaced (`recovery`), `report_hang` receives the ranks that hang and the report about them, and
+    If ranks are replaced (`recovery`), `report_hang` receives the ranks that hang and the report about them, and
     `release` makes this rank's collectives raise, so that it leaves them; `leave_within_s` is longer, and
-    `look_every_s` shorter, as all ranks wait for the last one to notice.
+    `look_every_s` shorter, because all ranks wait for the last one to notice.
     """
 
     timeout_seconds: float
@@ -82,9 +82,9 @@ class Watch:
         self.found: Failure | None = None
         self.over = threading.Event()
         self.on_machine = f"on/{_machine()}"
-        self.known = 0  # ranks of this machine whose process id is known, in the order in which they came
-        self.neighbours: dict[int, int] = {}  # rank → process id, of those that are alive
-        self.answered = True  # the store, since the second thread looked last
+        self.known = 0  # the number of ranks of this machine whose process id was read, in the order of their start
+        self.neighbours: dict[int, int] = {}  # rank → process id of the living ranks of this machine
+        self.answered = True  # whether the store has answered since the second thread's last check
         names = {"kenotron-watch": self._look_until_over, "kenotron-store-watch": self._end_without_store}
         self.threads = [threading.Thread(target=look, name=name, daemon=True) for name, look in names.items()]
 
@@ -112,19 +112,19 @@ class Watch:
     # ---- this rank's error -----------------------------------------------------------------------------------
 
     def _replacement(self, error: BaseException) -> BaseException | None:
-        """What to raise instead of `error`; None if `error` is the cause of the failure."""
+        """Return the exception to raise instead of `error`, or None if `error` is the cause of the failure."""
         if hangs.is_timeout(error):
             return self._report_hang(hangs.call_that_raised(error))
         if comes_from_another_rank(error):
             self._wait_for_failure(CAUSE_WITHIN_S)
-        if self._write(Failure(self.rank, describe(error))):  # a peer that has said nothing is reported here
+        if self._write(Failure(self.rank, describe(error))):  # also for a peer that wrote no failure
             return RunFailed(str(error)) if isinstance(error, PeerFailed) else None
         assert self.found is not None
         return self.found.as_seen_by_others()
 
     def _report_hang(self, call: hangs.PendingCall) -> Exception:
         within = hangs.STATUS_WITHIN_S + self.look_every_s
-        if self.store.add("hang", 1) > 1:  # all time out, and one asks all: N² calls would keep the store busy for long
+        if self.store.add("hang", 1) > 1:  # all ranks time out, but only one asks the others, to avoid N² calls
             self._wait_for_failure(2 * within)
         hang = None
         if self._read() is None:
@@ -137,11 +137,11 @@ class Watch:
         return self.found.as_seen_by_others()
 
     def _write(self, failure: Failure) -> bool:
-        """Write `failure` unless another is there; returns whether it is the first."""
-        ours = json.dumps(asdict(failure)).encode()
-        first = self.store.compare_set("failure", "", ours.decode())
+        """Write `failure` unless there is one already, and return whether it is the first."""
+        content = json.dumps(asdict(failure)).encode()
+        first = self.store.compare_set("failure", "", content.decode())
         self.found = Failure(**json.loads(first))
-        return first == ours
+        return first == content
 
     def _read(self) -> Failure | None:
         if self.found is None and self.store.check(["failure"]):
@@ -155,7 +155,7 @@ class Watch:
             time.sleep(max(LOOK_EVERY_S, self.look_every_s) / 5)
 
     def _keep_store(self) -> None:
-        """Where rank 0 itself holds the store (no torchrun, no launcher), it stays until the others are done."""
+        """Wait for the other ranks if this is rank 0 and holds the store itself (without torchrun and launcher)."""
         if self.rank != 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             return
         keys = [f"done/{rank}" for rank in range(self.size)]
@@ -175,14 +175,14 @@ class Watch:
                 call = timer.timed_out()
                 if call is not None:
                     return self._end_hang(call)
-            except dist.DistError:  # the store is gone, and so is the process that held it
+            except dist.DistError:  # the process that held the store is gone
                 return self._end()
             self.answered = True
         return None
 
     def _end_without_store(self) -> None:
-        """End this process when the store has not answered for the timeout."""
-        silent = 0.0  # by counting: a process that was stopped (SIGSTOP) has not been without an answer
+        """End this process if the store has not answered for the timeout."""
+        silent = 0.0  # a sum of waits, not a clock: time in which this process was stopped (SIGSTOP) does not count
         while not self.over.wait(LOOK_EVERY_S):
             silent = 0.0 if self.answered else silent + LOOK_EVERY_S
             self.answered = False
@@ -197,9 +197,9 @@ class Watch:
         return None
 
     def _find_dead_ranks(self) -> None:
-        """Of this machine: to ask the store for every rank of the run would be N² calls of N ranks."""
-        there = self.store.add(self.on_machine, 0)
-        while self.known < there and self.store.check([key := f"{self.on_machine}/{self.known + 1}"]):
+        """Write a failure for a dead rank of this machine; checks of all ranks of the run would be N² calls."""
+        started = self.store.add(self.on_machine, 0)
+        while self.known < started and self.store.check([key := f"{self.on_machine}/{self.known + 1}"]):
             rank, process_id = map(int, self.store.get(key).split())
             self.neighbours[rank] = process_id
             self.known += 1
@@ -208,12 +208,12 @@ class Watch:
                 continue
             del self.neighbours[rank]
             if not self.store.check([f"done/{rank}"]) and self._read() is None:
-                died = f"rank {rank} (process {process_id}) died without an error: killed, out of memory, or a crash"
-                if self._write(Failure(rank, died)) and not started_by_kenotron():
-                    print(f"error: {died}", file=sys.stderr, flush=True)
+                message = f"rank {rank} (process {process_id}) died without an error: killed, out of memory, or a crash"
+                if self._write(Failure(rank, message)) and not started_by_kenotron():
+                    print(f"error: {message}", file=sys.stderr, flush=True)
 
     def _end_hang(self, call: hangs.PendingCall) -> None:
-        """The main thread waits, perhaps in a call that never returns: this thread reports instead."""
+        """Report a hang in place of the main thread, which may wait in a call that never returns."""
         error = self._report_hang(call)
         if isinstance(error, PeerFailed):
             self._end()
@@ -229,7 +229,7 @@ class Watch:
         self._end(exit_code=1)
 
     def _end(self, exit_code: int = ENDED_BY_ANOTHER) -> None:
-        """End this process, unless its main thread does so first."""
+        """End this process, unless its main thread ends it first."""
         abandon()
         if self.release is not None:
             self.release()
@@ -240,15 +240,15 @@ class Watch:
 
 
 def _store(rank: int) -> dist.Store:
-    """The process group's store, with keys of this run alone, through a connection of this thread alone."""
+    """Return the process group's store with a prefix for this run, and with a connection for the watch alone."""
     store: Any = default_store()
-    store = store.clone() if hasattr(store, "clone") else store  # a call that waits would hold up the others
-    number = store.add(f"kenotron/runs/{rank}", 1)  # the same on every rank, if another run went before
+    store = store.clone() if hasattr(store, "clone") else store  # a waiting call would block calls of other threads
+    number = store.add(f"kenotron/runs/{rank}", 1)  # the number of the run in these processes, equal on all ranks
     return dist.PrefixStore(f"kenotron/{number}", store)
 
 
 def _machine() -> str:
-    """Where process ids mean the same: the host (names may be equal), and on Linux the container."""
+    """Return an id of the space of process ids: the host (names may be equal), and on Linux the container."""
     namespace, boot = Path("/proc/self/ns/pid"), Path("/proc/sys/kernel/random/boot_id")
     parts = os.readlink(namespace) if namespace.exists() else "", boot.read_text().strip() if boot.exists() else ""
     return " ".join([socket.gethostname(), *parts])
@@ -259,6 +259,6 @@ def _alive(process: int) -> bool:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # another user's, so alive
+    except PermissionError:  # a process of another user
         return True
     return True

@@ -1,17 +1,17 @@
-"""A collective that not all ranks join: which one it is, which ranks have not joined it, and where they are.
+"""Find a collective that not all ranks join, the ranks that have not joined it, and the place of each rank.
 
-Torch's flight recorder numbers the collectives of every group on every rank. Rank 0 has waited longer than the timeout
-and asks the others for their status through the store of the run; their threads reply even while their programs hang:
+Torch's flight recorder numbers the collectives of every group on every rank. A rank that has waited longer than the
+timeout asks the others for their status through the store of the run; their threads reply even if their programs hang:
 
     rank 0   gather number 57 of all ranks, waiting for 3 s         at collectives.py:231 in sum_over_ranks
     rank 1   broadcast number 56 of all ranks, done                 at user_parts.py:31 in after_step
                                                                      ─▶ rank 1 has not joined number 57
 
-A rank whose program waits for its batches has not hung: then the report calls it a data stall, and says where the
-loader's thread is reading.
+A rank whose program waits for its batches does not hang: the report calls it a data stall, and says where the loader's
+thread is reading.
 
-The recorder does not count sends and receives between pipeline stages. They run into torch's own timeout a little
-later; with gloo the same report is made then, and the ranks that are not communicating are the ones waited for.
+The recorder does not count sends and receives between pipeline stages. They reach torch's own timeout a little later;
+with gloo the same report is made then, and the missing ranks are those that are not communicating.
 """
 
 import json
@@ -32,15 +32,15 @@ from kenotron.parallel.torch_internals import flight_recorder_dumps, process_gro
 ON_NCCL = " on nccl"
 STATUS_WITHIN_S = 4.0
 TIMEOUT_WORDS = ("Timed out", "timed out", "Timeout(ms)", "timeout")
-# Fields of a collective that are read here, as of the flight recorder's version 2.10.
+# The fields of a collective that are read here, in version 2.10 of the flight recorder.
 FIELDS = {"pg_id", "process_group", "collective_seq_id", "profiling_name", "time_created_ns", "retired", "is_p2p"}
 
-Identity = tuple[str, int, int]  # of a collective: group, number, when it was made
+Identity = tuple[str, int, int]  # of a collective: group, number, time of its creation
 
 
 @dataclass(frozen=True)
 class PendingCall:
-    """A call of torch.distributed that does not end: number `number` of a group; None where it is not counted."""
+    """A call of torch.distributed that does not end; `group` and `number` are None for a send or receive."""
 
     operation: str
     place: str
@@ -50,9 +50,9 @@ class PendingCall:
 
 @dataclass(frozen=True)
 class RankStatus:
-    """Where a rank's program is, and the last collective of every group that it joined.
+    """The place of a rank's program, and the last collective of every group that it joined.
 
-    `reading`: where it reads the batches that it waits for; None if it waits for none.
+    `reading` is the place where the batches are read that the rank waits for, or None if it does not wait for batches.
     """
 
     place: str
@@ -64,9 +64,10 @@ class RankStatus:
 
 @dataclass(frozen=True)
 class Hang:
-    """The ranks for which the others wait (none: all are in a collective, but not in the same), and a report for users.
+    """The ranks for which the others wait, and a report for users.
 
-    A rank that has joined may be among them: a sum of gradients is started, and the rank hangs before it waits for it.
+    `missing` is empty if all ranks are in a collective, but not in the same one. It may include a rank that has joined:
+    one that starts a sum of gradients, and hangs before it waits for the sum.
     """
 
     missing: list[int]
@@ -74,20 +75,20 @@ class Hang:
 
 
 class CollectiveTimer:
-    """Finds the collective of this rank that takes longer than a timeout, looking ten times in that time.
+    """Finds the collective of this rank that takes longer than a timeout, by ten checks in that time.
 
-    Collectives from before it was made are of an earlier run in this process, and may never have ended. Time counts
-    from the look that first sees one wait: the clock by which torch dates it may be set meanwhile.
+    Earlier collectives are of another run in this process, and may never have ended, so they are ignored. Time counts
+    from the first check that sees a collective wait, because torch's timestamps are from a clock that may be changed.
     """
 
     def __init__(self, timeout_seconds: float) -> None:
         self.timeout_seconds = timeout_seconds
         self.next_look = time.monotonic() + timeout_seconds / 10
         self.earlier = {_identity(entry) for entry in _collectives()}
-        self.seen_at: dict[Identity, float] = {}  # of those that wait
+        self.seen_at: dict[Identity, float] = {}  # waiting collective → time of the first check that saw it
 
     def timed_out(self) -> PendingCall | None:
-        """The first collective that has waited longer than the timeout."""
+        """Return the first collective that has waited longer than the timeout, or None."""
         now = time.monotonic()
         if now < self.next_look:
             return None
@@ -102,31 +103,33 @@ class CollectiveTimer:
 
 
 def is_timeout(error: BaseException | None) -> bool:
-    """Whether torch gave up waiting for another rank."""
+    """Return whether torch gave up waiting for another rank."""
     while error is not None:
-        about_ranks = isinstance(error, dist.DistError) or "gloo" in str(error)
-        if about_ranks and any(word in str(error) for word in TIMEOUT_WORDS):
+        is_distributed = isinstance(error, dist.DistError) or "gloo" in str(error)
+        if is_distributed and any(word in str(error) for word in TIMEOUT_WORDS):
             return True
         error = error.__cause__ or error.__context__
     return False
 
 
 def call_that_raised(error: BaseException) -> PendingCall:
-    """The call that gave up with `error`, from its traceback."""
+    """Return the call that gave up with `error`, from its traceback."""
     while error.__cause__ is not None:
         error = error.__cause__
-    calls = traceback.extract_tb(error.__traceback__)
-    ours = [call for call in calls if f"{Path('torch')}/" not in call.filename]
-    known = [call.name for call in calls if call.name in dir(dist)]
-    place = f"{Path(ours[-1].filename).name}:{ours[-1].lineno} in {ours[-1].name}" if ours else "an unknown place"
-    return PendingCall(known[-1] if known else "a send or receive", place)
+    frames = traceback.extract_tb(error.__traceback__)
+    outside = [frame for frame in frames if f"{Path('torch')}/" not in frame.filename]
+    calls = [frame.name for frame in frames if frame.name in dir(dist)]
+    place = "an unknown place"
+    if outside:
+        place = f"{Path(outside[-1].filename).name}:{outside[-1].lineno} in {outside[-1].name}"
+    return PendingCall(calls[-1] if calls else "a send or receive", place)
 
 
 # ---- status of all ranks -----------------------------------------------------------------------------------
 
 
 def reply_with_status(store: dist.Store, rank: int) -> None:
-    """Write this rank's status into the store, if a rank has asked for it."""
+    """Write this rank's status to the store, if a rank has asked for it."""
     if store.check(["status/asked"]) and not store.check([f"status/{rank}"]):
         store.set(f"status/{rank}", json.dumps(asdict(_status())))
 
@@ -134,9 +137,9 @@ def reply_with_status(store: dist.Store, rank: int) -> None:
 def find_hang(
     store: dist.Store, rank: int, size: int, call: PendingCall, timeout_seconds: float, within: float = STATUS_WITHIN_S
 ) -> Hang:
-    """Ask all ranks for their status: which did not join `call`, and a report with a summary and the place of each.
+    """Ask all ranks for their status; return those that did not join `call`, and a report with the place of each.
 
-    Ranks that do not reply `within` seconds are reported so.
+    The report names ranks that do not reply `within` seconds.
     """
     store.set("status/asked", str(rank))
     reply_with_status(store, rank)
@@ -144,54 +147,54 @@ def find_hang(
     keys = [f"status/{other}" for other in range(size)]
     while not store.check(keys) and time.monotonic() < until:
         time.sleep(0.1)
-    found = [RankStatus(**json.loads(store.get(key))) if store.check([key]) else None for key in keys]
+    statuses = [RankStatus(**json.loads(store.get(key))) if store.check([key]) else None for key in keys]
 
     members = _members(call.group) or list(range(size))
-    missing, blame = verdict(call, rank, members, found)
+    missing, blame = verdict(call, rank, members, statuses)
     among = "" if call.number is None else f" (number {call.number}) of {ranks_in_words(members, size)}"
     limit = f"more than {timeout_seconds:g} s (parallelism.timeout_seconds)"
     lines = [f"rank {rank} has waited {limit} in {call.operation}{among}: {blame}", f"  rank {rank}: at {call.place}"]
-    places: dict[str, list[int]] = {}  # of a thousand ranks most are at the same one
-    for other, status in enumerate(found):
+    places: dict[str, list[int]] = {}  # grouped, because most of a thousand ranks are at one place
+    for other, status in enumerate(statuses):
         if other != rank:
-            places.setdefault(_described(status), []).append(other)
+            places.setdefault(_describe(status), []).append(other)
     lines += [f"  {ranks_in_words(ranks)}: {place}" for place, ranks in places.items()]
     return Hang(missing, "\n".join(lines))
 
 
 def verdict(
-    call: PendingCall, rank: int, members: Sequence[int], found: Sequence[RankStatus | None]
+    call: PendingCall, rank: int, members: Sequence[int], statuses: Sequence[RankStatus | None]
 ) -> tuple[list[int], str]:
-    """The ranks for which `rank` waits in `call` of the ranks `members`, and why they are the ones.
+    """Return the ranks for which `rank` waits in `call` of the ranks `members`, and the reason in words.
 
-    `found` has the status of every rank of the run; None: it did not reply.
+    `statuses` has the status of every rank of the run, or None if it did not reply.
     """
-    absent = [other for other in members if other != rank and not _has_joined(call, found[other])]
-    idle = [other for other, status in enumerate(found) if status is None or not status.communicating]
-    if idle and not set(idle) & set(absent):  # those that are absent wait for one of another group
-        return idle, f"all others wait for {ranks_in_words(idle)}{_data_stall(idle, found)}"
+    absent = [other for other in members if other != rank and not _has_joined(call, statuses[other])]
+    idle = [other for other, status in enumerate(statuses) if status is None or not status.communicating]
+    if idle and not set(idle) & set(absent):  # the absent ranks themselves wait for a rank of another group
+        return idle, f"all others wait for {ranks_in_words(idle)}{_data_stall(idle, statuses)}"
     if absent:
         missing = [other for other in absent if other in idle] or absent
-        return missing, f"{ranks_in_words(missing)} did not join it{_data_stall(missing, found)}"
+        return missing, f"{ranks_in_words(missing)} did not join it{_data_stall(missing, statuses)}"
     return [], "all are in a collective, but not in the same one"
 
 
-def _data_stall(missing: Sequence[int], found: Sequence[RankStatus | None]) -> str:
-    """What to add if all of the ranks `missing` wait for their batches."""
-    if any((status := found[other]) is None or status.reading is None for other in missing):
+def _data_stall(missing: Sequence[int], statuses: Sequence[RankStatus | None]) -> str:
+    """Return an addition to the report if all of the ranks `missing` wait for their batches, else ""."""
+    if any((status := statuses[other]) is None or status.reading is None for other in missing):
         return ""
     return f", a data stall: {'it waits for its' if len(missing) == 1 else 'they wait for their'} batches"
 
 
 def _has_joined(call: PendingCall, status: RankStatus | None) -> bool:
-    """By number where collectives are numbered; else whether the rank is communicating at all."""
+    """Return whether a rank joined `call`, by its number, or if it has none, whether the rank is communicating."""
     if status is None or call.number is None or call.group is None:
         return status is not None and status.communicating
     number, _ = status.last.get(call.group, (0, ""))
     return number >= call.number
 
 
-def _described(status: RankStatus | None) -> str:
+def _describe(status: RankStatus | None) -> str:
     if status is None:
         return "did not reply"
     if status.waiting is not None:
@@ -207,9 +210,9 @@ def _described(status: RankStatus | None) -> str:
 
 
 def _members(group: str | None) -> list[int]:
-    """The ranks of a group, by its name as of `_group`; empty if this rank is not in it."""
-    found = process_groups().get((group or "").removesuffix(IN_MEMORY).removesuffix(ON_NCCL))
-    return [] if found is None else dist.get_process_group_ranks(found)
+    """Return the ranks of a group by its name from `_group`; none if this rank is not in it."""
+    process_group = process_groups().get((group or "").removesuffix(IN_MEMORY).removesuffix(ON_NCCL))
+    return [] if process_group is None else dist.get_process_group_ranks(process_group)
 
 
 # ---- this rank ---------------------------------------------------------------------------------------------
@@ -228,16 +231,17 @@ def _status() -> RankStatus:
 
 
 def _collectives() -> list[dict[str, Any]]:
-    """Collectives of this process that torch has recorded, oldest first.
+    """Return the collectives of this process that torch has recorded, oldest first.
 
-    One that `waits` has not ended, and none after it in its group has: NCCL leaves the parts of a batch open forever.
-    Sends and receives are left out for the same reason, and because gloo does not record them.
+    A collective `waits` if neither it nor a later one of its group has ended, because NCCL never ends the parts of a
+    batch. Sends and receives are left out for the same reason, and because gloo does not record them.
     """
     entries: list[dict[str, Any]] = []
     for dump in flight_recorder_dumps():
-        groups, found = dump.get("pg_status", {}), [each for each in dump.get("entries", []) if each.keys() >= FIELDS]
-        with_sends = {each["pg_id"] for each in found if each["is_p2p"]}  # whose number the last completed may be
-        for entry in found:
+        groups = dump.get("pg_status", {})
+        recorded = [entry for entry in dump.get("entries", []) if entry.keys() >= FIELDS]
+        with_sends = {entry["pg_id"] for entry in recorded if entry["is_p2p"]}  # the last completed may be a send
+        for entry in recorded:
             if not entry["is_p2p"]:
                 status = {} if entry["pg_id"] in with_sends else groups.get(str(entry["pg_id"]), {})
                 ended = int(status.get("last_completed_collective", -1))
@@ -246,15 +250,15 @@ def _collectives() -> list[dict[str, Any]]:
 
 
 def _identity(entry: dict[str, Any]) -> Identity:
-    """What no other collective of this process has."""
+    """Return a key that is unique among the collectives of this process."""
     return entry["process_group"][0], entry["collective_seq_id"], entry["time_created_ns"]
 
 
 def _group(entry: dict[str, Any]) -> str:
-    """Torch's name of the group; with NCCL's own mark, as it numbers its collectives of a group apart from gloo's."""
+    """Return torch's name of the group, with a suffix for NCCL, which numbers the collectives apart from gloo."""
     return entry["process_group"][0] + (ON_NCCL if entry["profiling_name"].startswith("nccl:") else "")
 
 
 def _operation(entry: dict[str, Any]) -> str:
-    """``gloo:all_reduce`` → all_reduce."""
+    """Return ``all_reduce`` for ``gloo:all_reduce``."""
     return entry["profiling_name"].split(":", 1)[-1]

@@ -1,12 +1,12 @@
-"""The ranks of a layout on this machine, through torch's elastic launcher.
+"""Start the ranks of a layout on this machine, with torch's elastic launcher.
 
     start_ranks(config, work)       in the terminal's process
-      └─ elastic_launch             torch: a store on a free port, the processes, who has died
+      └─ elastic_launch             torch: a store on a free port, the processes, and which of them have died
            ├─ rank 0                console: this process's own stdout and stderr, terminal or not
            └─ rank 1                <log_dir>/<run>/ranks/1.log
 
-SIGTERM, SIGUSR1 and Ctrl-C are forwarded to the ranks, which agree on the step, save, and exit with 0. A rank that
-fails ends all (`failures`), and its error is raised here as if it had happened here.
+SIGTERM, SIGUSR1 and Ctrl-C are forwarded to the ranks, which agree on a step, save, and exit with 0. A rank that fails
+ends all ranks (`failures`), and its error is raised in this process.
 """
 
 import json
@@ -27,7 +27,7 @@ from typing import Any
 
 from kenotron.config.dotted import search_path
 from kenotron.config.errors import InputError, RunFailed, os_errors
-from kenotron.launch.environment import check_devices, threads_each
+from kenotron.launch.environment import check_devices, threads_per_rank
 from kenotron.launch.error_records import ENDED_BY_ANOTHER
 from kenotron.launch.functions import RankConfig, WhyKilled, function_path
 
@@ -45,8 +45,8 @@ def start_ranks(
 ) -> None:
     """Call ``work(config, mesh, device, **options)`` in as many processes as the layout needs, and wait for them.
 
-    The arguments are those of `work_on_ranks`. Raises the error of the rank that failed first, InputError or RunFailed;
-    KeyboardInterrupt if they were stopped before they could save.
+    The arguments are described in `work_on_ranks`. Raises the error of the rank that failed first, InputError or
+    RunFailed, or KeyboardInterrupt if the ranks were stopped before they could save.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -64,11 +64,11 @@ def start_ranks(
             nproc_per_node=count,
             run_id=uuid.uuid4().hex,
             rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",  # any free port: two launches never meet
+            rdzv_endpoint="localhost:0",  # any free port, so that two launches never meet
             local_addr="localhost",
             max_restarts=0,
             signals_to_handle="SIGQUIT",  # the other signals are forwarded
-            logs_specs=_output(count, folder, logs),
+            logs_specs=_log_specs(count, folder, logs),
         )
         arguments = ["-P", "-m", "kenotron.launch.rank", str(folder)]
         with signals_forwarded(folder, count) as forwarded:
@@ -83,7 +83,7 @@ def start_ranks(
 
 
 def write_work(folder: Path, config: RankConfig, work: Callable[..., object], options: dict[str, object]) -> None:
-    """Write what the ranks call to ``work.json`` (`rank.read_work`)."""
+    """Write the function and its arguments to ``work.json``, for `rank.read_work`."""
     content = {
         "work": function_path(work),
         "config_class": function_path(type(config)),
@@ -96,8 +96,8 @@ def write_work(folder: Path, config: RankConfig, work: Callable[..., object], op
 # ---- the ranks' output and environment -----------------------------------------------------------------------
 
 
-def _output(count: int, folder: Path, logs: Path) -> Any:
-    """Where the ranks write, and the variables of their environment."""
+def _log_specs(count: int, folder: Path, logs: Path) -> Any:
+    """Return torch's specification of the ranks' output files, which also sets their environment variables."""
     from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 
     class Output(LogsSpecs):
@@ -117,18 +117,18 @@ def _output(count: int, folder: Path, logs: Path) -> Any:
 
 
 def rank_variables(count: int, folder: Path) -> dict[str, str]:
-    """Variables of a rank's environment besides torch's own and the user's, which are kept."""
+    """Return the environment variables of a rank, except torch's own and those that the user has set."""
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
-    wanted = {
-        "OMP_NUM_THREADS": str(threads_each(count)),
-        "GLOO_SOCKET_IFNAME": loopback,  # all are on this machine, whatever its name resolves to
+    defaults = {
+        "OMP_NUM_THREADS": str(threads_per_rank(count)),
+        "GLOO_SOCKET_IFNAME": loopback,  # all ranks are on this machine, whatever its name resolves to
     }
-    variables = {name: value for name, value in wanted.items() if value is not None and name not in os.environ}
+    variables = {name: value for name, value in defaults.items() if value is not None and name not in os.environ}
     return variables | {"KENOTRON_LAUNCH": str(folder), "PYTHONPATH": search_path(), "PYTHONUNBUFFERED": "1"}
 
 
 def fresh_log(logs: Path, rank: int) -> Path:
-    """``ranks/1.log``, after renaming an earlier launch's to ``1-until-<time>.log``."""
+    """Return ``ranks/1.log``, after renaming the log of an earlier launch to ``1-until-<time>.log``."""
     path = logs / f"{rank}.log"
     with os_errors(f"logging.log_dir: cannot write to {logs}"):
         logs.mkdir(parents=True, exist_ok=True)
@@ -140,7 +140,7 @@ def fresh_log(logs: Path, rank: int) -> Path:
 
 @contextmanager
 def _quiet_launcher() -> Iterator[None]:
-    """Silence the page that torch's launcher logs about a failure; `cause` has the line that matters."""
+    """Silence the page that torch's launcher logs about a failure; `cause` returns the error to report."""
     prefix = "torch.distributed.elastic"
     names = [name for name in logging.root.manager.loggerDict if name.startswith(prefix)]
     levels = {name: logging.getLogger(name).level for name in [*names, prefix]}
@@ -158,22 +158,22 @@ def _quiet_launcher() -> Iterator[None]:
 
 @contextmanager
 def signals_forwarded(folder: Path, count: int) -> Iterator[list[int]]:
-    """Forward signals to the ranks within the block; yields the list of those received."""
+    """Forward signals to the ranks within the block, and yield the list of the received signals."""
     forwarded: list[int] = []
 
     def forward(number: int, frame: FrameType | None) -> None:
         processes = [int(path.read_text()) for path in folder.glob("*.pid")]
         forwarded.append(number)
-        if len(processes) < count:  # they are just being started: the launcher ends them
+        if len(processes) < count:  # the ranks are being started: the launcher ends them
             raise KeyboardInterrupt
         for process in processes:
             try:
                 os.kill(process, number)
             except ProcessLookupError:
-                continue  # it has ended
+                continue
 
     previous = {}
-    if threading.current_thread() is threading.main_thread():  # Python delivers signals to no other
+    if threading.current_thread() is threading.main_thread():  # Python allows signal handlers only there
         previous = {number: signal.signal(number, forward) for number in FORWARDED}
     try:
         yield forwarded
@@ -183,33 +183,33 @@ def signals_forwarded(folder: Path, count: int) -> Iterator[list[int]]:
 
 
 def show_cursor() -> None:
-    """Show the cursor, which rank 0 hides for its progress bar and may not have shown again."""
+    """Show the cursor, which a killed rank 0 may have hidden for its progress bar."""
     if sys.stdout.isatty():
         print("\x1b[?25h", end="", flush=True)
 
 
-# ---- what went wrong ---------------------------------------------------------------------------------------
+# ---- the cause of a failure ---------------------------------------------------------------------------------------
 
 
 def cause(
     exit_codes: Mapping[int, int], stopped: bool, why_killed: WhyKilled | None, folder: Path, logs: Path
 ) -> BaseException:
-    """The failure that made all ranks end, as an error of this process; `exit_codes` are of those that have failed."""
+    """Return the failure that ended all ranks as an error of this process; `exit_codes` are of the failed ranks."""
     records = sorted(folder.glob("[0-9]*.json"), key=lambda path: path.stat().st_mtime_ns)
     if records:
-        return _recorded(int(records[0].stem), json.loads(records[0].read_text())["message"], folder, logs)
+        return _recorded_error(int(records[0].stem), json.loads(records[0].read_text())["message"], folder, logs)
     if stopped:
         return KeyboardInterrupt()
-    rank = min(exit_codes, key=lambda each: _innocence(exit_codes[each]))
+    rank = min(exit_codes, key=lambda rank: _suspicion(exit_codes[rank]))
     code = exit_codes[rank]
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    why = why_killed(-code) if why_killed is not None and code < 0 else None
-    why = USUAL_CAUSES.get(-code, "") if why is None else why
-    return RunFailed(f"rank {rank} {how}{'; ' if why else ''}{why}{_last_words(rank, folder, logs)}")
+    end = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    reason = why_killed(-code) if why_killed is not None and code < 0 else None
+    reason = USUAL_CAUSES.get(-code, "") if reason is None else reason
+    return RunFailed(f"rank {rank} {end}{'; ' if reason else ''}{reason}{_last_output(rank, folder, logs)}")
 
 
-def _recorded(rank: int, message: dict[str, Any], folder: Path, logs: Path) -> Exception:
-    """The error that rank `rank` has recorded (`error_records.record`)."""
+def _recorded_error(rank: int, message: dict[str, Any], folder: Path, logs: Path) -> Exception:
+    """Return the error that rank `rank` has recorded (`error_records.record`)."""
     if message["errorCode"] == 2:
         return InputError(message["message"])
     if message["extraInfo"]["for_users"]:
@@ -219,20 +219,19 @@ def _recorded(rank: int, message: dict[str, Any], folder: Path, logs: Path) -> E
     return RunFailed(f"rank {rank}: {message['message']}\n{stack}{log}")
 
 
-def _innocence(exit_code: int) -> int:
-    """0: killed by a signal; 1: exited by itself; 2: exited because another failed; 3: ended by the launcher."""
-    if exit_code == -signal.SIGTERM:
-        return 3
-    return 0 if exit_code < 0 else 2 if exit_code == ENDED_BY_ANOTHER else 1
+def _suspicion(exit_code: int) -> int:
+    """Return a sort key, the probable cause first: killed, exited by itself, ended by another rank, by the launcher."""
+    order = {-signal.SIGTERM: 3, ENDED_BY_ANOTHER: 2}
+    return order.get(exit_code, 0 if exit_code < 0 else 1)
 
 
-def _last_words(rank: int, folder: Path, logs: Path) -> str:
-    """The last output of a rank that recorded no error; from a native crash on, if there was one."""
+def _last_output(rank: int, folder: Path, logs: Path) -> str:
+    """Return the last output of a rank that recorded no error, starting with the native crash if there is one."""
     if rank == 0:
-        return ""  # its output is on the console
+        return ""  # the console has it
     early, log = folder / f"{rank}.stderr", logs / f"{rank}.log"
     path = early if early.exists() and early.stat().st_size else log
     lines = path.read_text(errors="replace").splitlines() if path.exists() else []
     crash = next((number for number, line in enumerate(lines) if line.startswith("Fatal Python error")), None)
-    shown = lines[-10:] if crash is None else lines[crash : crash + 40]
-    return "\n".join([f"\nThe end of its output, {log}:", *(f"  {line}" for line in shown)]) if shown else ""
+    end = lines[-10:] if crash is None else lines[crash : crash + 40]
+    return "\n".join([f"\nThe end of its output, {log}:", *(f"  {line}" for line in end)]) if end else ""

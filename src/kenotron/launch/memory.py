@@ -1,11 +1,11 @@
-"""A memory or disk that is too small: what a run says then, and before it starts.
+"""Explain errors about memory and disks that are too small, and warn of them before a run starts.
 
 with machine_limits(config, device):
     train(…)              # torch.OutOfMemoryError → RunFailed("out of memory …; try tokens.micro_batch_size=2 …")
 
-Linux grants most allocations, and kills a process that then uses more than there is. So a run that may be too large
-asks the planner first, and warns; and `why_killed` says what a rank was killed for. `machine_memory` has what the
-machine offers.
+Linux grants most allocations, and kills a process that then uses too much memory. So a run that may be too large asks
+the planner first and warns, and `why_killed` returns the reason why a rank was killed. `machine_memory` reads the
+memory of the machine.
 """
 
 import errno
@@ -33,9 +33,9 @@ SPLIT = "split the model: parallelism.tp, parallelism.pp, optimizer.zero_stage: 
 
 @contextmanager
 def machine_limits(config: Config, device: torch.device, *, warn: bool = False) -> Iterator[None]:
-    """Raise RunFailed, with what to do, in place of torch's and Python's errors about memory and disks.
+    """Convert torch's and Python's errors about memory and disks to RunFailed, with advice.
 
-    `warn`: print a warning first if the run will need more than there is.
+    With `warn`, print a warning first if the run will need too much memory.
     """
     ranks = ranks_from_environment()
     free = free_memory(device, ranks.local_world_size)
@@ -46,7 +46,7 @@ def machine_limits(config: Config, device: torch.device, *, warn: bool = False) 
     except Exception as error:
         if _out_of_memory(error):
             raise RunFailed(f"out of memory ({first_line(error)}); {advice(config)}") from error
-        if type(error).__name__ == "FailOnRecompileLimitHit":  # of torch._dynamo, which takes seconds to import
+        if type(error).__name__ == "FailOnRecompileLimitHit":  # torch._dynamo takes seconds to import
             raise RunFailed(
                 "model.compile: a function of the model was compiled as often as model_parts.COMPILATIONS allows, and "
                 "would go on uncompiled; torch's warning above says what changes; expected numbers and shapes that few "
@@ -61,11 +61,11 @@ def machine_limits(config: Config, device: torch.device, *, warn: bool = False) 
 
 
 def why_killed(config: Config, kills_before: int | None, number: int) -> str | None:
-    """Why a rank of `config` on this machine was killed by the signal `number`; None where that is not known.
+    """Return the reason why a rank of `config` on this machine was killed by the signal `number`, or None.
 
-    `kills_before` is `out_of_memory_kills` before the ranks were started. "" if memory was not the reason of a SIGKILL.
+    `kills_before` is `out_of_memory_kills` before the start of the ranks. Return "" if a SIGKILL was not for memory.
     """
-    if number == signal.SIGBUS:  # perhaps a token file is shorter than when the run mapped it into its memory
+    if number == signal.SIGBUS:  # a memory-mapped token file may have been truncated
         from kenotron.data.stage_plan import check_files
 
         try:
@@ -77,10 +77,10 @@ def why_killed(config: Config, kills_before: int | None, number: int) -> str | N
         return None
     if kills == kills_before:
         return ""
-    said = "memory? The kernel has killed processes for lack of it since the run began"
-    if accelerators():  # which have the weights: the advice is not for the host's memory
-        return f"out of host {said}"
-    return f"out of {said}; {advice(config)}"
+    reason = "memory? The kernel has killed processes for lack of it since the run began"
+    if accelerators():  # the advice is for the memory of weights and activations, which is the accelerator's
+        return f"out of host {reason}"
+    return f"out of {reason}; {advice(config)}"
 
 
 def _out_of_memory(error: Exception) -> bool:
@@ -90,7 +90,7 @@ def _out_of_memory(error: Exception) -> bool:
 
 
 def free_memory(device: torch.device, ranks_on_machine: int) -> int | None:
-    """Bytes that a rank may use on `device` besides what its process has; None where that is not known."""
+    """Return the bytes that a rank may still allocate on `device`, or None if they are unknown."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     available = available_memory()
@@ -103,9 +103,9 @@ def free_memory(device: torch.device, ranks_on_machine: int) -> int | None:
 
 
 def too_large(config: Config, free: int) -> str | None:
-    """What is wrong if rank 0 will need more than `free` bytes; None if it will not, or that cannot be predicted.
+    """Return a warning if rank 0 will need more than `free` bytes; None if not, or if that cannot be predicted.
 
-    The planner takes seconds: it is asked if weights, gradients and two moments in fp32 would fill half of `free`.
+    The planner takes seconds, so it is used only if weights, gradients and two moments in fp32 fill half of `free`.
     """
     layout = config.parallelism
     with torch.device("meta"):
@@ -125,7 +125,7 @@ def too_large(config: Config, free: int) -> str | None:
 
 
 def advice(config: Config) -> str:
-    """What to change in `config`, which did not fit, at the same global batch."""
+    """Return advice for a `config` that did not fit, which keeps the global batch."""
     from kenotron.planner.verdict import in_batches_of
 
     tokens, layout = config.tokens, config.parallelism

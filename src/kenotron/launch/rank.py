@@ -1,8 +1,7 @@
-"""What a process that `local.start_ranks` started runs: ``python -m kenotron.launch.rank FOLDER``.
+"""The main program of a rank that `local.start_ranks` started: ``python -m kenotron.launch.rank FOLDER``.
 
-FOLDER is the launcher's, for the time of the run: it holds the config and the work for this rank, and receives its
-process id, for signals. An error goes to the file that torch's launcher reads: the launcher reports it, and this
-process only writes it to its own log file.
+FOLDER is the launcher's temporary folder: it has the config and the work of the ranks, and gets their process ids, for
+signals. An error is written to the file that torch's launcher reads, and to the rank's log; the launcher reports it.
 """
 
 import faulthandler
@@ -28,17 +27,17 @@ def main() -> None:
     folder = Path(sys.argv[1])
     replace_file(folder / f"{os.environ['RANK']}.pid", str(os.getpid()).encode(), durable=False)
     if os.environ["RANK"] != "0":
-        os.dup2(1, 2)  # one log file; until here it was another, because torch's launcher opens one for each
-    faulthandler.enable()  # a crash in native code leaves its Python stack there
+        os.dup2(1, 2)  # one log file from here on; torch's launcher opens a second one for stderr
+    faulthandler.enable()  # writes the Python stack of a crash in native code to the log
     code = run(folder)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     if code:
-        os._exit(code)  # threads that are still running may wait for ranks that are gone
+        os._exit(code)  # other threads may wait for ranks that are gone
 
 
 def run(folder: Path) -> int:
-    """Do the work of `folder`; returns the exit code."""
+    """Do the work of `folder` and return the exit code."""
     from kenotron.launch import work_on_ranks
 
     try:
@@ -56,14 +55,14 @@ def run(folder: Path) -> int:
 
 
 def read_work(folder: Path) -> tuple[RankConfig, Callable[..., Any], dict[str, Any]]:
-    """Config, function and options of the launcher's `local.write_work`."""
-    given = json.loads((folder / "work.json").read_text(encoding="utf-8"))
-    config = resolve_name(given["config_class"]).model_validate(given["config"])
-    return config, resolve_name(given["work"]), given["options"]
+    """Return the config, function and options that `local.write_work` wrote."""
+    content = json.loads((folder / "work.json").read_text(encoding="utf-8"))
+    config = resolve_name(content["config_class"]).model_validate(content["config"])
+    return config, resolve_name(content["work"]), content["options"]
 
 
 def note(text: str) -> None:
-    """Write to this rank's log file; rank 0 has none, as it shares the launcher's console."""
+    """Write to this rank's log file; rank 0 has none, because it shares the launcher's console."""
     if os.environ["RANK"] != "0":
         print(text, file=sys.stderr)
 

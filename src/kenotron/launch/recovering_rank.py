@@ -1,12 +1,12 @@
-"""What a process of `recovery` runs: ``python -m kenotron.launch.recovering_rank FOLDER LOGS PORT NUMBER``.
+"""The main program of a process of `recovery`: ``python -m kenotron.launch.recovering_rank FOLDER LOGS PORT NUMBER``.
 
 It imports everything, waits for a generation in which it has a place, does the work of that rank, and waits again if
-another rank fails. FOLDER is the launcher's, as in `rank`; rank r > 0 writes to LOGS/r.log; PORT is of the launcher's
-store:
+another rank fails. FOLDER is the launcher's temporary folder, as in `rank`; rank r > 0 writes to LOGS/r.log; PORT is
+the port of the launcher's store:
 
     ready/2          process 2 has imported everything
     generation/1     {"0": 0, "2": 1}: in generation 1 process 0 is rank 0 and process 2 is rank 1
-    hang/0           which ranks hang in generation 0
+    hang/0           the ranks that hang in generation 0, and the report
     left/0/0         process 0 has left the group of generation 0
 """
 
@@ -48,14 +48,14 @@ TRAINING = ("training.build", "parallel.data", "parallel.tensor", "parallel.pipe
 
 
 def main() -> None:
-    """Take the places that this process is given, until the work of one is done; exits with its code."""
+    """Work in each place that this process gets, until the work of one is done, and exit with its code."""
     folder, logs, port, number = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
     end_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C on the terminal is for ranks
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C on the terminal is only for processes with a rank
     warm_up(folder)
     console = os.dup(1), os.dup(2)
     redirect(folder / f"process-{number}.log")
-    faulthandler.enable()  # a crash in native code leaves its Python stack in the log
+    faulthandler.enable()  # writes the Python stack of a crash in native code to the log
     before = memory(CPU)["allocated"]
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     store.set(f"ready/{number}", "")
@@ -70,7 +70,7 @@ def main() -> None:
             for stream in (sys.stdout, sys.stderr):
                 stream.flush()
             if code is not None:
-                os._exit(code)  # threads that are still running may wait for ranks that are gone
+                os._exit(code)  # other threads may wait for ranks that are gone
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             gc.collect()  # the model of this generation, before the next one is built
             if keeps_memory(before):
@@ -80,7 +80,7 @@ def main() -> None:
 
 
 def warm_up(folder: Path) -> None:
-    """Import what the work imports late, where it is needed: seconds that the other ranks would wait."""
+    """Import the modules that the work would import late, and build the model once, to save seconds after a fault."""
     for module in ("torch.distributed.fsdp", *(f"kenotron.{name}" for name in TRAINING)):
         importlib.import_module(module)
     config, _, _ = read_work(folder)
@@ -88,13 +88,13 @@ def warm_up(folder: Path) -> None:
         with torch.device("meta"):
             build(config.model)
     gc.collect()
-    gc.freeze()  # a collection looks at what a run has made, and not for 0.2 s at what was imported
+    gc.freeze()  # later collections skip imported objects, which takes 0.2 s less
 
 
 def keeps_memory(before: int) -> bool:
-    """Whether most of a run's memory is held after it, as FSDP2 does after an error; `before`: without a run.
+    """Return whether most of a run's memory is still held after it, as FSDP2 does after an error.
 
-    On a GPU any that is worth a look: the next run has to fit beside it.
+    `before` is the memory before the run. On a GPU, 256 MiB are enough, because the next run has to fit beside them.
     """
     if torch.cuda.is_initialized() and torch.cuda.memory_allocated() > LEAST_LEAK_BYTES:
         return True
@@ -103,7 +103,7 @@ def keeps_memory(before: int) -> bool:
 
 
 def take_place(rank: int, generation: int, folder: Path, logs: Path, console: tuple[int, int]) -> None:
-    """Be rank `rank`: by environment, output and process id, as if started as that rank."""
+    """Set environment, output and process id file as if this process had been started as `rank`."""
     records = folder / f"generation-{generation}"
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "TORCHELASTIC_ERROR_FILE": str(records / f"{rank}.json")}
     if rank == 0:
@@ -116,7 +116,7 @@ def take_place(rank: int, generation: int, folder: Path, logs: Path, console: tu
 
 
 def redirect(log: Path) -> None:
-    """Append what this process writes from here on to `log`."""
+    """Append the output of this process to `log` from now on."""
     log.parent.mkdir(parents=True, exist_ok=True)
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     os.dup2(file, 1)
@@ -125,7 +125,7 @@ def redirect(log: Path) -> None:
 
 
 def run(folder: Path, generation: int, store: dist.TCPStore) -> int | None:
-    """Do the work of `folder` in the group of `generation`; the exit code, or None if another rank has failed."""
+    """Do the work of `folder` in the group of `generation`; return the exit code, or None if another rank failed."""
 
     def report_hang(ranks: Sequence[int], report: str) -> None:
         store.set(f"hang/{generation}", json.dumps({"ranks": list(ranks), "report": report}))
@@ -155,10 +155,10 @@ def run(folder: Path, generation: int, store: dist.TCPStore) -> int | None:
 
 
 def break_connections(store_port: int) -> None:
-    """Shut down this process's connections to other ranks: collectives end with an error, here and there.
+    """Shut down this process's connections to other ranks, so that collectives of both ends raise errors.
 
-    Gloo closes them only when nothing refers to its groups any more, which FSDP2 does after an error, and its abort
-    leaves the other ranks waiting. They are the connections over the loopback interface, besides those to the store.
+    Gloo closes them only when its groups are freed, which FSDP2 prevents after an error, and its abort leaves the other
+    ranks waiting. They are all connections of the loopback interface except those to the store.
     """
     for descriptor in map(int, os.listdir("/proc/self/fd") if sys.platform.startswith("linux") else ()):
         with contextlib.suppress(OSError):  # not connected, or closed meanwhile

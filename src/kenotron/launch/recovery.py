@@ -1,4 +1,4 @@
-"""Ranks that are replaced: a spare process, which has imported everything, takes the place of one that dies or hangs.
+"""Replace ranks that die or hang: a spare process, which has imported everything, takes the rank's place.
 
     kenotron train my.yaml parallelism.dp=2 --spares 1
 
@@ -7,12 +7,12 @@
     process 2    waits ──────────────────────────────────────▶ rank 1 ───▶
     process 3                      started ──────────────────▶ waits
 
-A generation is one process group and the place of each process in it. When a rank fails, the others leave the group by
-the error that a closed connection raises, their processes stay, and in the next generation all ranks call their work
-again: training resumes from its newest complete checkpoint, as after a restart, but without the seconds it takes.
+A generation is one process group and the rank of each process in it. When a rank fails, the others leave the group
+through the error of a closed connection, their processes stay, and in the next generation all ranks call their work
+again: training resumes from its newest complete checkpoint, as after a restart, but without the seconds of a start.
 
-What a new process cannot fix ends the run as without spares: wrong input, an error that a run means to end with,
-or three faults with no new checkpoint between them.
+Faults that a new process cannot fix end the run as without spares: wrong input, a RunFailed that a run raises, or three
+faults without a new checkpoint between them.
 """
 
 import json
@@ -32,10 +32,10 @@ from kenotron.launch.local import cause, fresh_log, rank_variables, show_cursor,
 from kenotron.launch.machine_memory import system_file
 
 LOOK_EVERY_S = 0.05
-LEAVE_WITHIN_S = 5.0  # how long a rank may take to leave the group of one that has failed; else it is replaced, too
-STOPPED_FOR_S = 1.0  # a process that is stopped (SIGSTOP) for longer has failed; a whole job that is stopped has not
-DIES_WITHIN_S = 60.0  # a killed process; one that waits for a dead file server does not
-START_SPARES_EVERY_S = 5.0  # not with a generation, whose ranks need the cores until they train again
+LEAVE_WITHIN_S = 5.0  # a rank that takes longer to leave the group of a failed rank is replaced, too
+STOPPED_FOR_S = 1.0  # a process that is stopped (SIGSTOP) for longer has failed, unless the whole job is stopped
+DIES_WITHIN_S = 60.0  # a killed process that lives longer may wait for a dead file server
+START_SPARES_EVERY_S = 5.0  # not at the start of a generation, whose ranks need the cores until they train
 MOST_FAULTS_WITHOUT_PROGRESS = 3
 
 
@@ -47,10 +47,10 @@ def start_ranks_with_spares(
     progress: Callable[[], object],
     why_killed: WhyKilled | None = None,
 ) -> None:
-    """`local.start_ranks` with `spares` more processes, which replace ranks that fail.
+    """Start ranks as `local.start_ranks` does, with `spares` more processes, which replace ranks that fail.
 
-    `work` is called again on all ranks after a fault, and continues where it was; `progress` is equal before and after
-    faults between which nothing was saved. Raises the error that cannot be recovered from.
+    `work` is called again on all ranks after a fault, and resumes; `progress` returns equal values if nothing was saved
+    between two faults. Raises the error from which the run cannot recover.
     """
     count = config.parallelism.world_size
     check_devices(count)
@@ -84,28 +84,28 @@ class ReplacedRanks:
         from torch.distributed import TCPStore
 
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self.processes: list[subprocess.Popen[bytes]] = []  # all that were started, by number
+        self.processes: list[subprocess.Popen[bytes]] = []  # number → process, for all that were started
         self.places: list[int] = []  # rank → number of its process, in this generation
         self.generation = -1
-        self.started_at = 0.0  # when spares were last looked after
+        self.started_at = 0.0  # time of the last call of _ensure_idle
         self.stopped_since: dict[int, float] = {}
         self.last_progress: object = None
         self.faults_since = 0
 
     def run(self) -> None:
         """Start the processes and replace those that fail, until all ranks are done."""
-        self._fill_up(self.count + self.spares)
-        self._begin([None] * self.count)
+        self._ensure_idle(self.count + self.spares)
+        self._begin_generation([None] * self.count)
         while any(self.processes[number].poll() != 0 for number in self.places):
             time.sleep(LOOK_EVERY_S)
             failed, why = self._failed()
             if failed:
                 self._replace(failed, why)
             elif time.monotonic() - self.started_at > START_SPARES_EVERY_S:
-                self._fill_up(self.spares)  # one has a place now, or has died
+                self._ensure_idle(self.spares)  # a spare got a place, or died
 
     def end(self) -> None:
-        """Kill the processes that are left: spare ones, or all after an error."""
+        """Kill the remaining processes: the spares, or all of them after an error."""
         for process in self.processes:
             if process.poll() is None:
                 process.kill()
@@ -115,8 +115,8 @@ class ReplacedRanks:
 
     # ---- processes and their places --------------------------------------------------------------------------
 
-    def _fill_up(self, count: int) -> None:
-        """Start processes until `count` without a place are alive."""
+    def _ensure_idle(self, count: int) -> None:
+        """Start processes until `count` processes without a place are alive."""
         while len(self._idle()) < count:
             arguments = [str(self.folder), str(self.logs), str(self.store.port), str(len(self.processes))]
             command = [sys.executable, "-P", "-m", "kenotron.launch.recovering_rank", *arguments]
@@ -133,15 +133,15 @@ class ReplacedRanks:
         }
 
     def _idle(self) -> list[int]:
-        """Numbers of the processes that are alive and have no place, those that have imported everything first."""
+        """Return the numbers of living processes without a place, ready ones first."""
         alive = [number for number, process in enumerate(self.processes) if process.poll() is None]
         idle = [number for number in alive if number not in self.places]
         return sorted(idle, key=lambda number: not self.store.check([f"ready/{number}"]))
 
-    def _begin(self, places: Sequence[int | None]) -> None:
-        """Begin a generation: None is a place for a process that has none."""
+    def _begin_generation(self, places: Sequence[int | None]) -> None:
+        """Begin a generation; `places` is rank → number of its process, or None for an idle process."""
         self.places = [number for number in places if number is not None]
-        self._fill_up(len(places) - len(self.places))
+        self._ensure_idle(len(places) - len(self.places))
         idle = iter(self._idle())
         self.places = [next(idle) if number is None else number for number in places]
         self.generation += 1
@@ -155,7 +155,7 @@ class ReplacedRanks:
     # ---- faults ----------------------------------------------------------------------------------------------
 
     def _failed(self) -> tuple[set[int], str]:
-        """The ranks that have died, hang or are stopped, and why if it is not in what they left behind."""
+        """Return the ranks that have died, hang or are stopped, and the reason if they did not record it."""
         dead = {rank for rank, number in enumerate(self.places) if self.processes[number].poll()}
         if dead:
             return dead, ""
@@ -166,7 +166,7 @@ class ReplacedRanks:
         return stopped, f"rank {min(stopped)} was stopped (SIGSTOP)" if stopped else ""
 
     def _is_stopped(self, number: int) -> bool:
-        """Whether the process has been stopped by a signal for `STOPPED_FOR_S`; never outside of Linux."""
+        """Return whether a signal has stopped the process for `STOPPED_FOR_S`; False except on Linux."""
         status = system_file(f"/proc/{self.processes[number].pid}/stat")
         if status is None or status.rpartition(")")[2].split()[0] not in "Tt":
             self.stopped_since.pop(number, None)
@@ -174,7 +174,7 @@ class ReplacedRanks:
         return time.monotonic() - self.stopped_since.setdefault(number, time.monotonic()) > STOPPED_FOR_S
 
     def _replace(self, failed: set[int], why: str) -> None:
-        """Begin a generation in which other processes have the places of `failed`. Raises what cannot be recovered."""
+        """Begin a generation with other processes in the places of `failed`. Raises errors that cannot be recovered."""
         for rank in failed:
             self.processes[self.places[rank]].kill()
         survivors, late = self._wait_until_left(why)
@@ -187,14 +187,15 @@ class ReplacedRanks:
             raise error
         places = [number if number in survivors else None for number in self.places]
         replaced = [rank for rank, number in enumerate(places) if number is None]
-        self._begin(places)
+        self._begin_generation(places)
         summary, *details = str(error).splitlines()
         by = ", ".join(f"rank {rank} is now process {self.processes[self.places[rank]].pid}" for rank in replaced)
         _warn("\n".join([f"{summary}; {by}, and all ranks resume from the newest checkpoint", *details]))
 
     def _wait_until_left(self, why: str) -> tuple[set[int], set[int]]:
-        """Numbers of the processes that have left the group of this generation, and of those killed because they had
-        not in time; the others have ended by themselves. Raises RunFailed, with `why`, if one cannot be killed.
+        """Wait for the group's end; return the numbers of processes that left it, and of those killed for being late.
+
+        The other processes have ended by themselves. Raises RunFailed, with `why`, if one cannot be killed.
         """
         until, late = time.monotonic() + LEAVE_WITHIN_S + 2 * LOOK_EVERY_S, set[int]()
         while True:
@@ -207,10 +208,10 @@ class ReplacedRanks:
                 for number in alive - left:
                     self.processes[number].kill()
                 if time.monotonic() > until + DIES_WITHIN_S:
-                    named = ", ".join(str(self.processes[number].pid) for number in sorted(alive - left))
+                    ids = ", ".join(str(self.processes[number].pid) for number in sorted(alive - left))
                     stuck = (
                         f"alive {DIES_WITHIN_S:g} s after SIGKILL, perhaps because a file server or device does not "
-                        f"answer: process {named}"
+                        f"answer: process {ids}"
                     )
                     raise RunFailed("\n".join(filter(None, [stuck, why])))
             time.sleep(LOOK_EVERY_S)
@@ -223,12 +224,12 @@ class ReplacedRanks:
         return cause(failed, bool(self.forwarded), self.why_killed, self._records(), self.logs)
 
     def _is_final(self) -> bool:
-        """Whether a rank has ended with an error that is meant for users: wrong input, or the end of the run."""
+        """Return whether a rank has ended with an error for users: wrong input, or RunFailed."""
         records = [json.loads(path.read_text())["message"] for path in self._records().glob("*.json")]
         return any(record["extraInfo"]["for_users"] for record in records)
 
     def _faults_without_progress(self) -> int:
-        """How many faults there were since something was saved, this one included."""
+        """Return the number of faults since the last new checkpoint, including this one."""
         now = self.progress()
         self.faults_since = self.faults_since + 1 if now == self.last_progress else 1
         self.last_progress = now

@@ -1,4 +1,4 @@
-"""Whether all machines of a run see one folder of checkpoints: a checkpoint is one folder that all ranks write into."""
+"""Check that all machines of a run see the same checkpoint folder, because all ranks write to each checkpoint."""
 
 import socket
 import time
@@ -8,14 +8,14 @@ from pathlib import Path
 from kenotron.config.errors import InputError
 from kenotron.parallel.ranks import gather, run_on_rank0
 
-SEEN_WITHIN_S = 15.0  # network file systems show a new file late to other machines
-SEEN_AT_LAST_S = 120.0  # NFS may remember for 60 s what is in a folder
+SEEN_WITHIN_S = 15.0  # network file systems show a new file to other machines with a delay
+SEEN_AT_LAST_S = 120.0  # NFS may cache the entries of a folder for 60 s
 
 
 def check_shared(folder: Path, is_shared: bool = False) -> None:
-    """Raise InputError on every rank if one of them does not see in `folder` what rank 0 writes there.
+    """Raise InputError on every rank if a rank does not see in `folder` the file that rank 0 writes there.
 
-    `is_shared`: the config says that it will, so wait longer.
+    With `is_shared`, as the config says, wait longer.
     """
 
     def write() -> str:
@@ -25,7 +25,7 @@ def check_shared(folder: Path, is_shared: bool = False) -> None:
         return name
 
     name, seconds = run_on_rank0(write), SEEN_AT_LAST_S if is_shared else SEEN_WITHIN_S
-    blind = sorted({machine for machine in gather(_machine_that_misses(folder / name, seconds)) if machine})
+    blind = sorted({machine for machine in gather(_machine_without(folder / name, seconds)) if machine})
     run_on_rank0(lambda: (folder / name).unlink(missing_ok=True))
     if blind:
         raise InputError(
@@ -34,7 +34,7 @@ def check_shared(folder: Path, is_shared: bool = False) -> None:
         )
 
 
-def _machine_that_misses(path: Path, seconds: float) -> str | None:
+def _machine_without(path: Path, seconds: float) -> str | None:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if path.parent.is_dir() and path.name in {entry.name for entry in path.parent.iterdir()}:

@@ -1,4 +1,4 @@
-"""Training as ranks run it: with resolved architectures and observers, which it does not import itself."""
+"""The training function of the ranks, with resolved architectures and observers, which `training` does not import."""
 
 import socket
 import sys
@@ -32,47 +32,48 @@ from kenotron.training.run import Run
 
 
 def train(config: Config, mesh: Mesh, device: torch.device, *, fresh: bool = False, reopen: bool = False) -> Run | None:
-    """`kenotron.training.train`, after several machines were found to share files, the architecture was resolved and
-    remote checkpoints were fetched."""
+    """Resolve the architecture, fetch remote checkpoints, and run `kenotron.training.train`. All ranks must call it.
+
+    Raises InputError if several machines do not share the checkpoint folder.
+    """
     ranks = ranks_from_environment()
     if ranks.local_world_size < ranks.world_size:
         check_shared(config.checkpoint_folder, config.checkpoints.checkpoints_path_is_shared_file_system)
-    local = local_tier(config, ranks)  # of this rank's config: its path may be another disk's on each machine
-    said: list[str] = []
+    local = local_tier(config, ranks)  # from this rank's own config, because paths of local disks may differ
+    messages: list[str] = []
     with machine_limits(config, device):
-        config = _resolved(config, said.append)
+        config = _resolved(config, messages.append)
         if config.masks_documents and is_user_family(config.model.decoder.family):
             longest = max(config.sequence_lengths.values())
             run_on_rank0(lambda: check_blocks(config.model.decoder, longest, device))
         fetch_checkpoints(config, fresh)
     checkpoints = Checkpoints(config, fresh=fresh, local=local, start_elsewhere=start_elsewhere)
     console.start_logging(config, mesh)
-    for line in (*said, *warnings_of(config)):
+    for line in (*messages, *warnings_of(config)):
         logger.warning("%s", line)
-    with machine_limits(config, device, warn=True):  # with the architecture, from which memory is estimated
-        watching = observers(config, mesh)
-        run = training.train(config, mesh, device, checkpoints, reopen=reopen, observers=watching)
+    with machine_limits(config, device, warn=True):  # memory is estimated from the resolved architecture
+        run = training.train(config, mesh, device, checkpoints, reopen=reopen, observers=observers(config, mesh))
     if run is None or (run.finished and run.last_result is None):
         _finish_last(config, mesh, checkpoints)
     return run
 
 
 def _resolved(config: Config, report: folders.Report) -> Config:
-    """`config` with its architecture; `report` gets a line for each setting of a Hugging Face model that is left out.
+    """Resolve the architecture; `report` gets a line for each setting of a Hugging Face model that is left out.
 
-    Raises InputError if its plan would leave a rank with a part of a gradient.
+    Raises InputError if the model's plan would leave a rank with a part of a gradient.
     """
 
     def resolve() -> Config:
-        found = interop.resolve_architecture(config, report)
-        check_plan(found.model, found.parallelism)
-        return found
+        resolved = interop.resolve_architecture(config, report)
+        check_plan(resolved.model, resolved.parallelism)
+        return resolved
 
     return run_on_rank0(resolve)
 
 
 def _finish_last(config: Config, mesh: Mesh, checkpoints: Checkpoints) -> None:
-    """What follows the last checkpoint of a run that had ended before, unless that is done. All ranks call it."""
+    """Export and upload the last checkpoint of a run that had finished before, if needed. All ranks must call it."""
     checkpoints.end()
     if config.checkpoints.export_hf:
         from kenotron.observers.export import export_last
@@ -88,7 +89,7 @@ def _finish_last(config: Config, mesh: Mesh, checkpoints: Checkpoints) -> None:
 
 
 def local_tier(config: Config, ranks: Ranks) -> LocalTier | None:
-    """What keeps the checkpoints of `checkpoints.local`; None without it. All ranks call it."""
+    """Return the tier of `checkpoints.local`, or None if it is not set. All ranks must call it."""
     if config.checkpoints.local is None:
         return None
     machines = (0,) * rank_and_size()[1]
@@ -98,11 +99,11 @@ def local_tier(config: Config, ranks: Ranks) -> LocalTier | None:
 
 
 def name_before_start(config: Config, roots: Iterable[Path]) -> tuple[Config, Path]:
-    """The config for the ranks, and the folder of their logs; the run's checkpoints are in `roots`.
+    """Return the config for the ranks, and the folder of their logs; `roots` have the run's checkpoints.
 
-    A new run gets its name here, one for all ranks. One that continues keeps its config: its ranks read the name from
-    the checkpoint, and warn if the config has another. Raises InputError if it continues with a different global batch,
-    which a change of the layout may cause.
+    A new run gets its name here, so that all ranks have one. A resumed run keeps its config: its ranks read the name
+    from the checkpoint, and warn if the config has another. Raises InputError if it resumes with a different global
+    batch, which a change of the layout may cause.
     """
     logs = Path(config.logging.log_dir)
     if (before := continued_run(config, roots)) is not None:
@@ -112,10 +113,10 @@ def name_before_start(config: Config, roots: Iterable[Path]) -> tuple[Config, Pa
 
 
 def finished_before_start(config: Config) -> bool:
-    """Whether the run in `checkpoints_path` has all steps, which is logged: no rank has to start to find that out.
+    """Return whether the run in `checkpoints_path` has all steps, and log it, without starting ranks.
 
-    False as well where something may follow its last checkpoint: an export, an upload, local checkpoints to remove.
-    Raises InputError if `config` is another run.
+    Return False also if its last checkpoint may need an export, an upload, or the removal of local checkpoints. Raises
+    InputError if `config` is another run.
     """
     if config.upload_url or config.checkpoints.export_hf or config.checkpoints.local:
         return False
@@ -126,15 +127,15 @@ def finished_before_start(config: Config) -> bool:
     checkpoints = Checkpoints(interop.resolve_architecture(config))
     with checkpoints.held():
         start = checkpoints.start()
-    if done := start.done(config):  # that is, if the newest is intact
+    if done := start.done(config):  # False if the newest checkpoint is damaged
         logger.info("%s", already_finished(start))
     return done
 
 
 def fetch_checkpoints(config: Config, fresh: bool) -> None:
-    """Fetch what a run with remote checkpoints begins from, on rank 0, however long that takes; all ranks call it.
+    """Fetch the remote checkpoint that a run starts from, on rank 0, without a time limit. All ranks must call it.
 
-    The ranks share a file system, as they do for the checkpoints themselves. Raises InputError on all of them.
+    The ranks share a file system, as for the checkpoints themselves. Raises InputError on all ranks.
     """
     if not config.begins_remote:
         return
@@ -161,5 +162,5 @@ def fetch_checkpoints(config: Config, fresh: bool) -> None:
 
 
 def record(config: Config, mesh: Mesh, device: torch.device, *, steps: int, seed: int, folder: str) -> None:
-    """`kenotron.training.compare.record`, the architecture resolved first."""
+    """Resolve the architecture and call `kenotron.training.compare.record`."""
     compare.record(_resolved(config, folders.quiet), mesh, device, steps=steps, seed=seed, folder=folder)

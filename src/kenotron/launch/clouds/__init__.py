@@ -1,4 +1,4 @@
-"""Files that start a config elsewhere than under Slurm, from templates beside this one: `kenotron submit --to`."""
+"""Write files that start a run without Slurm, from the templates in this folder: `kenotron submit --to`."""
 
 import shlex
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from kenotron.text.progress import Report
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes texts of several lines as blocks."""
+    """Writes multi-line text as blocks."""
 
 
 def _represent(dumper: _Dumper, text: str) -> yaml.ScalarNode:
@@ -27,7 +27,7 @@ _Dumper.add_representer(str, _represent)
 
 
 def trainjob(config: Config, nodes: int, gpus: int, image: str | None, say: Report) -> str:
-    """For Kubeflow Trainer 2: the config as a ConfigMap, a runtime and the job, for one `kubectl apply`."""
+    """Return YAML for Kubeflow Trainer 2: the config as a ConfigMap, a runtime and the job, for one `kubectl apply`."""
     _advise(config, "a volume that all pods see", say)
     texts, runtime, job = _template("trainjob")
     name = _name(config)
@@ -43,7 +43,7 @@ def trainjob(config: Config, nodes: int, gpus: int, image: str | None, say: Repo
 
 
 def skypilot(config: Config, nodes: int, gpus: int, file: str | Path, overrides: Sequence[str], say: Report) -> str:
-    """For SkyPilot, from a clone of the repository with the config `file` in it: `sky jobs launch`."""
+    """Return YAML for `sky jobs launch` of SkyPilot, in a clone of the repository that contains the config `file`."""
     _advise(config, "a bucket", say)
     (task,) = _template("skypilot")
     task["name"], task["num_nodes"], task["envs"] = _name(config), nodes, {"CONFIG": str(file)}
@@ -61,10 +61,10 @@ def _text(documents: list[Any]) -> str:
 
 
 def _name(config: Config) -> str:
-    """The run's, as Kubernetes allows names."""
+    """Return the name of the run in the characters that Kubernetes allows."""
     name = fill_run_name(config, datetime.now(), "").general.run.lower()
-    kept = "".join(each if each.isascii() and each.isalnum() else "-" for each in name)
-    return kept.strip("-")[:50] or "kenotron"
+    allowed = "".join(character if character.isascii() and character.isalnum() else "-" for character in name)
+    return allowed.strip("-")[:50] or "kenotron"
 
 
 def _advise(config: Config, where: str, say: Report) -> None:

@@ -1,4 +1,4 @@
-"""nanotron's `slurm_launcher.py`, flag by flag: a config from a preset, and a job for it.
+"""Translate the flags of nanotron's `slurm_launcher.py` to a config and the arguments of `kenotron submit`.
 
 python slurm_launcher.py --run pretrain --model 1b --dp 8 --tp 2 --partition hopper --time_limit 20:00:00
 python slurm_launcher.py --run pretrain --config my.yaml --partition hopper --dry-run
@@ -21,15 +21,15 @@ SIZES = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "intermediate
 
 
 @cache
-def _known() -> dict[str, Any]:
-    """What nanotron.yaml says: presets, flags, the config that they change, and what is refused."""
+def _tables() -> dict[str, Any]:
+    """Return the content of nanotron.yaml: presets, flags, the config that they change, and refused flags."""
     return cast(dict[str, Any], packaged_yaml("kenotron.launch.slurm", "nanotron.yaml"))
 
 
 def parser() -> argparse.ArgumentParser:
-    """nanotron's flags with nanotron's defaults."""
+    """Return a parser of nanotron's flags with nanotron's defaults."""
     flags = argparse.ArgumentParser(prog="slurm_launcher.py", description="Train on Slurm, with nanotron's flags.")
-    for name, (value, *_) in _known()["flags"].items():
+    for name, (value, *_) in _tables()["flags"].items():
         if isinstance(value, bool):
             flags.add_argument(f"--{name}", action="store_true")
         else:
@@ -37,23 +37,23 @@ def parser() -> argparse.ArgumentParser:
             flags.add_argument(f"--{name}", type=kind, default=value, required=name == "run")
     for name in SIZES:
         flags.add_argument(f"--{name.replace('_', '-')}", type=int)
-    flags.add_argument("--model", choices=[*_known()["presets"], "custom"], default="custom")
-    for name in _known()["refused"]:
+    flags.add_argument("--model", choices=[*_tables()["presets"], "custom"], default="custom")
+    for name in _tables()["refused"]:
         flags.add_argument(f"--{name}", nargs="?", const=True, help=argparse.SUPPRESS)
     return flags
 
 
 def config_of(flags: argparse.Namespace) -> dict[str, Any]:
-    """The config that the flags describe. Sizes that are given win over the preset's."""
-    known = deepcopy(_known())
-    config = Document(known["config"])
-    for name, (_, *keys) in known["flags"].items():
+    """Return the config that the flags describe. Flags of sizes override the preset's."""
+    tables = deepcopy(_tables())
+    config = Document(tables["config"])
+    for name, (_, *keys) in tables["flags"].items():
         for key in keys:
             _put(config, key, getattr(flags, name.replace("-", "_")))
-    preset = known["presets"][flags.model if flags.model != "custom" else "160m"]
-    for name, of_preset, key in zip(SIZES, preset, known["sizes"]):
-        given = getattr(flags, name)
-        _put(config, key, of_preset if given is None else given)
+    preset = tables["presets"][flags.model if flags.model != "custom" else "160m"]
+    for name, default, key in zip(SIZES, preset, tables["sizes"]):
+        size = getattr(flags, name)
+        _put(config, key, default if size is None else size)
     config.put(("data_stages", 0, "data", "seed"), flags.seed)
     _put(config, "checkpoints.checkpoints_path", f"{flags.checkpoints_path}/{flags.run}")
     if flags.dataset:
@@ -68,18 +68,18 @@ def config_of(flags: argparse.Namespace) -> dict[str, Any]:
 
 
 def _put(config: Document, key: str, value: object) -> None:
-    """Set the key of a dotted path; None sets nothing."""
+    """Set the key of a dotted path, unless `value` is None."""
     if value is not None:
         config.put(tuple(key.split(".")), value)
 
 
-def submit_arguments(given: Sequence[str]) -> list[str]:
-    """The arguments of `kenotron submit` for nanotron's; writes the config that they describe."""
-    of_nanotron = parser()
-    flags = of_nanotron.parse_args(given)
-    for name, instead in _known()["refused"].items():
+def submit_arguments(command: Sequence[str]) -> list[str]:
+    """Return the arguments of `kenotron submit` for nanotron's in `command`, and write the config they describe."""
+    nanotron = parser()
+    flags = nanotron.parse_args(command)
+    for name, hint in _tables()["refused"].items():
         if getattr(flags, name.replace("-", "_")) is not None:
-            of_nanotron.error(f"--{name} is not supported: {instead}")
+            nanotron.error(f"--{name} is not supported: {hint}")
     path = flags.config
     if path is None:
         path = str(Path(flags.configs_path) / f"{flags.run}.yaml")

@@ -1,4 +1,4 @@
-"""Ranks that srun has started, without torchrun: Slurm's variables as torchrun's.
+"""Translate Slurm's variables to torchrun's, for ranks that srun starts without torchrun.
 
 srun --nodes 2 --ntasks-per-node 4 kenotron train my.yaml
 
@@ -11,16 +11,16 @@ from collections.abc import Mapping
 
 from kenotron.config.errors import InputError
 
-FIRST_PORT, PORTS = 20_000, 10_000  # below what Linux hands out by itself (32768 and above)
+FIRST_PORT, PORTS = 20_000, 10_000  # below Linux's ephemeral ports (32768 and above)
 
 
 def is_task_of_many(environment: Mapping[str, str]) -> bool:
-    """Whether srun has started this process as one of several, and no other launcher in between."""
+    """Return whether srun has started this process as one of several tasks of its step."""
     return "SLURM_PROCID" in environment and int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1
 
 
 def torchrun_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """torchrun's variables of a task of srun. ``MASTER_ADDR`` and ``MASTER_PORT`` are kept where they are set.
+    """Return torchrun's variables for a task of srun. ``MASTER_ADDR`` and ``MASTER_PORT`` are kept if they are set.
 
     Raises InputError if Slurm's variables are incomplete.
     """
@@ -31,7 +31,7 @@ def torchrun_variables(environment: Mapping[str, str]) -> dict[str, str]:
             "LOCAL_RANK": environment["SLURM_LOCALID"],
             "LOCAL_WORLD_SIZE": str(_tasks_here(environment)),
             "MASTER_ADDR": first_host(environment["SLURM_STEP_NODELIST"]),
-            # Steps of one job, and jobs that share a node, must not meet at one port.
+            # Steps of one job, and jobs that share a node, need different ports.
             "MASTER_PORT": str(
                 FIRST_PORT + (7 * int(environment["SLURM_JOB_ID"]) + int(environment["SLURM_STEP_ID"])) % PORTS
             ),
@@ -44,7 +44,7 @@ def torchrun_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _tasks_here(environment: Mapping[str, str]) -> int:
-    """``4(x2),3`` and node 2 → 3."""
+    """Return the number of tasks on this node: 3 for ``4(x2),3`` and node 2."""
     counts: list[int] = []
     for part in environment["SLURM_STEP_TASKS_PER_NODE"].split(","):
         count, _, repeats = part.partition("(x")
@@ -53,7 +53,7 @@ def _tasks_here(environment: Mapping[str, str]) -> int:
 
 
 def first_host(nodes: str) -> str:
-    """The first host of Slurm's compressed list.
+    """Return the first host of Slurm's compressed list.
 
     >>> first_host("r7i[03-05,9]n2,login1")
     'r7i03n2'

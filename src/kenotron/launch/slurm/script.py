@@ -1,10 +1,10 @@
-"""The job script: plain bash that you can read, change and submit by hand.
+"""Write the job script: plain bash that you can read, change and submit by hand.
 
-Before the time limit Slurm sends SIGUSR1 to the script, which passes it on to all ranks and, once they have saved,
-puts the job back into the queue; it keeps its number, and continues from that checkpoint. After the failure of a node
-Slurm requeues the job by itself.
+Before the time limit Slurm sends SIGUSR1 to the script, which forwards it to all ranks and requeues the job when they
+have saved; the job keeps its number, and resumes from that checkpoint. After the failure of a node Slurm itself
+requeues the job.
 
-Only a site's `setup` and ``--pre-launch`` are shell; every other value is quoted.
+Only a site's `setup` and ``--pre-launch`` are shell code; every other value is quoted.
 """
 
 import re
@@ -41,10 +41,10 @@ exit "$code"
 
 @dataclass(frozen=True)
 class Job:
-    """What is asked of Slurm. `tasks_per_node` ranks on each of `nodes`; `command` is what each of them runs.
+    """A job of `tasks_per_node` ranks on each of `nodes`; each rank runs `command`.
 
-    `save_seconds`: how long before the time limit the run is stopped and saved. `array`: the number of configs of a job
-    array. `log` may contain Slurm's ``%j``, ``%A`` and ``%a``.
+    The run is stopped and saved `save_seconds` before the time limit. `array` is the number of configs of a job array.
+    `log` may contain Slurm's ``%j``, ``%A`` and ``%a``.
     """
 
     name: str
@@ -56,16 +56,16 @@ class Job:
     save_seconds: int = 300
     array: int = 0
     options: Mapping[str, str | int | None] = field(default_factory=dict)
-    """More of sbatch's options; they win over the site's."""
+    """More options of sbatch, which override the site's."""
     environment: Mapping[str, str] = field(default_factory=dict)
     pre_launch: tuple[str, ...] = ()
     container: str | None = None
     gpus: bool = False
-    """Whether each rank needs one, whatever the site says; not with KENOTRON_DEVICE=cpu."""
+    """Whether each rank needs a GPU, whatever the site says; no effect with KENOTRON_DEVICE=cpu."""
 
 
 def render(job: Job, site: Site) -> str:
-    """The job script. Raises InputError for a value that Slurm's directives cannot hold."""
+    """Return the job script. Raises InputError for a value that Slurm's directives cannot hold."""
     environment = {**site.environment, **job.environment}
     exports = [f"export {_variable(name)}={shlex.quote(value)}" for name, value in environment.items()]
     directives = directives_of(job, site)
@@ -81,33 +81,28 @@ def render(job: Job, site: Site) -> str:
         srun=" ".join(_option(name, value) for name, value in (srun | site.srun).items()),
         command=prefix + shlex.join(job.command) + task,
         seconds=job.save_seconds,
-        # One task of an array has the number of the array: by that alone, all of them would be put back.
+        # The id of an array task includes its index: the id of the array would requeue all tasks.
         requeued="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if job.array else "$SLURM_JOB_ID",
     )
 
 
 def directives_of(job: Job, site: Site) -> dict[str, str | int | None]:
-    """The options of sbatch, in the order of the script."""
+    """Return the options of sbatch, in the order of the script."""
     options: dict[str, str | int | None] = {
         "job-name": job.name,
         "nodes": job.nodes,
         "ntasks-per-node": job.tasks_per_node,
     }
-    given = site.sbatch | dict(job.options)
+    custom = site.sbatch | dict(job.options)
     on_cpu = (site.environment | dict(job.environment)).get("KENOTRON_DEVICE") == "cpu"
-    if (site.gpus_per_node or job.gpus) and not on_cpu and not any(name.startswith(("gpu", "gres")) for name in given):
+    if (site.gpus_per_node or job.gpus) and not on_cpu and not any(name.startswith(("gpu", "gres")) for name in custom):
         options["gres"] = f"gpu:{job.tasks_per_node}"
     if site.cpus_per_rank:
         options["cpus-per-task"] = site.cpus_per_rank
-    options |= {
-        "output": job.log,
-        "open-mode": "append",
-        "requeue": None,
-        "signal": f"B:USR1@{job.save_seconds}",
-    }
+    options |= {"output": job.log, "open-mode": "append", "requeue": None, "signal": f"B:USR1@{job.save_seconds}"}
     if job.array:
         options["array"] = f"0-{job.array - 1}"
-    return options | given
+    return options | custom
 
 
 def _option(name: str, value: str | int | None) -> str:

@@ -1,9 +1,9 @@
-"""Site profiles: what a cluster needs besides the config, as YAML. Two real ones ship, and anyone can write their own.
+"""Site profiles: the settings of a cluster that are not in the config, as YAML. Some are built in; users add theirs.
 
     kenotron submit my.yaml --site jean-zay-h100
     kenotron submit my.yaml --site my-cluster.yaml
 
-A profile belongs to whoever runs the job: its `setup` lines are shell and run as they are written.
+A profile is trusted as the user's own code: its `setup` lines are shell code, which jobs run unchanged.
 """
 
 from pathlib import Path
@@ -19,27 +19,27 @@ GENERIC = "generic"
 
 
 class Site(BaseModel):
-    """One cluster, or one kind of its nodes."""
+    """The profile of a cluster, or of one kind of its nodes."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     description: str = ""
     gpus_per_node: int = Field(0, ge=0)
-    """0: ``--gpus-per-node`` says it; with KENOTRON_DEVICE=cpu, how many ranks a node has."""
+    """0: as ``--gpus-per-node`` sets it. With KENOTRON_DEVICE=cpu, the number of ranks on a node."""
     cpus_per_rank: int | None = Field(None, ge=1)
     sbatch: dict[str, str | int | None] = {}
     """Options of sbatch, without dashes; null for a flag."""
     srun: dict[str, str | int | None] = {}
     """Options of srun."""
     setup: list[str] = []
-    """Shell lines that every job begins with: modules, caches, network interfaces."""
+    """Shell lines at the start of every job: modules, caches, network interfaces."""
     environment: dict[str, str] = {}
     container: str = "apptainer exec --nv {image}"
-    """What a command is prefixed with for ``--container``."""
+    """The prefix of the command with ``--container``."""
 
 
 def load_site(name: str) -> Site:
-    """A built-in profile by name, or a YAML file. Raises InputError that names the profiles there are."""
+    """Load a built-in profile by name, or a YAML file. Raises InputError that lists the built-in profiles."""
     built_in = sorted(path.stem for path in BUILT_IN.glob("*.yaml"))
     path = BUILT_IN / f"{name}.yaml" if name in built_in else Path(name).expanduser()
     try:

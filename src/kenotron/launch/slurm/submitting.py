@@ -1,4 +1,4 @@
-"""A config as a job of Slurm, or several: `kenotron submit` and `kn.submit`."""
+"""Submit a config as one or more Slurm jobs: `kenotron submit` and `kn.submit`."""
 
 import contextlib
 import shlex
@@ -24,9 +24,9 @@ Options = Mapping[str, str | int | None]
 
 @dataclass(frozen=True)
 class Submitted:
-    """The jobs that Slurm has taken (none of a dry run), their script, and the folder of script and output.
+    """The submitted jobs (none for a dry run), their script, and the folder of script and output.
 
-    `where`: ``2 nodes x 8 ranks``.
+    `where` describes the nodes: ``2 nodes x 8 ranks``.
     """
 
     jobs: list[jobs.JobRecord]
@@ -52,27 +52,27 @@ def submit(
     dry_run: bool = False,
     say: Report = lambda line: print(line, file=sys.stderr),
 ) -> Submitted:
-    """Train the config in `file` as a job of Slurm, which saves before its time limit, is requeued, and resumes.
+    """Train the config in `file` as a Slurm job, which saves before its time limit, is requeued, and resumes.
 
-    `site`: the profile of the cluster, by name or file. `nodes`: as many as the layout needs by default.
-    `gpus_per_node`: one rank each; the site's by default. `sbatch`: options such as ``{"time": "20:00:00"}`` (None: a
-    flag). `env`: the job's environment. `pre_launch`: shell lines. `container`: the image that the ranks run in.
-    `chain`: jobs that continue the run. `array`: ``KEY=VALUE,VALUE``, a run for each value. With `dry_run` nothing is
-    submitted. `say` gets warnings, and how much is trained on.
+    `site` is the profile of the cluster, a name or a file. `nodes` is by default as many as the layout needs,
+    `gpus_per_node` (one rank each) the site's. `sbatch` has options such as ``{"time": "20:00:00"}`` (None: a flag),
+    `env` the job's environment, `pre_launch` shell lines, and `container` the image that the ranks run in. `chain` is
+    the number of jobs that continue the run, one after the other. `array` is ``KEY=VALUE,VALUE``, for one run per
+    value. With `dry_run` nothing is submitted. `say` gets warnings, and the number of steps and tokens.
 
-    Raises InputError: a layout that the nodes do not have, a time limit that leaves no time, Slurm's refusal.
+    Raises InputError for a layout that does not fit the nodes, too short a time limit, and a refusal of Slurm.
     """
     profile, now = load_site(site), datetime.now()
     configs = [fill_run_name(config, now, "%jobid") for config in configs_of(file, overrides, array, say)]
     config = configs[0]
     name = (config.general.run if not array else Path(config.general.run).stem).replace("%jobid", "")
-    name = name.replace("/", "-").strip("_-") or "kenotron"  # a name of Slurm's, and of a folder
+    name = name.replace("/", "-").strip("_-") or "kenotron"  # valid for Slurm and as a folder
     folder = Path(config.logging.log_dir).absolute() / "slurm" / f"{name}-{now:%Y%m%d_%H%M%S}"
-    ranks_here = gpus_per_node or profile.gpus_per_node
+    ranks_per_node = gpus_per_node or profile.gpus_per_node
     job = Job(
         name=name,
-        nodes=nodes_of(config, nodes, ranks_here),
-        tasks_per_node=ranks_here or config.parallelism.world_size,
+        nodes=nodes_of(config, nodes, ranks_per_node),
+        tasks_per_node=ranks_per_node or config.parallelism.world_size,
         command=_command(folder, array is not None, container),
         folder=Path.cwd(),
         log=str(folder).replace("%", "%%") + ("/%A_%a.log" if array else "/%j.log"),
@@ -92,7 +92,7 @@ def submit(
     if not dry_run:
         _write(folder, configs, array is not None, script)
         log = str(folder / ("{id}_0.log" if array else "{id}.log"))
-        metrics = [Path(each.logging.log_dir).absolute() / each.general.run / "metrics.jsonl" for each in configs]
+        metrics = [Path(run.logging.log_dir).absolute() / run.general.run / "metrics.jsonl" for run in configs]
         for _ in range(chain):
             submitted.append(jobs.submit(folder, name, log, metrics, submitted[-1].id if submitted else None))
     where = f"{counted(job.nodes, 'node')} x {counted(job.tasks_per_node, 'rank')}"
@@ -100,18 +100,18 @@ def submit(
 
 
 def _write(folder: Path, configs: list[Config], array: bool, script: str) -> None:
-    """Make the folder of a job, with its configs and script."""
+    """Create the folder of a job, with its configs and script."""
     if shutil.which("sbatch") is None:
         raise InputError("sbatch was not found; run this where jobs are submitted, or add --dry-run")
     with os_errors(f"logging.log_dir: cannot create {folder}"):
         folder.mkdir(parents=True)
-    for number, each in enumerate(configs):
-        (folder / (f"config-{number}.yaml" if array else "config.yaml")).write_text(dump(each), encoding="utf-8")
+    for number, config in enumerate(configs):
+        (folder / (f"config-{number}.yaml" if array else "config.yaml")).write_text(dump(config), encoding="utf-8")
     (folder / jobs.SCRIPT).write_text(script, encoding="utf-8")
 
 
 def configs_of(file: str | Path, overrides: Sequence[str], array: str | None, say: Report) -> list[Config]:
-    """The config, or those of an array: each with a value of its key, a run and a folder of checkpoints of its own."""
+    """Return the config, or one config per value of an array, each with its own run name and checkpoint folders."""
 
     def checked(more: list[str]) -> Config:
         config = load(file, [*overrides, *more], report=say)
@@ -125,14 +125,14 @@ def configs_of(file: str | Path, overrides: Sequence[str], array: str | None, sa
         raise InputError(f"--array: expected KEY=VALUE,VALUE,…, found {array!r}")
     plain = checked([])
     upload = plain.s3_upload
-    own = {
+    folders = {
         "checkpoints.checkpoints_path": plain.checkpoints.checkpoints_path,
         "checkpoints.staging_path": plain.checkpoints.staging_path,
         "s3_upload.upload_s3_path": upload.upload_s3_path if upload is not None else None,
     }
     configs = []
     for number, value in enumerate(values.split(",")):
-        places = [f"{place}={path.rstrip('/')}/{number}" for place, path in own.items() if path is not None]
+        places = [f"{place}={path.rstrip('/')}/{number}" for place, path in folders.items() if path is not None]
         configs.append(checked([f"{key}={value}", f"general.run={plain.general.run}-{number}", *places]))
     return configs
 
@@ -140,9 +140,9 @@ def configs_of(file: str | Path, overrides: Sequence[str], array: str | None, sa
 def _advise(
     file: str | Path, config: Config, overrides: Sequence[str], site: str, directives: Options, say: Report
 ) -> None:
-    """Say how much is trained on, and what is probably not meant.
+    """Print the number of steps and tokens, and warnings.
 
-    Raises InputError: the run in the same folder has another global batch.
+    Raises InputError if the run in the same folder has another global batch.
     """
     lines = warnings_before_start(file, config, overrides)
     if site == GENERIC and (missing := [name for name in ("cpus-per-task", "exclusive") if name not in directives]):
@@ -153,10 +153,10 @@ def _advise(
         )
     for line in lines:
         say(f"warning: {line}")
-    read = ""
-    with contextlib.suppress(InputError):  # the data may be where the job will run, and only there
-        read = epochs(config)
-    say(f"{config.tokens.train_steps} steps: {amount(config)}{read}")
+    data = ""
+    with contextlib.suppress(InputError):  # the data may be only on the machine where the job will run
+        data = epochs(config)
+    say(f"{config.tokens.train_steps} steps: {amount(config)}{data}")
 
 
 def _check_time(limit: str | int | None, save_seconds: int) -> None:
@@ -176,31 +176,31 @@ def _check_time(limit: str | int | None, save_seconds: int) -> None:
         )
 
 
-def nodes_of(config: Config, nodes: int | None, ranks_here: int) -> int:
-    """The number of nodes. Raises InputError unless they have as many ranks as the layout needs."""
+def nodes_of(config: Config, nodes: int | None, ranks_per_node: int) -> int:
+    """Return the number of nodes. Raises InputError if they do not have as many ranks as the layout needs."""
     layout = config.parallelism
     needed = layout.world_size
-    if not ranks_here:
+    if not ranks_per_node:
         if nodes not in (None, 1):
             raise InputError("--gpus-per-node: missing; expected the number of ranks per node")
         return 1
-    found = nodes or max(1, needed // ranks_here)
-    if found * ranks_here != needed:
+    count = nodes or max(1, needed // ranks_per_node)
+    ranks = count * ranks_per_node
+    if ranks != needed:
         degrees = " x ".join(f"{name} {degree}" for name, degree in layout.degrees.items())
-        whole = needed // layout.dp
-        fitting = found * ranks_here // whole if found * ranks_here % whole == 0 else 0
-        advice = f"; parallelism.dp={fitting} would fit" if fitting else ""
+        dp, rest = divmod(ranks, needed // layout.dp)
+        advice = f"; parallelism.dp={dp} would fit" if dp and not rest else ""
         raise InputError(
-            f"parallelism: {degrees} needs {counted(needed, 'rank')}, but {counted(found, 'node')} of {ranks_here} "
-            f"have {found * ranks_here}{advice}"
+            f"parallelism: {degrees} needs {counted(needed, 'rank')}, but {counted(count, 'node')} of {ranks_per_node} "
+            f"have {ranks}{advice}"
         )
-    return found
+    return count
 
 
 def _command(folder: Path, array: bool, container: str | None) -> tuple[str, ...]:
-    """What a rank runs; of an array, with the number of its task as last argument."""
+    """Return the command of a rank; the script of an array appends the number of the task."""
     python = "python" if container else sys.executable
     if not array:
         return (python, "-m", "kenotron", "train", str(folder / "config.yaml"))
-    # The folder is an argument ($0), so that nothing of it is read as shell.
+    # The folder is an argument ($0), so that the shell does not interpret it.
     return ("bash", "-c", f'exec {shlex.quote(python)} -m kenotron train "$0/config-$1.yaml"', str(folder))
