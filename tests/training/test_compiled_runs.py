@@ -19,7 +19,7 @@ from support.layout_runs import STATE_SPACES, prepared, problem_of_family
 from support.tiny_run import text_overrides
 
 pytestmark = [pytest.mark.rehearsal, pytest.mark.slow]
-STEPS = 100
+STEPS = 40
 
 
 @pytest.mark.parametrize(

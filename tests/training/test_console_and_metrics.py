@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kenotron as kn
-from kenotron.config import InputError, load
+from kenotron.config import InputError
 from kenotron.config.errors import RunFailed, human_format
 from kenotron.runs.logged import tag_of
 from kenotron.training.metrics import drop_later_steps
@@ -212,24 +212,6 @@ def test_tensorboard_reads_every_scalar_back(watched) -> None:
     assert project.tensor_proto.string_val == [b"tests"]
 
 
-def test_the_resolved_config_is_printed_and_written(watched) -> None:
-    config, said = watched
-    path = Path(config.logging.log_dir) / "tiny" / "config.yaml"
-    assert load(path) == config
-    printed = [PREFIX.sub("", line) for line in said.splitlines()]
-    for line in path.read_text().splitlines():
-        assert line in printed
-
-
-def test_a_save_says_where_how_much_and_how_long(watched) -> None:
-    config, said = watched
-    saves = re.findall(r"Saved checkpoint at (\S+): ([\d.]+)MiB in ([\d.]+) s", said)
-    assert [Path(path).name for path, _, _ in saves] == ["6", "8"]
-    folder = Path(config.checkpoints.checkpoints_path) / "6"
-    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and path.name != "manifest.json")
-    assert float(saves[0][1]) == pytest.approx(size / 2**20, abs=0.006)
-
-
 # ---- keys of logging ---------------------------------------------------------------------------------------
 
 
@@ -293,12 +275,6 @@ def test_sampling_does_not_change_the_run(tmp_path: Path) -> None:
         train_quietly(config)
         found.append([step["lm_loss"] for step in metrics(config)])
     assert found[0] == found[1]
-
-
-def test_sample_prompts_without_a_tokenizer_are_refused_in_one_line(tmp_path: Path) -> None:
-    config = tiny_config(tmp_path, 'logging.sample_prompts=["The sum"]')
-    with pytest.raises(InputError, match=r"logging\.sample_prompts.*tokenizer"):
-        train_quietly(config)
 
 
 def test_the_profiler_writes_its_trace_for_the_steps_it_names(tmp_path: Path) -> None:

@@ -179,7 +179,7 @@ def test_compile_compiles_every_block_in_place(tmp_path: Path) -> None:
         assert all("_orig_mod" not in name for name, _ in model.named_parameters())
 
 
-@pytest.mark.parametrize("workers", [0, 1, 3])
+@pytest.mark.parametrize("workers", [0, 3])
 def test_loading_workers_are_threads_that_read_ahead(workers: int, tmp_path: Path) -> None:
     data = (f"num_loading_workers={workers}", "dataset={source: support.user_parts.Slow}")
     keys = (*(f"data_stages.0.data.{key}" for key in data), "general.hooks=[support.user_parts.Threads]")

@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import os
 import random
+import shutil
 import signal
 import subprocess
 import time
@@ -19,9 +20,10 @@ from kenotron.observers.signals import Signals
 from kenotron.text.hash_split import text_hash
 from kenotron.training.run import Run
 from soak import run as soak
-from support.nursery import Finished, Nursery
+from support.nursery import Nursery
 from support.tiny_run import (
     KENOTRON,
+    Shell,
     environment,
     equal_bits,
     metrics,
@@ -187,8 +189,9 @@ def test_a_source_that_hangs_keeps_no_run_from_saving(workers: int, nursery: Nur
 @pytest.mark.slow
 def test_a_signal_to_all_processes_while_blocks_are_compiled_is_seen(tmp_path: Path) -> None:
     """As a scheduler sends it: to the whole process group, those that compile too."""
+    overrides = ("model.compile=true", "model.model_config.num_hidden_layers=1", "tokens.train_steps=100000")
     run = subprocess.Popen(
-        [*KENOTRON, "train", tiny_yaml(tmp_path), "model.compile=true", "tokens.train_steps=100000"],
+        [*KENOTRON, "train", tiny_yaml(tmp_path), *overrides],
         env=environment(tmp_path, TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache")),
         stdout=subprocess.PIPE,
         text=True,
@@ -242,22 +245,18 @@ def endless(folder: Path) -> Path:
     return file
 
 
-def test_ctrl_c_under_torchrun_comes_twice_and_is_one_request(nursery: Nursery, tmp_path: Path) -> None:
-    child = nursery.start("train", endless(tmp_path), folder=tmp_path)
-    wait_for_steps(tmp_path, 2)
-    os.kill(child.pid, signal.SIGINT)  # from the terminal, and passed on by torchrun
-    kill(child.pid, signal.SIGINT)
-    finished = child.wait()
-    assert (finished.code, finished.stderr) == (0, "")
-    assert "SIGINT: saving after step" in finished.stdout
-
-
 @pytest.mark.parametrize(
-    ("first", "second", "ends"),
-    [(signal.SIGUSR1, signal.SIGTERM, False), (signal.SIGTERM, signal.SIGTERM, True)],
-    ids=["Slurm's at the time limit", "another one"],
+    ("first", "second", "seconds", "ends"),
+    [
+        (signal.SIGUSR1, signal.SIGTERM, 60, False),
+        (signal.SIGINT, signal.SIGINT, 0, False),
+        (signal.SIGTERM, signal.SIGTERM, 60, True),
+    ],
+    ids=["Slurm's at the time limit", "Ctrl-C, passed on by torchrun", "another one"],
 )
-def test_the_time_limit_after_its_warning_is_the_same_request(first: int, second: int, ends: bool) -> None:
+def test_the_time_limit_after_its_warning_is_the_same_request(
+    first: int, second: int, seconds: int, ends: bool
+) -> None:
     asked: list[str] = []
     hook = Signals()
     run: Any = SimpleNamespace(stop=asked.append, mesh=SimpleNamespace(is_first=False))
@@ -265,7 +264,7 @@ def test_the_time_limit_after_its_warning_is_the_same_request(first: int, second
     hook.on_train_start(run)
     try:
         signal.raise_signal(first)
-        hook.received_at -= 60  # a minute ago: the run is being saved
+        hook.received_at -= seconds  # ago: the run is being saved
         signal.raise_signal(second)
     except KeyboardInterrupt:
         ended = True
@@ -295,25 +294,26 @@ def test_a_second_signal_leaves_at_once_with_exit_code_130(nursery: Nursery, tmp
 # ---- what may differ, and what may not ---------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which a run has ended after step 4, with checkpoints at 2 and 4."""
+    folder = tmp_path_factory.mktemp("stopped")
+    with contextlib.chdir(folder):
+        train_quietly(tiny_config(Path(), "tokens.train_steps=4", "checkpoints.checkpoint_interval=2"))
+    return folder
+
+
 @pytest.fixture
-def stopped_at_4(nursery: Nursery, tmp_path: Path) -> Path:
-    """The YAML of a run of 6 steps that has checkpoints at 2 and 4, and no more."""
-    content = tiny_dict(tmp_path)
-    content["tokens"]["train_steps"] = 4
+def stopped_at_4(stopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The YAML of the same run, of 6 steps."""
+    shutil.copytree(stopped, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    content = tiny_dict(Path())
+    content["tokens"]["train_steps"] = 6
     content["checkpoints"]["checkpoint_interval"] = 2
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump(content))
-    assert nursery.run("train", file, folder=tmp_path).code == 0
-    content["tokens"]["train_steps"] = 6
-    file.write_text(yaml.safe_dump(content))
     return file
-
-
-def one_error_line(finished: Finished) -> str:
-    assert finished.code == 2
-    assert finished.stderr.count("\n") == 1, finished.stderr
-    assert finished.stderr.startswith("error: ")
-    return finished.stderr
 
 
 @pytest.mark.parametrize(
@@ -328,9 +328,12 @@ def one_error_line(finished: Finished) -> str:
     ],
 )
 def test_a_changed_key_is_another_run_and_exit_code_2_names_it(
-    override: str, key: str, stopped_at_4: Path, nursery: Nursery
+    override: str, key: str, stopped_at_4: Path, shell: Shell
 ) -> None:
-    line = one_error_line(nursery.run("train", stopped_at_4, override, folder=stopped_at_4.parent))
+    code, _, line = shell("train", stopped_at_4, override)
+    assert code == 2
+    assert line.count("\n") == 1
+    assert line.startswith("error: ")
     assert key in line
     assert "--fresh" in line
     assert "checkpoints.checkpoints_path" in line
@@ -341,66 +344,34 @@ def test_a_changed_key_is_another_run_and_exit_code_2_names_it(
     "overrides",
     [
         (),  # train_steps was raised from 4 to 6
-        ("tokens.micro_batch_size=2", "tokens.batch_accumulation_per_replica=2"),
         ("tokens.micro_batch_size=1", "tokens.batch_accumulation_per_replica=4"),
         ("logging.log_level=warning", "checkpoints.checkpoint_interval=3", "parallelism.tp_mode=all_reduce"),
     ],
 )
 def test_the_same_run_goes_on_with_more_steps_another_split_or_other_intervals(
-    overrides: tuple[str, ...], stopped_at_4: Path, nursery: Nursery
+    overrides: tuple[str, ...], stopped_at_4: Path, shell: Shell
 ) -> None:
     folder = stopped_at_4.parent
-    finished = nursery.run("train", stopped_at_4, *overrides, folder=folder)
-    assert (finished.code, finished.stderr) == (0, "")
+    code, said, errors = shell("train", stopped_at_4, *overrides)
+    assert (code, errors) == (0, "")
     quiet = "logging.log_level=warning" in overrides
-    assert ("Loaded weights, optimizer, data position, schedule, step of" in finished.stdout) != quiet
+    assert ("Loaded weights, optimizer, data position, schedule, step of" in said) != quiet
     assert [step["iteration"] for step in story(folder)] == [1, 2, 3, 4, 5, 6]
     assert (folder / "checkpoints" / "latest.txt").read_text().strip() == "6"
 
 
-def test_fresh_sets_earlier_checkpoints_aside_and_starts_at_step_0(stopped_at_4: Path, nursery: Nursery) -> None:
-    folder = stopped_at_4.parent
-    before = digest(folder / "checkpoints" / "4")
-    finished = nursery.run("train", stopped_at_4, "general.seed=8", "--fresh", folder=folder)
-    assert (finished.code, finished.stderr) == (0, "")
-    assert "Training from step 1 to " in finished.stdout
-    (aside,) = (folder / "checkpoints").glob("replaced-*")
-    assert sorted(path.name for path in aside.iterdir()) == ["2", "4", "latest.txt"]
-    assert digest(aside / "4") == before
-    assert [step["iteration"] for step in story(folder)] == [1, 2, 3, 4, 5, 6]
-    assert digest(folder / "checkpoints" / "4") != before
-
-
-def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_it_used(stopped_at_4: Path, nursery: Nursery) -> None:
+def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_it_used(stopped_at_4: Path, shell: Shell) -> None:
     folder = stopped_at_4.parent
     victim = next((folder / "checkpoints" / "4" / "model").glob("*.safetensors"))
     content = bytearray(victim.read_bytes())
     content[-5] ^= 1
     victim.write_bytes(content)
-    finished = nursery.run("train", stopped_at_4, folder=folder)
-    assert (finished.code, finished.stderr) == (0, "")
-    warnings = [line for line in finished.stdout.splitlines() if line.startswith("warning: ")]
+    code, said, errors = shell("train", stopped_at_4)
+    assert (code, errors) == (0, "")
+    warnings = [line for line in said.splitlines() if line.startswith("warning: ")]
     assert any("checkpoints/4" in line and victim.name in line for line in warnings), warnings
-    assert "Training from step 3 to " in finished.stdout
+    assert "Training from step 3 to " in said
     assert [step["iteration"] for step in story(folder)] == [1, 2, 3, 4, 5, 6]
-
-
-def test_a_run_named_by_date_keeps_its_name_when_it_goes_on(nursery: Nursery, tmp_path: Path) -> None:
-    content = tiny_dict(tmp_path)
-    content["general"]["run"] = "named_%date_%jobid"
-    file = tmp_path / "run.yaml"
-    file.write_text(yaml.safe_dump(content))
-    job = {"SLURM_JOB_ID": "4711"}
-    assert nursery.run("train", file, folder=tmp_path, env=job).code == 0
-    (name,) = (path.name for path in (tmp_path / "logs").iterdir())
-    assert name.startswith("named_2")
-    assert name.endswith("_4711")
-    time.sleep(1.1)  # the date has seconds
-    finished = nursery.run("train", file, "tokens.train_steps=5", folder=tmp_path, env={"SLURM_JOB_ID": "4712"})
-    assert finished.code == 0
-    assert [path.name for path in (tmp_path / "logs").iterdir()] == [name]
-    lines = (tmp_path / "logs" / name / "metrics.jsonl").read_text().splitlines()
-    assert len(lines) == 5
 
 
 def test_a_document_that_was_validated_on_is_not_trained_on_once_files_were_added(tmp_path: Path) -> None:

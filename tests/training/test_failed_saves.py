@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from support.nursery import Nursery
-from support.tiny_run import saved_weights, tiny_config, tiny_dict, train_quietly
+from support.tiny_run import Shell, saved_weights, tiny_config, tiny_dict, train_quietly
 
 
 def test_a_disk_without_room_ends_the_run_and_leaves_the_last_checkpoint(nursery: Nursery, tmp_path: Path) -> None:
@@ -39,16 +39,16 @@ def test_a_disk_without_room_ends_the_run_and_leaves_the_last_checkpoint(nursery
     ],
 )
 def test_a_folder_that_is_a_file_is_said_in_one_line_that_names_the_key(
-    name: str, said: str, nursery: Nursery, tmp_path: Path
+    name: str, said: str, shell: Shell, tmp_path: Path
 ) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump(tiny_dict(tmp_path)))
     (tmp_path / name).write_text("not a folder")
-    finished = nursery.run("train", file, folder=tmp_path)
-    assert finished.code == 2
-    assert finished.stderr.startswith(f"error: {said.format(tmp_path)}")
-    assert finished.stderr.count("\n") == 1
-    assert "number of parameters" not in finished.stdout  # said before the model is built
+    code, printed, errors = shell("train", file)
+    assert code == 2
+    assert errors.startswith(f"error: {said.format(tmp_path)}")
+    assert errors.count("\n") == 1
+    assert "number of parameters" not in printed  # said before the model is built
 
 
 def test_with_sanity_checks_a_checkpoint_is_read_back_before_earlier_ones_go(

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from support.tiny_run import tiny_dict
+from support.nursery import Nursery
+from support.tiny_run import tiny_dict, tiny_yaml
 
 RUNS = {
     "llama": [
@@ -27,18 +28,33 @@ RUNS = {
 }
 
 
-def numbers(folder: Path, *order: str) -> list[list[list[float]]]:
-    """Loss, gradient norm and hash of the weights of every step, of runs that a new process does in this order."""
+STEPS = "tokens.train_steps=4"
+
+
+def numbers(folder: Path) -> list[list[float]]:
+    """Loss, gradient norm and hash of the weights of every step."""
+    log = (folder / "logs" / "tiny" / "metrics.jsonl").read_text().splitlines()
+    return [[json.loads(line)[key] for key in ("lm_loss", "grad_norm", "state_hash")] for line in log]
+
+
+def alone(name: str, folder: Path, nursery: Nursery) -> list[list[float]]:
+    """Of a run in a process that does no other."""
+    folder.mkdir()
+    assert nursery.run("train", tiny_yaml(folder), STEPS, *RUNS[name], folder=folder).code == 0
+    return numbers(folder)
+
+
+def one_after_another(folder: Path, *order: str) -> list[list[list[float]]]:
+    """Of runs that a new process does in this order."""
     folders = [folder / str(place) for place in range(len(order))]
-    runs = [(tiny_dict(path), ["tokens.train_steps=5", *RUNS[name]]) for name, path in zip(order, folders)]
+    runs = [(tiny_dict(path), [STEPS, *RUNS[name]]) for name, path in zip(order, folders)]
     code = "import json, sys; import kenotron as kn\nfor run in json.loads(sys.argv[1]): kn.train(kn.load(*run))"
     subprocess.run([sys.executable, "-c", code, json.dumps(runs)], check=True, stdout=subprocess.DEVNULL)
-    logs = [(path / "logs" / "tiny" / "metrics.jsonl").read_text().splitlines() for path in folders]
-    return [[[json.loads(line)[key] for key in ("lm_loss", "grad_norm", "state_hash")] for line in log] for log in logs]
+    return [numbers(path) for path in folders]
 
 
 @pytest.mark.slow
-def test_runs_one_after_another_in_one_process_are_those_of_fresh_processes(tmp_path: Path) -> None:
-    (llama,), (mixtral,) = (numbers(tmp_path / name, name) for name in RUNS)
-    assert len(llama) == len(mixtral) == 5
-    assert numbers(tmp_path / "both", "llama", "mixtral", "llama") == [llama, mixtral, llama]
+def test_runs_one_after_another_in_one_process_are_those_of_fresh_processes(tmp_path: Path, nursery: Nursery) -> None:
+    llama, mixtral = (alone(name, tmp_path / name, nursery) for name in RUNS)
+    assert len(llama) == len(mixtral) == 4
+    assert one_after_another(tmp_path / "both", "llama", "mixtral", "llama") == [llama, mixtral, llama]

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from test_train_step import hf_model
 
-from kenotron.config.errors import InputError
 from kenotron.data import open_run
 from kenotron.observers.progress import Pace
 from support.tiny_run import metrics, saved_weights, tiny_config, train_and_listen, train_quietly
@@ -103,9 +102,3 @@ def test_the_time_left_counts_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("kenotron.observers.progress.time", SimpleNamespace(perf_counter=lambda: 60.0 * next(clock)))
     _, said = train_and_listen(tiny_config(tmp_path, *RAMPS, "tokens.train_steps=6"))
     assert "training: 8% | ETA 0:12:00" in said
-
-
-def test_another_ramp_is_another_run(tmp_path: Path) -> None:
-    train_quietly(tiny_config(tmp_path, *RAMPS, "tokens.train_steps=2"))
-    with pytest.raises(InputError, match=r"batch_size_ramp\.samples of stage 'only' is 12 there and 24 in this config"):
-        train_quietly(tiny_config(tmp_path, *RAMPS, "data_stages.0.batch_size_ramp.samples=24"))

@@ -92,7 +92,7 @@ def rehearsed(request: pytest.FixtureRequest) -> Callable[[str], Any]:
     return lambda case: everything()[case]
 
 
-@pytest.mark.cases(slow=6)
+@pytest.mark.cases(slow=3)
 @pytest.mark.parametrize("case", CASES)
 def test_the_host_waits_once_a_step_and_nothing_is_computed_in_float64(
     case: str, rehearsed: Callable[[str], Any]

@@ -242,15 +242,14 @@ def test_a_restart_that_is_killed_goes_on_exactly(
 def test_a_restart_is_the_same_on_another_layout(
     layout: tuple[str, ...], parent: Config, nursery: Nursery, tmp_path: Path
 ) -> None:
-    for mode in ("cooldown", "model_data"):
-        one = restarted(parent, tmp_path / mode / "one", mode)
-        other = restarted(parent, tmp_path / mode / "other", mode, "tokens.micro_batch_size=2", *layout)
-        for config in (one, other):
-            file = tmp_path / f"{mode}.yaml"
-            file.write_text(dump(config))
-            assert nursery.run("train", file, folder=tmp_path).code == 0
-        assert losses(other) == pytest.approx(losses(one), rel=1e-5)
-        assert [line["lr"] for line in metrics(other)] == [line["lr"] for line in metrics(one)]
+    one = restarted(parent, tmp_path / "one", "cooldown")
+    other = restarted(parent, tmp_path / "other", "cooldown", "tokens.micro_batch_size=2", *layout)
+    train_quietly(one)
+    file = tmp_path / "other.yaml"
+    file.write_text(dump(other))
+    assert nursery.run("train", file, folder=tmp_path).code == 0
+    assert losses(other) == pytest.approx(losses(one), rel=1e-5)
+    assert [line["lr"] for line in metrics(other)] == [line["lr"] for line in metrics(one)]
 
 
 def test_a_restart_of_a_restart_takes_up_its_positions(parent: Config, seen: Seen, tmp_path: Path) -> None:

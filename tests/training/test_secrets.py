@@ -73,9 +73,13 @@ WITH_PASSWORD = [
 ]
 
 
-@pytest.mark.parametrize("url", WITH_PASSWORD)
 @pytest.mark.parametrize(
-    "key", ["checkpoints.checkpoints_path", "data_stages.0.data.dataset", "tokenizer.tokenizer_name_or_path"]
+    ("key", "url"),
+    [
+        ("checkpoints.checkpoints_path", WITH_PASSWORD[1]),
+        ("data_stages.0.data.dataset", WITH_PASSWORD[0]),
+        ("tokenizer.tokenizer_name_or_path", WITH_PASSWORD[2]),
+    ],
 )
 def test_a_config_with_a_password_is_refused_without_repeating_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], url: str, key: str

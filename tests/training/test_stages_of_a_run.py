@@ -91,7 +91,6 @@ def resumed(stopped: Path, tmp_path: Path, at: int, *overrides: str) -> tuple[An
     ("edited", "named"),
     [
         (stages({}, {"data": OTHER}), "'down'"),
-        (stages({}, {"start_training_step": 6}), "'down', 'down'"),
         (stages({}, {}, {"name": "third", "start_training_step": 6, "data": OTHER}), "'third'"),
         (stages().split(', {"name": "down"')[0] + "]", "'down'"),
         (stages({}, {"sequence_length": 8}), "'down'"),
@@ -175,8 +174,3 @@ def test_every_source_is_measured_by_itself_and_the_total_is_theirs(tmp_path: Pa
     for number, label in enumerate(("one", "two")):
         assert last[f"val_loss/{label}"] == pytest.approx(sums[number, 0] / sums[number, 1], rel=1e-6)
         assert last[f"val_bits_per_byte/{label}"] > 0
-
-
-def test_one_source_has_nothing_to_tell_by_itself(tmp_path: Path) -> None:
-    run = train_quietly(tiny_config(tmp_path, "tokens.val_check_interval=2", "tokens.limit_val_batches=1"))
-    assert not [name for step in metrics(run.config) for name in step if "/" in name]

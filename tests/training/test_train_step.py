@@ -168,17 +168,6 @@ def test_bf16_computes_in_bf16_and_keeps_fp32_masters(tmp_path: Path) -> None:
     assert (master.bfloat16().float() != master).float().mean() > 0.9
 
 
-def test_bf16_follows_fp32(tmp_path: Path) -> None:
-    found = {}
-    for dtype in ("float32", "bfloat16"):
-        (tmp_path / dtype).mkdir()
-        config = tiny_config(tmp_path / dtype, f"model.dtype={dtype}", "tokens.train_steps=10")
-        train_quietly(config)
-        found[dtype] = losses(config)
-    assert found["bfloat16"] != found["float32"]
-    assert found["bfloat16"] == pytest.approx(found["float32"], rel=3e-3)
-
-
 def test_fp32_is_fp32_throughout(tmp_path: Path) -> None:
     run = train_quietly(tiny_config(tmp_path, "general.hooks=[support.user_parts.Spy]"))
     (spy,) = (hook for hook in run.hooks if isinstance(hook, user_parts.Spy))

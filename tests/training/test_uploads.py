@@ -169,12 +169,6 @@ def test_nanotrons_section_uploads_the_checkpoints_of_a_local_folder(
     assert steps_of(tmp_path / "own") == ["4", "6"]
 
 
-def test_where_the_last_step_was_not_saved_no_checkpoint_is_named(machine: Callable[..., Config]) -> None:
-    config = machine("a", "tokens.train_steps=3", "checkpoints.save_final_state=false")
-    _, said = train_and_listen(config)
-    assert (complete(), "Run finished at step 3 of 3" in said, "Checkpoint: " in said) == ([2], True, False)
-
-
 def test_a_store_that_fails_ends_no_run_and_the_next_start_uploads(
     machine: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, whole: list[float]
 ) -> None:
@@ -226,13 +220,6 @@ def test_a_store_that_cannot_be_used_is_known_before_the_first_step(
     train_quietly(machine("a"))
     with pytest.raises(InputError, match=f"--fresh: {URL} holds checkpoints, which are left as they are"):
         train_quietly(machine("b"), fresh=True)
-
-
-@pytest.mark.slow
-def test_an_export_is_uploaded_with_its_checkpoint(machine: Callable[..., Config], bucket: dict[str, Any]) -> None:
-    train_quietly(machine("a", "checkpoints.export_hf=true"))
-    assert complete() == [2, 4]
-    assert {name.split("/")[3] for name in bucket if name.endswith("hf/config.json")} == {"2", "4"}
 
 
 def local_run(folder: Path, *overrides: str) -> Config:

@@ -37,38 +37,27 @@ def wait_for(path: Path) -> None:
     raise AssertionError(f"{path} did not come")
 
 
-def test_a_second_run_in_the_folder_of_a_living_one_is_refused_and_of_a_killed_one_is_not(
-    nursery: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(durable, "RELEASE_SECONDS", 0.2)
-    file = tiny_yaml(tmp_path)
-    child = nursery.start("train", file, "general.hooks=[support.user_parts.SlowStep]", folder=tmp_path)
-    wait_for(tmp_path / "logs" / "tiny" / "metrics.jsonl")
-    elsewhere = f"logging.log_dir={tmp_path / 'other logs'}"
-    with pytest.raises(InputError, match=r"another run is using .*checkpoints"):
-        train_quietly(tiny_config(tmp_path, "general.seed=8", elsewhere))
-    assert not (tmp_path / "other logs").exists()
-    os.kill(child.pid, signal.SIGKILL)
-    assert child.wait().code == -9
-    train_quietly(tiny_config(tmp_path))
-    assert (tmp_path / "checkpoints" / "3").is_dir()
-
-
 def test_a_second_run_of_the_name_of_a_living_one_is_refused_before_it_touches_the_logs(
     nursery: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And one in its folder of checkpoints; when it was killed, neither is."""
     monkeypatch.setattr(durable, "RELEASE_SECONDS", 0.2)
     child = nursery.start("train", tiny_yaml(tmp_path), "general.hooks=[support.user_parts.SlowStep]", folder=tmp_path)
     logs = tmp_path / "logs" / "tiny"
     wait_for(logs / "metrics.jsonl")
-    elsewhere = f"checkpoints.checkpoints_path={tmp_path / 'other'}"
+    other_logs, elsewhere = f"logging.log_dir={tmp_path / 'l'}", f"checkpoints.checkpoints_path={tmp_path / 'other'}"
+    with pytest.raises(InputError, match=r"another run is using .*checkpoints"):
+        train_quietly(tiny_config(tmp_path, "general.seed=8", other_logs))
+    assert not (tmp_path / "l").exists()
     with pytest.raises(InputError, match=r"^general\.run: another run is logging in .*tiny; wait until it has ended"):
         train_quietly(tiny_config(tmp_path, elsewhere))
     assert not list(logs.glob("replaced-*"))
     os.kill(child.pid, signal.SIGKILL)
-    child.wait()
+    assert child.wait().code == -9
     train_quietly(tiny_config(tmp_path, elsewhere))
     assert len(list(logs.glob("replaced-*"))) == 1
+    train_quietly(tiny_config(tmp_path, other_logs))
+    assert (tmp_path / "checkpoints" / "3").is_dir()
 
 
 def test_a_lock_that_outlives_its_run_is_waited_for(tmp_path: Path) -> None:
@@ -111,12 +100,6 @@ def test_a_run_whose_shapes_come_from_a_hugging_face_folder_goes_on_exactly(tmp_
     run = train_quietly(config)
     assert losses(config) == losses(whole)
     assert equal_bits(weights(run), expected)
-
-
-def test_a_hugging_face_model_that_is_missing_is_an_error_with_its_key(tmp_path: Path) -> None:
-    (tmp_path / "gguf").mkdir()
-    with pytest.raises(InputError, match=r"^model\.model_config\.hf: no folder .*/ggf; .*; did you mean 'gguf'\?$"):
-        train_quietly(tiny_config(tmp_path, f"model.model_config={{hf: {tmp_path / 'ggf'}}}"))
 
 
 # ---- other people's checkpoints ----------------------------------------------------------------------------
@@ -292,15 +275,22 @@ def test_sequences_longer_than_the_model_has_positions_are_warned_of(tmp_path: P
     assert warning.startswith("warning: ")
 
 
-def test_another_name_for_a_run_that_continues_is_a_warning_and_has_no_effect(tmp_path: Path) -> None:
+def test_another_name_for_a_run_that_continues_is_a_warning_and_has_no_effect(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
     config = tiny_config(tmp_path, "general.run=first_%date_%jobid")
     train_quietly(config)
+    monkeypatch.setenv("SLURM_JOB_ID", "4712")
     _, said = train_and_listen(tiny_config(tmp_path, "general.run=first_%date_%jobid", "tokens.train_steps=4"))
     assert "keeps its name" not in said
     _, said = train_and_listen(tiny_config(tmp_path, "general.run=second", "tokens.train_steps=5"))
     (warning,) = [line for line in said.splitlines() if "keeps its name: first_" in line]
     assert "not second" in warning
-    assert len(list((tmp_path / "logs").iterdir())) == 1
+    (logs,) = (tmp_path / "logs").iterdir()
+    assert logs.name.startswith("first_2")
+    assert logs.name.endswith("_4711")
+    assert len((logs / "metrics.jsonl").read_text().splitlines()) == 5
 
 
 def test_a_saved_config_of_another_schema_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
