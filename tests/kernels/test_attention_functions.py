@@ -240,10 +240,6 @@ def test_flex_is_offered_where_triton_can_compile(lacks, monkeypatch, tmp_path):
             choice.choose("flex_attention", facts)
 
 
-def test_this_machine_is_described():
-    assert choice.facts_of(torch.device("cpu")) == choice.Facts("cpu")
-
-
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=20))
 def test_the_bound_of_documents_takes_few_values(lengths):
     borders = (0, *accumulate(lengths))

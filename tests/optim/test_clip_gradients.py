@@ -7,7 +7,6 @@ import torch
 import torch.multiprocessing
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from kenotron.optim import clip
@@ -95,16 +94,6 @@ def test_a_bad_gradient_shows_in_the_norm(bad):
     parameters = parameters_with_gradients()
     parameters[0].grad[3, 4] = bad
     assert not math.isfinite(clip_gradients(parameters, 1.0))
-
-
-def test_fsdp_on_one_rank_has_the_plain_models_norm_bit_for_bit(tiny, set_gradients, group_of_one):
-    plain, sharded = tiny(), tiny()
-    fully_shard(sharded, mesh=init_device_mesh("cpu", (1,)))
-    for model in (plain, sharded):
-        set_gradients(model.parameters(), 1)
-    assert torch.equal(clip_gradients(plain.parameters(), 0.5), clip_gradients(sharded.parameters(), 0.5))
-    for a, b in zip(plain.parameters(), sharded.parameters(), strict=True):
-        assert torch.equal(a.grad, b.grad.to_local())
 
 
 def on_rank(rank: int) -> None:

@@ -94,10 +94,6 @@ def test_step_drops_by_gamma_every_step_size():
     assert rates == pytest.approx([1.0, 1.0, 1.0, 0.1, 0.1, 0.1, 0.05, 0.05])
 
 
-def test_constant_stays_at_the_peak():
-    assert curve(5, learning_rate=0.5, lr_warmup_steps=2, lr_decay_style="constant") == [0.25, 0.5, 0.5, 0.5, 0.5]
-
-
 @st.composite
 def schedules(draw, styles):
     warmup = draw(st.integers(0, 50))

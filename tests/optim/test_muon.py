@@ -36,13 +36,6 @@ def test_the_iteration_acts_on_singular_values_alone(shape, dtype, tolerance):
     assert (result - expected).norm() / expected.norm() < tolerance
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_singular_values_come_near_one(shape):
-    values = torch.linalg.svdvals(orthogonalize(random(shape)[None], 5)[0])
-    assert values.max() < 1.3
-    assert values.median() > 0.6
-
-
 def test_a_batch_is_its_matrices_one_by_one():
     batch = torch.stack([random((16, 48), seed) for seed in range(5)])
     together = orthogonalize(batch, 5)
@@ -56,17 +49,6 @@ def test_a_zero_gradient_moves_nothing():
     parameter.grad = torch.zeros_like(parameter)
     Muon([{"params": [parameter]}], lr=0.1).step()
     assert torch.equal(parameter, before)
-
-
-def test_the_step_has_adamws_size():
-    """Root-mean-square 0.2 times the rate, whatever the shape and the gradient's scale."""
-    for shape in SHAPES:
-        for scale in (1e-4, 1.0, 1e4):
-            parameter = nn.Parameter(torch.zeros(shape))
-            parameter.grad = random(shape) * scale
-            Muon([{"params": [parameter]}], lr=0.5).step()
-            rms = parameter.square().mean().sqrt().item() / 0.5
-            assert 0.2 * 0.6 < rms < 0.2 * 1.2
 
 
 @pytest.mark.parametrize("scale", ["match_rms_adamw", "original"])

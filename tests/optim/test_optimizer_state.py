@@ -125,16 +125,6 @@ def test_names_are_the_models_and_tied_weights_appear_once(tiny, section):
     assert len(names) == 3 * len(list(model.parameters()))
 
 
-def test_the_tensors_shown_are_the_optimizers_own(tiny, section):
-    """So that a reader which loads in place needs no second copy."""
-    model = tiny()
-    optimizer = build_optimizer(model.named_parameters(), section())
-    init_state(optimizer)
-    shown = state_tensors(model.named_parameters(), optimizer)
-    shown["state.lm_head.weight.exp_avg"].fill_(7.0)
-    assert torch.equal(optimizer.state[model.lm_head.weight]["exp_avg"], torch.full((16, 8), 7.0))
-
-
 def test_state_does_not_depend_on_groups_and_hyperparameters_come_from_the_config(tiny, section, set_gradients):
     first, second = tiny(), tiny()
     one = build_optimizer(first.named_parameters(), section(weight_decay=0.1))
@@ -179,24 +169,3 @@ def test_state_that_cannot_be_saved_is_named():
     optimizer.state[model.weight]["history"] = ["a", "list"]
     with pytest.raises(InputError, match=r"weight\.history is a list"):
         state_tensors(model.named_parameters(), optimizer)
-
-
-def test_torchs_checkpoint_helpers_understand_muon(tiny, section, set_gradients):
-    """Not our way to save, but proof that Muon is an ordinary optimizer."""
-    from torch.distributed.checkpoint.state_dict import (
-        StateDictOptions,
-        get_optimizer_state_dict,
-        set_optimizer_state_dict,
-    )
-
-    options = StateDictOptions(flatten_optimizer_state_dict=True)
-    config = section({"name": "muon"})
-    first, second = tiny(), tiny()
-    one = build_optimizer(first.named_parameters(), config)
-    two = build_optimizer(second.named_parameters(), config)
-    train(first, one, set_gradients, range(2))
-    flat = get_optimizer_state_dict(first, one, options=options)
-    assert {name for name in flat if name.startswith("state.")} == set(state_tensors(first.named_parameters(), one))
-    set_optimizer_state_dict(second, two, flat, options=options)
-    for name, tensor in state_tensors(second.named_parameters(), two).items():
-        assert torch.equal(tensor, state_tensors(first.named_parameters(), one)[name])
