@@ -69,6 +69,15 @@ LAYOUTS = [
     (4, "dp=4 shard=2 zero=3"),
     (8, "dp=2 zero=2 tp=2 pp=2 engine=1f1b mode=REDUCE_SCATTER"),
 ]
+LAYOUTS_OF_FURTHER = [
+    (1, "accum=4 recompute=true"),
+    (2, "dp=2 zero=3 accum=4"),
+    (2, "dp=2 zero=1"),
+    (2, "tp=2"),
+    (4, "dp=4 ep=2 zero=2"),
+    (4, "dp=4 shard=2 zero=3"),
+    (4, "dp=2 zero=3 tp=2 ep=2 mode=REDUCE_SCATTER recompute=true"),
+]
 LAYOUTS_THAT_DROP = [
     (1, "accum=8 recompute=true"),
     (2, "dp=2 zero=3 accum=4"),
@@ -112,41 +121,19 @@ def test_a_layout_means_what_one_process_means(
 
 
 @pytest.mark.parametrize(
-    ("world_size", "layout"),
+    ("which", "world_size", "layout"),
     [
-        (2, "dp=2 zero=3 ep=2 recompute=true"),
-        *(
-            pytest.param(*slow, marks=pytest.mark.slow)
-            for slow in [
-                (1, "accum=4 recompute=true"),
-                (2, "dp=2 zero=3 accum=4"),
-                (2, "dp=2 zero=1"),
-                (2, "tp=2"),
-                (4, "dp=4 ep=2 zero=2"),
-                (4, "dp=4 shard=2 zero=3"),
-                (4, "dp=2 zero=3 tp=2 ep=2 mode=REDUCE_SCATTER recompute=true"),
-            ]
-        ),
+        ("further", 2, "dp=2 zero=3 ep=2 recompute=true"),
+        ("dropping", 2, "dp=2 ep=2 accum=4 recompute=true"),
+        *(pytest.param("further", *layout, marks=pytest.mark.slow) for layout in LAYOUTS_OF_FURTHER),
+        *(pytest.param("dropping", *layout, marks=pytest.mark.slow) for layout in LAYOUTS_THAT_DROP),
     ],
 )
-def test_further_tokens_are_predicted_alike_on_layouts(
-    world_size: int, layout: str, reference_of: Callable[[str], Path], tmp_path: Path
-) -> None:
-    like_one_process("further", world_size, layout, reference_of, tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("world_size", "layout"),
-    [
-        (2, "dp=2 ep=2 accum=4 recompute=true"),
-        *(pytest.param(*slow, marks=pytest.mark.slow) for slow in LAYOUTS_THAT_DROP),
-    ],
-)
-def test_what_is_dropped_does_not_depend_on_the_layout(
-    world_size: int, layout: str, reference_of: Callable[[str], Path], tmp_path: Path
+def test_further_tokens_and_what_is_dropped_do_not_depend_on_the_layout(
+    which: str, world_size: int, layout: str, reference_of: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """Nor does a balance loss that takes the loads of the batch before."""
-    like_one_process("dropping", world_size, layout, reference_of, tmp_path)
+    like_one_process(which, world_size, layout, reference_of, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -69,14 +69,12 @@ def test_any_pattern_computes_what_transformers_computes(pattern: str) -> None:
             {"hybrid_override_pattern": "M*EM", "n_group": 3},
             "n_group: expected a divisor of n_routed_experts 8, found 3",
         ),
-        ({"hybrid_override_pattern": "M*EM", "num_experts_per_tok": 9}, "expected at most the 8 experts, found 9"),
         (
             {"hybrid_override_pattern": "M*-"},
             r"hybrid_override_pattern: expected a letter for each of num_hidden_layers 4, found 3 in 'M\*-'",
         ),
         ({"hybrid_override_pattern": ""}, "hybrid_override_pattern: expected"),
         ({"n_groups": 3}, "n_groups: expected a divisor of mamba_num_heads 8, found 3"),
-        ({"num_key_value_heads": 3}, "num_key_value_heads: expected a divisor of num_attention_heads 4, found 3"),
         ({"time_step_max": 1e-4}, "time_step_max: expected at least time_step_min"),
         ({"tie_word_embeddings": True}, "tie_word_embeddings: expected false"),
         ({"head_dim": None, "hidden_size": 30}, "num_attention_heads: expected a divisor of hidden_size 30, found 4"),
@@ -151,6 +149,17 @@ def test_hidden_states_between_layers_of_any_kind_are_fp32_where_the_config_says
     stream = torch.float32 if wide else torch.bfloat16
     assert seen == [(torch.bfloat16, torch.bfloat16), stream] * 4
     assert (model.stream_dtype, logits.dtype) == (stream, torch.bfloat16)
+
+
+def test_a_feed_forward_has_the_activation_and_the_biases_of_its_config(tmp_path: Path) -> None:
+    model = fresh_model(
+        config_of(tmp_path, hybrid_override_pattern="-", num_hidden_layers=1, hidden_act="relu", mlp_bias=True)
+    )
+    block, x = model.model.layers["0"].mixer, torch.randn(3, 32)
+    with torch.no_grad():
+        block.up_proj.bias.fill_(0.5)
+        hidden = (x @ block.up_proj.weight.T + 0.5).clamp_min(0)
+        assert torch.allclose(block(x), hidden @ block.down_proj.weight.T, atol=1e-5)
 
 
 def test_layers_with_experts_have_the_shapes_and_the_costs_of_their_keys(tmp_path: Path) -> None:

@@ -243,6 +243,22 @@ DEEPSEEK = {
 }
 
 
+def test_keys_of_deepseek_shape_its_router_and_its_experts(tmp_path: Path) -> None:
+    keys = DEEPSEEK | {"num_hidden_layers": 3, "first_k_dense_replace": 2, "moe_intermediate_size": 20}
+    config = load(our_config(tmp_path, family="deepseek_v3", n_shared_experts=3, **keys))
+    with torch.device("meta"):
+        layers = build(config.model).model.layers
+    assert [isinstance(layers[layer].mlp, GatedMLP) for layer in "012"] == [True, True, False]
+    moe = layers["2"].mlp
+    assert moe.experts.up_proj.weight.shape == (8, 20, 32)
+    assert moe.shared_expert.up_proj.weight.shape == (60, 32)
+    assert moe.routing == Routing(3, True, "sigmoid", 2.5, 0.0001, groups=4, top_groups=2, biased=True, bias_rate=0.001)
+    other = {"first_k_dense_replace": 0, "norm_topk_prob": False, "routed_scaling_factor": 1.5}
+    other |= {"router_bias_update_rate": 0}
+    routing = first_layer(tmp_path, "deepseek_v3", **DEEPSEEK | other, router_aux_loss_coef=0.5).mlp.routing
+    assert routing == Routing(3, False, "sigmoid", 1.5, 0.5, groups=4, top_groups=2, biased=True)
+
+
 @pytest.mark.parametrize("recompute", ["false", "true"])
 def test_biases_follow_the_loads_of_every_step(recompute: str, tmp_path: Path) -> None:
     config = Problem("biases", steps=4, model=KEYS["deepseek_v3"]).config(f"recompute={recompute}", tmp_path)
@@ -351,9 +367,26 @@ def test_an_expert_without_tokens_is_logged_once(tmp_path: Path, monkeypatch: py
     assert "expert_dropped" not in said
 
 
-def test_scores_of_latent_attention_cost_their_two_widths(tmp_path: Path) -> None:
+def test_keys_of_deepseek_shape_its_attention(tmp_path: Path) -> None:
     widths = {"q_lora_rank": 12, "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 7}
-    attention = first_layer(tmp_path, "deepseek_v3", **DEEPSEEK, **widths).self_attn
+    attention = first_layer(tmp_path, "deepseek_v3", **DEEPSEEK, **widths, attention_bias=True).self_attn
+    shapes = {
+        name: tuple(weight.shape) for name, weight in attention.named_parameters() if name.endswith("proj.weight")
+    }
+    assert shapes == {
+        "q_a_proj.weight": (12, 32),
+        "q_b_proj.weight": (40, 12),
+        "kv_a_proj.weight": (10, 32),
+        "k_rope_proj.weight": (4, 32),
+        "kv_b_proj.weight": (52, 10),
+        "o_proj.weight": (32, 28),
+    }
+    assert attention.kv_a_proj.bias is not None
+    assert attention.rope_interleaved
+    other = first_layer(tmp_path, "deepseek_v3", **DEEPSEEK, **widths | {"q_lora_rank": None}, rope_interleave=False)
+    assert other.self_attn.q_proj.weight.shape == (40, 32)
+    assert other.self_attn.o_proj.bias is None
+    assert not other.self_attn.rope_interleaved
     assert attention.flops_per_token(16, causal=False) == 2 * 16 * 4 * (10 + 7)
 
 
