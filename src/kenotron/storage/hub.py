@@ -1,14 +1,19 @@
 """Get files of Hugging Face repositories from the local cache or the hub, or raise an error of one line."""
 
+from __future__ import annotations
+
 import json
 import logging
 import os
 from pathlib import Path
 from ssl import SSLError
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from kenotron.config.errors import InputError, nearest_sibling, os_errors
+
+if TYPE_CHECKING:
+    from kenotron.storage.paths import AnyPath
 
 OFFLINE_VARIABLES = ("HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_HUB_OFFLINE")
 HUB_CREDENTIALS = "`hf auth login`, or HF_TOKEN"
@@ -135,7 +140,7 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def read_json(file: Path) -> dict[str, Any]:
+def read_json(file: AnyPath) -> dict[str, Any]:
     """Return the JSON object in `file`. Raises InputError if there is none."""
     try:
         with os_errors(f"cannot read {file}"):

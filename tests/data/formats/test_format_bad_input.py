@@ -175,7 +175,7 @@ DAMAGES = [
     ("megatron", remove("a.bin"), r"a\.bin: no such file"),
     ("litdata", cut("chunk-0-1.bin", 60), r"chunk-0-1\.bin: its items are in .* ends at byte 60"),
     ("litdata", put("chunk-0-1.bin", 8, b"\1"), r"chunk-0-1\.bin: item 0 \(byte 4\)"),
-    ("litdata", cut("index.json", 40), r"index\.json: not valid JSON"),
+    ("litdata", cut("index.json", 40), r"index\.json is not JSON"),
     ("numpy", cut("a.npy", 145), r"a\.npy: 9 ids .* end at byte 146, but the file ends at byte 145"),
 ]
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from kenotron.config.errors import InputError
 from kenotron.data.formats.token_file import TokenFile, map_array, readable
+from kenotron.storage.hub import read_json
 from kenotron.storage.paths import AnyPath
 
 # litdata's codes: torch's dtypes for tensors, numpy's scalar types for arrays.
@@ -41,13 +42,8 @@ def open_file(path: AnyPath, where: str, dtype: np.dtype | None = None) -> list[
 
 
 def _index(path: AnyPath) -> tuple[dict[str, Any], list[Any]]:
-    with readable(path):
-        try:
-            index = json.loads(path.read_text(encoding="utf-8"))
-        except (ValueError, RecursionError) as error:
-            raise InputError(f"{path}: not valid JSON ({error})") from None
-    config = index.get("config") if isinstance(index, dict) else None
-    chunks = index.get("chunks") if isinstance(index, dict) else None
+    index = read_json(path)
+    config, chunks = index.get("config"), index.get("chunks")
     if not isinstance(config, dict) or not isinstance(chunks, list) or not chunks:
         raise InputError(f"{path}: not a litdata index: expected an object with 'config' and 'chunks'")
     return config, chunks
