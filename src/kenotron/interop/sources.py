@@ -36,7 +36,7 @@ from kenotron.models.decoder import Decoder
 from kenotron.models.family import EMBEDDING, HEAD, family_of
 from kenotron.models.foreign import HuggingFaceArchitecture
 from kenotron.storage.hub import read_json
-from kenotron.text.tokenizer import GENERATION, TOKENIZER_FILES
+from kenotron.text.tokenizer import GENERATION, tokenizer_in
 
 
 @dataclass(frozen=True)
@@ -94,8 +94,7 @@ def hf_source(path: str | Path, report: Report = quiet, family: str | None = Non
         weights = read_whole(folder, shapes)
     else:
         weights = from_hf_names(saved, family_of(architecture), shapes)
-    has_tokenizer = any((folder / name).is_file() for name in TOKENIZER_FILES)
-    return Source(folder, model, weights, folder if has_tokenizer else None)
+    return Source(folder, model, weights, tokenizer_in(folder))
 
 
 def checkpoint_source(path: Path, verify: bool = True, ema: bool = False) -> Source:
@@ -109,11 +108,9 @@ def checkpoint_source(path: Path, verify: bool = True, ema: bool = False) -> Sou
         stored |= _averages(folder, stored, verify)
     weights = Weights(stored, str(folder))
     tokenizer = folder / "tokenizer"
-    has_tokenizer = any((tokenizer / name).is_file() for name in TOKENIZER_FILES)
     config = read_resolved(folder / "config.yaml")
     generation = tokenizer / GENERATION if (tokenizer / GENERATION).is_file() else None
-    has = tokenizer if has_tokenizer else None
-    return Source(folder, config.model, weights, has, config.parallelism, generation)
+    return Source(folder, config.model, weights, tokenizer_in(tokenizer), config.parallelism, generation)
 
 
 def _stored(folder: Path, part: str, verify: bool) -> dict[str, Stored]:

@@ -165,6 +165,11 @@ def check_tokens(known: TextTokenizer | None, tokenizer: TextTokenizer | None, w
         raise InputError(f"{what} was trained with another tokenizer than the run's")
 
 
+def tokenizer_in(folder: Path) -> Path | None:
+    """Return `folder` if there is a file of a tokenizer in it, else None."""
+    return folder if any((folder / name).is_file() for name in TOKENIZER_FILES) else None
+
+
 def load_tokenizer(name_or_path: str | Path, revision: str | None = None) -> TextTokenizer:
     """Load from a folder, a tokenizer.json, or a Hugging Face repository.
 
@@ -181,7 +186,7 @@ def load_tokenizer(name_or_path: str | Path, revision: str | None = None) -> Tex
     if path.is_dir():
         if (path / "tokenizer.json").is_file():
             return _read(path / "tokenizer.json", path)
-        if not any((path / name).is_file() for name in TOKENIZER_FILES):
+        if tokenizer_in(path) is None:
             near = f"; did you mean {path}/tokenizer?" if (path / "tokenizer" / "tokenizer.json").is_file() else ""
             raise InputError(
                 f"tokenizer.tokenizer_name_or_path: the folder {path} has no tokenizer; expected tokenizer.json, or "
