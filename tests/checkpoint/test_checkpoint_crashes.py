@@ -308,7 +308,7 @@ def test_leftovers_of_the_dead_are_cleared_and_those_of_the_living_are_not(tmp_p
 
 
 def test_two_processes_do_not_save_into_one_folder_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(locked.__wrapped__, "__defaults__", (0.2,))
+    monkeypatch.setattr(locked, "__defaults__", (0.2,))
     save_step(tmp_path, 10)
     with locked(tmp_path), pytest.raises(CheckpointError, match=f"another process is saving into {tmp_path}"):
         save_step(tmp_path, 20)

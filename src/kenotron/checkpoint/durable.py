@@ -14,7 +14,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -151,16 +151,13 @@ def discard(path: Path) -> None:
         files.remove_folder(path)
 
 
-@contextmanager
-def locked(root: Path, wait_seconds: float = LOCK_SECONDS) -> Iterator[bool]:
+def locked(root: Path, wait_seconds: float = LOCK_SECONDS) -> AbstractContextManager[bool]:
     """Hold the folder's lock; then every `*.tmp-*` in `root` except the holder's own was left by a dead process.
 
     Yields False if the file system has no locks: leftovers must then not be touched. Raises FolderBusy after
     `wait_seconds`.
     """
-    busy = f"another process is saving into {root}; give this run another folder"
-    with held(root / ".lock", wait_seconds, busy) as taken:
-        yield taken
+    return held(root / ".lock", wait_seconds, f"another process is saving into {root}; give this run another folder")
 
 
 @contextmanager
