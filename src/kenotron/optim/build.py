@@ -84,17 +84,16 @@ def _build(factory: Any, groups: list[dict[str, Any]], padded: bool, dtype: str)
             raise InputError(f"{FACTORY}.nesterov: needs a momentum above 0, found {factory.momentum}")
         # Not fused: torch 2.13 has no fused SGD for DTensors.
         return torch.optim.SGD(groups, momentum=factory.momentum, nesterov=factory.nesterov)
-    optimizer: torch.optim.Optimizer
     if factory.name == "lion":
-        optimizer = _import(LION)(groups, betas=(factory.lion_beta1, factory.lion_beta2))
-    elif factory.name == "soap":
-        optimizer = _import(SOAP)(
+        return _import(LION)(groups, betas=(factory.lion_beta1, factory.lion_beta2))
+    if factory.name == "soap":
+        return _import(SOAP)(
             groups,
             betas=(factory.soap_beta1, factory.soap_beta2),
             eps=factory.adam_eps,
             precondition_frequency=factory.soap_precondition_frequency,
         )
-    elif factory.name in ("muon", "normuon"):
+    if factory.name in ("muon", "normuon"):
         settings = {
             "momentum": factory.muon_momentum,
             "nesterov": factory.muon_nesterov,
@@ -104,10 +103,8 @@ def _build(factory: Any, groups: list[dict[str, Any]], padded: bool, dtype: str)
         }
         if factory.name == "normuon":
             settings["beta2"] = factory.normuon_beta2
-        optimizer = _import(MUON if factory.name == "muon" else NORMUON)(groups, **settings)
-    else:
-        optimizer = _import(CUSTOM)(groups, factory.name, factory.kwargs, padded)
-    return optimizer
+        return _import(MUON if factory.name == "muon" else NORMUON)(groups, **settings)
+    return _import(CUSTOM)(groups, factory.name, factory.kwargs, padded)
 
 
 def _adam(factory: Any) -> dict[str, Any]:
