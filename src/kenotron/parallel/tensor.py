@@ -108,14 +108,12 @@ def apply(
     kv = {name for name, _ in modules(model, *plan.kv)}
     on_shards = {name for name, _ in modules(model, *plan.sequence)}
     per_head = {name for name, _ in modules(model, *plan.per_head)}
-    for name, module in modules(model, *plan.column):
-        _replace(model, name, _column_parallel(module, settings, name, _head_dim(model, name), name in kv))
-    for name, module in modules(model, *plan.channels):
-        _replace(model, name, ChannelParallel(module, settings, name, _head_dim(model, name), name in kv))
-    for name, module in modules(model, *plan.row):
-        _replace(model, name, RowParallelLinear(module, settings, name, _head_dim(model, name)))
-    for name, module in modules(model, *plan.inner_row):
-        _replace(model, name, InnerRowParallelLinear(module, settings, name, _head_dim(model, name)))
+    for patterns, by_columns in ((plan.column, _column_parallel), (plan.channels, ChannelParallel)):
+        for name, module in modules(model, *patterns):
+            _replace(model, name, by_columns(module, settings, name, _head_dim(model, name), name in kv))
+    for patterns, by_rows in ((plan.row, RowParallelLinear), (plan.inner_row, InnerRowParallelLinear)):
+        for name, module in modules(model, *patterns):
+            _replace(model, name, by_rows(module, settings, name, _head_dim(model, name)))
     for name, module in modules(model, *plan.experts):
         split_experts(module, settings, name)
     tied: dict[Any, nn.Parameter] = {}
