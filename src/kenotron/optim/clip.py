@@ -26,6 +26,7 @@ from torch import Tensor
 
 from kenotron.kernels.shortcuts import reads_are_free
 from kenotron.parallel.collectives import all_reduce
+from kenotron.parallel.shards import local_tensor
 
 if TYPE_CHECKING:
     from kenotron.parallel.mesh import Mesh
@@ -91,14 +92,11 @@ def _local_gradients(parameters: Iterable[Tensor]) -> dict[Sharding, list[Tensor
         gradient = parameter.grad
         if gradient is None:
             continue
-        if not hasattr(gradient, "placements"):
-            shards[sharding_of(gradient)].append(gradient)
-            continue
-        if any(placement.is_partial() for placement in gradient.placements):
+        if any(placement.is_partial() for placement in getattr(gradient, "placements", ())):
             # The gradient of a weight used on sequence shards or some heads is still a partial sum on each rank.
             gradient = gradient.redistribute(placements=parameter.placements)
             parameter.grad = gradient
-        shards[sharding_of(gradient)].append(gradient.to_local())
+        shards[sharding_of(gradient)].append(local_tensor(gradient))
     return shards
 
 
