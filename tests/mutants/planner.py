@@ -29,8 +29,8 @@ MUTANTS = [
     Mutant(
         name="missing-micro-batches-take-the-mean-of-stages",
         file="planner/timeline.py",
-        find="missing * max(sum(each.values()) for each in more)",
-        replace="missing * sum(sum(each.values()) for each in more) / len(more)",
+        find="missing * max(sum(parts.values()) for parts in more)",
+        replace="missing * sum(sum(parts.values()) for parts in more) / len(more)",
         why="a pipeline is as slow as its slowest stage",
         tests=(ALL_MICRO_BATCHES,),
     ),

@@ -1,4 +1,4 @@
-"""GPUs that a run may be planned for, by the names that `kenotron plan --gpu` takes."""
+"""The kinds of GPUs that a run can be planned for, by the names of `kenotron plan --gpu`."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,14 +13,14 @@ from kenotron.config.packaged import packaged_yaml
 from kenotron.config.parallelism import stays_on_cpu
 
 GIB = 1 << 30
-Positive = Annotated[float, Field(gt=0)]  # where a file has it
+Positive = Annotated[float, Field(gt=0)]  # checked only in files
 
 
 class Gpu(NamedTuple):
-    """A GPU as torch sees it, with the fields of parallel/gpus.yaml; of a kind that is not there, only the memory.
+    """A GPU as torch sees it, with the fields of parallel/gpus.yaml; an unknown kind has only the memory.
 
-    Of the peaks are reached: `products` of `flops` and `fp32` in large products, `attention` of `flops` by head_dim,
-    `memory` of `bandwidth`. The defaults were measured on one H200 (docs/benchmarks.md).
+    The shares of the peaks that are reached: `products` of `flops` and `fp32` in large products, `attention` of `flops`
+    by head_dim, `memory` of `bandwidth`. The defaults were measured on one H200 (docs/benchmarks.md).
     """
 
     name: str
@@ -48,15 +48,15 @@ GPUS = {
 
 
 def gpu_called(name: str) -> Gpu:
-    """The GPU of that name, in any case, or that a file describes. Raises InputError with the names that there are."""
+    """Return the GPU of a name, in any case, or of a YAML file. Raises InputError with the known names."""
     if name.endswith((".yaml", ".yml")):
-        return _described(Path(name))
-    if (found := GPUS.get(name.lower())) is None:
+        return _read_gpu(Path(name))
+    if (gpu := GPUS.get(name.lower())) is None:
         raise InputError(f"--gpu: expected {', '.join(GPUS)}, found {name!r}{nearest(name.lower(), GPUS)}")
-    return found
+    return gpu
 
 
-def _described(path: Path) -> Gpu:
+def _read_gpu(path: Path) -> Gpu:
     with os_errors(f"--gpu: cannot read {path}"):
         content = path.read_bytes()
     try:
@@ -71,13 +71,13 @@ def _described(path: Path) -> Gpu:
 
 
 def gpu_here() -> Gpu | None:
-    """The first GPU of this machine; None where runs use the CPU. Of a kind that is not in `GPUS` only the memory."""
+    """Return the first GPU of this machine, with only its memory if it is not in `GPUS`; None if runs use the CPU."""
     if stays_on_cpu() or not torch.cuda.is_available():
         return None
-    found = torch.cuda.get_device_properties(0)
-    vendor, capability = ("amd", (0, 0)) if torch.version.hip else ("nvidia", (found.major, found.minor))
-    memory = found.total_memory / GIB
-    alike = [gpu for gpu in GPUS.values() if gpu.device in found.name] or [Gpu("", "", memory, vendor)]
-    known = min(alike, key=lambda gpu: abs(gpu.memory_gib - memory))
-    processors = found.multi_processor_count
-    return known._replace(name=found.name, memory_gib=memory, capability=capability, processors=processors)
+    device = torch.cuda.get_device_properties(0)
+    vendor, capability = ("amd", (0, 0)) if torch.version.hip else ("nvidia", (device.major, device.minor))
+    memory = device.total_memory / GIB
+    candidates = [gpu for gpu in GPUS.values() if gpu.device in device.name] or [Gpu("", "", memory, vendor)]
+    gpu = min(candidates, key=lambda gpu: abs(gpu.memory_gib - memory))
+    processors = device.multi_processor_count
+    return gpu._replace(name=device.name, memory_gib=memory, capability=capability, processors=processors)

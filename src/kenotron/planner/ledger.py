@@ -1,12 +1,12 @@
-"""Every storage that torch's operators make: its bytes, its life, and what made it.
+"""Record every storage that torch's operators allocate: its bytes, its lifetime, and the code that allocated it.
 
     with Ledger() as ledger:
         train_step(run, batches)
     ledger.peak()                 # Peak(bytes=…, of={"weights": …, "activations": …}, largest=[…])
 
-It follows real tensors and fake ones alike, so what is predicted can be measured by the same counter. A tensor of
-before counts from when an operator first returns it or a view of it. Not seen: memory that operators use inside them,
-libraries' workspaces and what Python and NumPy hold.
+It records real and fake tensors alike, so predictions can be measured by the same counter. A tensor from before counts
+from the first operator that returns it or a view of it. Not recorded are temporary memory inside operators, workspaces
+of libraries, and memory of Python and NumPy.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ WHOLE = attention.OPERATORS | selective_scan.OPERATORS
 
 @dataclass(slots=True)
 class Storage:
-    """Bytes that were allocated at the moment `born` and freed at `died`. `site`: the function of ours that did it.
+    """Bytes that were allocated at the moment `born` and freed at `died`, by Kénotron's function `site`.
 
-    `backward`: while autograd ran. `by_fsdp`: what it is if FSDP2 made it. `kind`: what else is known (`Ledger.name`).
+    `backward`: allocated while autograd ran. `by_fsdp`: its category if FSDP2 allocated it. `kind`: its category set by
+    `Ledger.name`.
     """
 
     size: int
@@ -52,7 +53,7 @@ class Storage:
 
     @property
     def category(self) -> str:
-        """What it is counted as."""
+        """The category that it counts to."""
         if self.kind is not None:
             return self.kind
         if self.site.startswith(LOGITS):
@@ -65,9 +66,9 @@ class Storage:
 
 
 class Peak(NamedTuple):
-    """The moment of the largest sum: `of` by category and `largest` by (category, site), in bytes, largest first.
+    """The moment of the most live bytes: `of` by category and `largest` by (category, site), in bytes, largest first.
 
-    `over_time`: the bytes of each category at up to `MOMENTS` moments, as many allocations and releases apart.
+    `over_time`: the bytes of each category at up to `MOMENTS` moments, with equally many allocations and frees between.
     """
 
     bytes: int
@@ -77,13 +78,13 @@ class Peak(NamedTuple):
 
 
 class Ledger(TorchDispatchMode):
-    """Within, all storages of a kind of device are followed. Time is a count of allocations and releases."""
+    """A context manager that records all storages of a kind of device. Time is a count of allocations and frees."""
 
     def __init__(self, device: str = "cpu") -> None:
         super().__init__()
         self.device = device
         self.storages: list[Storage] = []
-        self.live: dict[int, Storage] = {}  # by the address of torch's storage
+        self.live: dict[int, Storage] = {}  # address of torch's storage → its record
         self.clock = 0
         self.held: dict[Any, tuple[int, list[Storage]]] = {}  # see `_whole`
         self.reads = patch.object(FakeTensor, "tolist", _ones)
@@ -101,38 +102,38 @@ class Ledger(TorchDispatchMode):
         self.reads.stop()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not PLAIN.issuperset(types):  # a DTensor has no memory: the operators on its local tensor come by themselves
+        if not PLAIN.issuperset(types):  # a DTensor has no memory: operators on its local tensor are dispatched as well
             return NotImplemented
         aten = torch.ops.aten
         if function is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
-            return args[0].fake_device  # two of five calls
+            return args[0].fake_device  # a shortcut, for two of five calls
         if function is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return 1.0 if args[0].is_floating_point() else 1
         if function is aten.is_nonzero.default and isinstance(args[0], FakeTensor):
             return True
         if function.namespace == "kenotron" and (body := WHOLE.get(function.overloadpacket.__name__)):
             return self._whole(function, body, args)
-        return self._seen(function(*args, **(kwargs or {})))
+        return self._record(function(*args, **(kwargs or {})))
 
     def name(self, kind: str, tensors: Iterable[Tensor | None]) -> None:
-        """Tell what the storages of `tensors` are; the first name stays."""
+        """Set the category of the storages of `tensors`, unless it is set already."""
         for tensor in tensors:
-            local = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
+            local = getattr(tensor, "_local_tensor", tensor)  # a DTensor's local tensor
             storage = None if local is None else self.live.get(local.untyped_storage()._cdata)
             if storage is not None:
                 storage.kind = storage.kind or kind
 
     @property
     def bytes(self) -> int:
-        """Those of the storages that live now."""
-        return sum(each.size for each in self.live.values())
+        """The bytes of all live storages."""
+        return sum(storage.size for storage in self.live.values())
 
     def peak(self, since: int = 0) -> Peak:
-        """The moment after `since` (a value of `clock`) at which most bytes lived."""
+        """Return the moment after `since` (a value of `clock`) with the most live bytes."""
         changes: defaultdict[float, list[tuple[str, int]]] = defaultdict(list)
-        for each in self.storages:
-            changes[max(each.born, since)].append((each.category, each.size))
-            changes[max(each.died, since)].append((each.category, -each.size))
+        for storage in self.storages:
+            changes[max(storage.born, since)].append((storage.category, storage.size))
+            changes[max(storage.died, since)].append((storage.category, -storage.size))
         kinds: Counter[str] = Counter()
         most, of, moment, sums = 0, {}, float(since), []
         for at in sorted(at for at in changes if at <= self.clock):
@@ -142,28 +143,28 @@ class Ledger(TorchDispatchMode):
             if kinds.total() > most:
                 most, of, moment = kinds.total(), dict(kinds.most_common()), at
         sites: Counter[tuple[str, str]] = Counter()
-        for each in self.storages:
-            if each.born <= moment < each.died:
-                sites[each.category, each.site] += each.size
-        some = sums[:: max(1, len(sums) // MOMENTS)]
-        over_time = {kind: [each.get(kind, 0) for each in some] for kind in kinds}
+        for storage in self.storages:
+            if storage.born <= moment < storage.died:
+                sites[storage.category, storage.site] += storage.size
+        sampled = sums[:: max(1, len(sums) // MOMENTS)]
+        over_time = {kind: [bytes_of.get(kind, 0) for bytes_of in sampled] for kind in kinds}
         of = {kind: size for kind, size in of.items() if size}
         return Peak(most, of, [(*key, size) for key, size in sites.most_common()], over_time)
 
-    def _seen(self, out: Any) -> Any:
-        for each in tree_leaves(out):
-            if isinstance(each, Tensor) and each.device.type == self.device:
-                storage = each.untyped_storage()
+    def _record(self, out: Any) -> Any:
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor) and leaf.device.type == self.device:
+                storage = leaf.untyped_storage()
                 if storage._cdata not in self.live:
                     self._born(storage._cdata, storage.nbytes())
                     weakref.finalize(storage, self._died, storage._cdata)
         return out
 
     def _born(self, address: int, size: int) -> None:
-        if (found := site_of_caller()) is None:
+        if (caller := site_of_caller()) is None:
             return
         self.clock += 1
-        site, by_fsdp = found
+        site, by_fsdp = caller
         backward = torch._C._current_autograd_node() is not None
         self.live[address] = Storage(size, self.clock, site, backward, by_fsdp)
         self.storages.append(self.live[address])
@@ -174,43 +175,43 @@ class Ledger(TorchDispatchMode):
             self.live.pop(address).died = self.clock
 
     def _whole(self, function: Any, body: Any, args: Any) -> Any:
-        """An operator that torch calls whole: its `body` is followed once for arguments of the same shapes.
+        """Record an operator that torch calls as one: run its `body`, but only once for arguments of the same shapes.
 
-        It may loop over tokens. Later calls hold what the first one held besides its results, and beside their own.
+        The body may loop over tokens. Later calls record the same temporary storages as the first, and their results.
         """
-        key = function, *((each.shape, each.dtype) if isinstance(each, Tensor) else each for each in args)
+        key = function, *((value.shape, value.dtype) if isinstance(value, Tensor) else value for value in args)
         if key not in self.held:
-            begun, before = self.clock, len(self.storages)
+            started, before = self.clock, len(self.storages)
             super().__enter__()
             out = body(*args)
             super().__exit__(None, None, None)
-            self.held[key] = begun, [each for each in self.storages[before:] if each.died <= self.clock]
+            self.held[key] = started, [storage for storage in self.storages[before:] if storage.died <= self.clock]
             return out
-        begun, storages = self.held[key]
-        out = self._seen(function(*args))
-        later = self.clock - begun
-        self.storages += [replace(each, born=each.born + later, died=each.died + later) for each in storages]
-        self.clock = max([self.clock, *(int(each.died) + later for each in storages)])
+        started, storages = self.held[key]
+        out = self._record(function(*args))
+        later = self.clock - started
+        self.storages += [replace(one, born=one.born + later, died=one.died + later) for one in storages]
+        self.clock = max([self.clock, *(int(storage.died) + later for storage in storages)])
         return out
 
     def _resize(self, resize: Any) -> Any:
-        """FSDP2 frees and allocates the memory of weights that it gathers by the size of their storage."""
+        """Wrap torch's `resize_`, with which FSDP2 frees and allocates the memory of gathered weights."""
 
         def resized(storage: torch.UntypedStorage, size: int) -> Any:
-            done = resize(storage, size)
-            if (known := self.live.get(storage._cdata)) is not None:
+            result = resize(storage, size)
+            if (record := self.live.get(storage._cdata)) is not None:
                 self._died(storage._cdata)
                 self._born(storage._cdata, size)
-                self.live[storage._cdata].kind = known.kind
-            return done
+                self.live[storage._cdata].kind = record.kind
+            return result
 
         return resized
 
 
 def site_of_caller() -> tuple[str, str | None] | None:
-    """``package.module:function`` of the innermost function of ours, and what FSDP2 makes if that calls it.
+    """Return Kénotron's innermost function, ``package.module:function``, and the category of memory if FSDP2 calls it.
 
-    None for a tensor that has no memory in a run either: DTensor asks fake ones for the shapes of results.
+    Returns None for tensors without memory in a real run: DTensor uses fake tensors to infer shapes.
     """
     frame: FrameType | None = sys._getframe(1)
     by_fsdp = None
@@ -227,5 +228,5 @@ def site_of_caller() -> tuple[str, str | None] | None:
 
 
 def _ones(tensor: FakeTensor) -> Any:
-    """What the host reads of numbers that are not there."""
+    """Replace `tolist` of fake tensors, which have no values: return ones."""
     return np.ones(tuple(tensor.shape), float if tensor.is_floating_point() else int).tolist()

@@ -1,9 +1,9 @@
-"""What GPUs of this machine reach, measured within a minute: of kinds that gpus.yaml does not have, or to check it.
+"""Measure the rates of this machine's GPUs within a minute, for kinds that gpus.yaml lacks, or to check it.
 
     gpu = measure(gpu_here(), torch.device("cuda", 0), report)
     write_gpu(Path("my-gpu.yaml"), gpu)              # kenotron plan my.yaml --gpu my-gpu.yaml
 
-Each rate is the mean of some seconds, not the best of a few turns: a GPU at work clocks lower than one that was idle.
+Each rate is the mean over some seconds, not the best of a few turns: a busy GPU has a lower clock than an idle one.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from kenotron.planner.hardware import Gpu
 from kenotron.planner.rates import LINK
 
 SECONDS = 3.0
-"""How long each rate is measured."""
+"""The time for which each rate is measured."""
 HEADER = "# Measured by `kenotron plan --measure`, but for network and watts. The fields are those of gpus.yaml.\n"
-PCIE, NETWORK = 3.2e10, 2.5e10  # bytes/s, where nothing is known
+PCIE, NETWORK = 3.2e10, 2.5e10  # bytes/s, for unknown kinds of GPUs
 
 
 def measure(
     known: Gpu, device: torch.device, report: Callable[[int, int], None] | None = None, ranks: int = 1, scale: int = 1
 ) -> Gpu:
-    """`known` with what `device`, and a collective of `ranks` such devices, reach; peaks that are known stay.
+    """Return `known` with the measured rates of `device`, and of a collective of `ranks` devices; its peaks are kept.
 
-    `report` is told how many rates are measured, and of how many. `scale` divides the sides of what is computed with.
+    `report` gets the number of measured rates, and of all rates. `scale` divides the sizes of the matrices.
     """
     side, length, rates = 8192 // scale, 4096 // scale, []
     steps = [
@@ -69,20 +69,20 @@ def measure(
 
 
 def write_gpu(path: Path, gpu: Gpu) -> None:
-    """Write the file that `gpu_called` reads. Raises InputError."""
+    """Write the file that `gpu_called` reads. Raises InputError if it cannot be written."""
     fields = gpu._asdict() | {"capability": list(gpu.capability)}
     with os_errors(f"--measure: cannot write {path}"):
         path.write_text(HEADER + yaml.safe_dump(fields, sort_keys=False), encoding="utf-8")
 
 
 def products(side: int, dtype: torch.dtype, device: torch.device) -> float:
-    """FLOP/s of square products."""
+    """Measure the FLOP/s of square products."""
     a = unequal((side, side), device).to(dtype)
     return 2 * side**3 / average_seconds(lambda: rows_by_matrix(a, a), device)
 
 
 def attention(length: int, head_dim: int, device: torch.device) -> float:
-    """FLOP/s of causal attention: seven products, forward and backward, of half of the square."""
+    """Measure the FLOP/s of causal attention: seven products, forward and backward, of half of the square."""
     q, k, v = (unequal((2, 16, length, head_dim), device).bfloat16().requires_grad_() for _ in range(3))
 
     def attend() -> None:
@@ -93,7 +93,7 @@ def attention(length: int, head_dim: int, device: torch.device) -> float:
 
 
 def bytes_moved(side: int, device: torch.device) -> float:
-    """Bytes/s of SwiGLU, forward and backward, and of an update by AdamW: as much of a step as reads and writes."""
+    """Measure the bytes/s of SwiGLU, forward and backward, and of an AdamW update, which are bound by memory."""
     gate, up = (unequal((side, side), device).bfloat16().requires_grad_() for _ in range(2))
     weight = torch.nn.Parameter(unequal((side, side), device))
     weight.grad = unequal((side, side), device)
@@ -104,12 +104,12 @@ def bytes_moved(side: int, device: torch.device) -> float:
         torch.autograd.grad(out, (gate, up), out)
         optimizer.step()
 
-    of_swiglu, of_adam = 8 * 2, 7 * 4
-    return (of_swiglu + of_adam) * side**2 / average_seconds(work, device)
+    swiglu_bytes, adam_bytes = 8 * 2, 7 * 4  # per element
+    return (swiglu_bytes + adam_bytes) * side**2 / average_seconds(work, device)
 
 
 def bytes_sent(ranks: int, numbers: int, device: str) -> float:
-    """Bytes/s of a rank's link, by a sum over `ranks` of this machine."""
+    """Measure the bytes/s of a rank's link, by an all-reduce over `ranks` of this machine."""
     answers = mp.get_context("spawn").SimpleQueue()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True)
     mp.spawn(_sum, (ranks, store.port, numbers, device, answers), nprocs=ranks)
@@ -125,7 +125,7 @@ def _sum(rank: int, ranks: int, port: int, numbers: int, kind: str, answers: Any
     tensor = torch.zeros(numbers, device="cpu" if kind == "cpu" else device)
     turns = 20
     for turn in range(turns + 1):
-        if turn == 1:  # the first connects
+        if turn == 1:  # the first turn connects the ranks
             synchronize(device)
             dist.barrier()
             started = time.perf_counter()
@@ -137,12 +137,12 @@ def _sum(rank: int, ranks: int, port: int, numbers: int, kind: str, answers: Any
 
 
 def unequal(shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """Numbers whose bits differ: with equal ones a GPU needs less power, and is faster."""
+    """Return random numbers: with equal numbers a GPU needs less power, and is faster."""
     return torch.randn(shape, generator=torch.Generator(device).manual_seed(0), device=device)
 
 
 def average_seconds(work: Callable[[], object], device: torch.device) -> float:
-    """How long `work` takes, on average over `SECONDS`, once it has run."""
+    """Return the average time of `work` over `SECONDS`, after a first call."""
     work()
     synchronize(device)
     started, turns = time.perf_counter(), 0

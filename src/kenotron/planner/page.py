@@ -1,6 +1,6 @@
-"""`kenotron plan --html`: a plan on one HTML page, which needs no network and no server.
+"""`kenotron plan --html`: make an HTML page of a plan, which needs no network and no server.
 
-The page (page.html) draws everything itself; this file puts the numbers into it.
+The page (page.html) draws the numbers; this module inserts them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 PAGE = Path(__file__).with_name("page.html")
 DRAWN = 1000
-"""What is shorter than this part of a step is not seen."""
+"""The resolution of the page: gaps shorter than a step divided by it are not drawn."""
 SITES = 60
 KEYS = (
     *(f"parallelism.{name}" for name in ("dp", "tp", "pp", "context_parallel_size", "expert_parallel_size")),
@@ -29,20 +29,22 @@ KEYS = (
     "parallelism.dp_shard",
     *("tokens.micro_batch_size", "tokens.batch_accumulation_per_replica", "tokens.sequence_length"),
 )
-"""What is changed on the served page by fields of their own."""
+"""The keys that have separate fields on the served page."""
 
 
 def page_of(data: dict[str, Any]) -> str:
-    """The text of an HTML file that draws `data`, which `page_data` has made or the server of the page."""
-    text = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")  # no text ends the script
+    """Return an HTML file that draws `data`, from `page_data` or the server of the page."""
+    # "</script>" in a text would end the script.
+    text = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     return PAGE.read_text(encoding="utf-8").replace("/*PLAN*/{}", text)
 
 
 def page_data(plan: Plan, name: str) -> dict[str, Any]:
-    """What the page draws."""
+    """Return the data that the page draws."""
     speed = plan.speed
     lines = [] if speed is None else [speed_in_words(plan.config, speed)]
-    lines += [f"The nearest that fits: {' '.join(plan.nearest)}"] if plan.nearest else []
+    if plan.nearest:
+        lines.append(f"The nearest that fits: {' '.join(plan.nearest)}")
     spent: Sequence[Spent | None] = [None] * len(plan.ranks) if speed is None else speed.ranks
     return {
         "title": f"{name} on {headline(plan.config, plan.gpu)}",
@@ -52,7 +54,7 @@ def page_data(plan: Plan, name: str) -> dict[str, Any]:
         "lines": lines,
         "seconds": 0 if speed is None else speed.seconds,
         "keys": {key: reduce(getattr, key.split("."), plan.config) for key in KEYS},
-        "ranks": [_rank(rank, each) for rank, each in zip(plan.ranks, spent)],
+        "ranks": [_rank(rank, of_rank) for rank, of_rank in zip(plan.ranks, spent)],
     }
 
 
@@ -74,7 +76,7 @@ def _rank(plan: RankPlan, spent: Spent | None) -> dict[str, Any]:
 
 
 def _bars(spent: Spent) -> list[Bar]:
-    """The bars of a rank, those of one micro-batch and kind with gaps that are not seen as one."""
+    """Return the bars of a rank; bars of one micro-batch and kind are merged if the gap is too short to be drawn."""
     drawn: list[Bar] = []
     for begin, end, which, number in spent.bars:
         if drawn and drawn[-1][2:] == (which, number) and begin - drawn[-1][1] < spent.seconds / DRAWN:

@@ -1,4 +1,4 @@
-"""The whole plan of a run: the memory of its ranks, whether that fits, what would, and how fast it is."""
+"""The complete plan of a run: the memory of its ranks, whether it fits, the nearest change that does, and the speed."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ UNITS = ((86400, "days"), (3600, "hours"), (60, "minutes"), (0, "seconds"))
 
 
 class Plan(NamedTuple):
-    """Ranks of a config's layout on `gpu` (None: on CPUs).
+    """The plan of a config on `gpu` (None: on CPUs).
 
-    `speed` is None where no time is known, as of updates on the host. `nearest`: overrides with which it fits; None if
-    it does, or nothing tried.
+    `speed` is None if times are unknown, as for updates on the host. `nearest` are the overrides of the nearest change
+    that fits; None if the plan fits already, or no change that was tried fits.
     """
 
     config: Config
@@ -34,40 +34,40 @@ class Plan(NamedTuple):
 
 def plan_run(
     config: Config,
-    changed: Callable[[list[str]], Config],
+    with_overrides: Callable[[list[str]], Config],
     gpu: Gpu | None,
     memory: int | None,
     ranks: Sequence[int] | None = None,
     report: Callable[..., None] | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> Plan:
-    """Plan `ranks` that have `memory` bytes each, by default the first of every pipeline stage.
+    """Plan `ranks` with `memory` bytes each, by default the first of every pipeline stage.
 
-    If they do not fit, `changed` makes configs with some overrides, and `say` is told what is tried. `report` and
-    errors are those of `plan_memory`.
+    If they do not fit, configs `with_overrides` are tried, and `say` gets a line for each. `report` and errors are
+    those of `plan_memory`.
     """
-    followed = plan_memory(config, gpu, ranks, report)
-    verdict = verdict_of(followed, memory, gpu)
+    plans = plan_memory(config, gpu, ranks, report)
+    verdict = verdict_of(plans, memory, gpu)
     speed, nearest = None, None
     if gpu is not None and gpu.flops and ranks is None and not config.parallelism.cpu_offload:
-        speed = speed_of(config, gpu, followed)
+        speed = speed_of(config, gpu, plans)
     if verdict.usable is not None and not verdict.fits:
-        nearest = nearest_that_fits(config, changed, gpu, followed, verdict.usable, say)
-    return Plan(config, gpu, followed, verdict, speed, nearest)
+        nearest = nearest_that_fits(config, with_overrides, gpu, plans, verdict.usable, say)
+    return Plan(config, gpu, plans, verdict, speed, nearest)
 
 
 def headline(config: Config, gpu: Gpu | None) -> str:
-    """On how many ranks of what."""
+    """Return the number of ranks and their device, as ``8 ranks on h100``."""
     return f"{counted(config.parallelism.world_size, 'rank')} on {gpu.name if gpu else 'CPUs'}"
 
 
 def speed_in_words(config: Config, speed: Speed) -> str:
-    """A line for people."""
+    """Return a line with the speed and the time of all steps."""
     ranks, steps = config.parallelism.world_size, config.tokens.train_steps
-    long = 3600 * speed.gpu_hours / ranks
-    size, unit = next((size, unit) for size, unit in UNITS if long >= size)
+    seconds = 3600 * speed.gpu_hours / ranks
+    size, unit = next((size, unit) for size, unit in UNITS if seconds >= size)
     return (
         f"{speed.tokens_per_second:,.0f} tokens/s, {speed.of_a_gpu:,.0f} a GPU, MFU {speed.mfu:.1%}; "
-        f"{steps:,} steps: {long / max(size, 1):.3g} {unit}, {speed.gpu_hours:,.3g} GPU-hours"
+        f"{steps:,} steps: {seconds / max(size, 1):.3g} {unit}, {speed.gpu_hours:,.3g} GPU-hours"
         + (f", {speed.kwh:,.3g} kWh" if speed.kwh else "")
     )

@@ -1,8 +1,8 @@
-"""`kenotron plan --serve`: a page on which a config is changed, and its plan drawn anew.
+"""`kenotron plan --serve`: serve a page on which the config can be changed, and its plan is drawn again.
 
     serve(Server(8420, "my", text, gpu, plan, rank))
 
-Only pages of this very address may ask: a YAML file can name code to run.
+Only the page from this address may send requests, because a YAML file can name code to run.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ HOST = "127.0.0.1"
 
 
 class Server(ThreadingHTTPServer):
-    """Answers with the page, with the data of plans, each made once, and with ranked layouts.
+    """Serves the page, the data of plans, which are cached, and ranked layouts.
 
-    `plan` makes the plan of a YAML file's text, on a kind of GPU (None: this machine's), with some overrides. `rank`
-    searches the `Layout`s of the same, and reports how many are done, and of how many.
+    `plan` plans the text of a YAML file on a kind of GPU (None: this machine's), with some overrides. `rank` takes the
+    same arguments, searches `Layout`s, and reports the number of planned layouts, and of all.
     """
 
     daemon_threads = True
@@ -40,7 +40,7 @@ class Server(ThreadingHTTPServer):
         self, port: int, name: str, text: str, gpu: str | None, plan: Callable[..., Plan], rank: Callable[..., Any]
     ) -> None:
         gpu = gpu.lower() if gpu is not None and gpu.lower() in GPUS else gpu
-        kinds = [*GPUS, *{gpu} - {None, *GPUS}]  # a file's name is one that the page may choose
+        kinds = [*GPUS, *{gpu} - {None, *GPUS}]  # with the file, if `gpu` is the name of one
         self.first = {"yaml": text, "gpu": gpu, "gpus": kinds, "keys": {key: _choices(key) for key in KEYS}}
         self.name, self.plan, self.rank = name, plan, rank
         self.one_at_a_time = threading.Lock()
@@ -50,9 +50,9 @@ class Server(ThreadingHTTPServer):
         except OSError as error:
             raise InputError(f"--port {port}: {error.strerror}; expected one that is free, or 0 for any") from None
 
-    def answer(self, asked: dict[str, Any], report: Callable[[int, int], None] | None) -> dict[str, Any]:
-        """The data of a plan, or with `report` those of layouts; or an "error" in words for people."""
-        run = asked["yaml"], asked["gpu"] or None, tuple(asked["overrides"])
+    def answer(self, request: dict[str, Any], report: Callable[[int, int], None] | None) -> dict[str, Any]:
+        """Return the data of a plan, or with `report` of layouts; or the message of an "error"."""
+        run = request["yaml"], request["gpu"] or None, tuple(request["overrides"])
         try:
             with self.one_at_a_time:
                 if report is None:
@@ -61,46 +61,46 @@ class Server(ThreadingHTTPServer):
         except (InputError, RunFailed) as error:
             return {"error": str(error)}
         header, rows = table(layouts)
-        return {"header": header, "rows": rows, "overrides": [each.overrides for each in layouts]}
+        return {"header": header, "rows": rows, "overrides": [layout.overrides for layout in layouts]}
 
     def _planned(self, text: str, gpu: str | None, overrides: Sequence[str]) -> dict[str, Any]:
         return page_data(self.plan(text, gpu, list(overrides)), self.name)
 
 
 class Handler(BaseHTTPRequestHandler):
-    """A request of the page."""
+    """Handles the requests of the page."""
 
     server: Server
 
     def do_GET(self) -> None:
-        """Send the page, which asks for its first plan itself."""
-        if self.path != "/" or not self._from_here():
+        """Send the page, which then requests its first plan."""
+        if self.path != "/" or not self._is_local():
             self._send(404, "text/plain", "")
             return
         self._send(200, "text/html; charset=utf-8", page_of({"served": self.server.first}))
 
     def do_POST(self) -> None:
-        """Send the data of a plan, or, a line for each that is done, those of layouts.
+        """Send the data of a plan, or of layouts, after a line for each planned layout.
 
-        Another site's page could not send this type without asking first.
+        Another site's page could not send JSON without a preflight request, which is not answered.
         """
-        if self.headers["Content-Type"] != "application/json" or not self._from_here():
+        if self.headers["Content-Type"] != "application/json" or not self._is_local():
             self._send(403, "text/plain", "")
             return
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if self.path != "/layouts":
-            self._send(200, "application/json", json.dumps(self.server.answer(asked, None), allow_nan=False))
+            self._send(200, "application/json", json.dumps(self.server.answer(request, None), allow_nan=False))
             return
         self.send_response(200)
         self.end_headers()
-        with suppress(ConnectionError):  # the page was closed, or asks for something else
-            self._line(self.server.answer(asked, lambda done, of: self._line({"done": done, "of": of})))
+        with suppress(ConnectionError):  # the page was closed, or sends another request
+            self._line(self.server.answer(request, lambda done, of: self._line({"done": done, "of": of})))
 
     def _line(self, data: dict[str, Any]) -> None:
         self.wfile.write(json.dumps(data).encode() + b"\n")
 
-    def _from_here(self) -> bool:
-        """Whether the address is this machine's, by any port: another site's name may lead here, too."""
+    def _is_local(self) -> bool:
+        """Whether the request names this machine, with any port: another site's host name may resolve to it."""
         return (self.headers["Host"] or "").partition(":")[0] in (HOST, "localhost")
 
     def _send(self, status: int, kind: str, text: str) -> None:
@@ -112,19 +112,20 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *args: object) -> None:
-        """Say nothing: the page shows what goes wrong."""
+        """Log nothing, as the page shows errors."""
 
 
 def _choices(key: str) -> list[Any]:
-    """The values that a key of a section may have; none: any."""
+    """Return the values that a key of a section may have; an empty list means any value."""
     section, name = key.split(".")
     fields: Any = Config.model_fields[section].annotation
     kind = fields.model_fields[name].annotation
-    return [value for each in (kind, *get_args(kind)) if get_origin(each) is Literal for value in get_args(each)]
+    literals = [option for option in (kind, *get_args(kind)) if get_origin(option) is Literal]
+    return [value for literal in literals for value in get_args(literal)]
 
 
 def serve(server: Server) -> None:
-    """Answer until Ctrl-C."""
+    """Serve until Ctrl-C."""
     print(f"Open http://{HOST}:{server.server_port} in a browser; Ctrl-C ends it.", flush=True)
     try:
         server.serve_forever()

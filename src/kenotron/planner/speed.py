@@ -1,4 +1,4 @@
-"""How fast a planned run is, and what it takes in days, GPU-hours and energy."""
+"""The speed of a planned run, and its cost in GPU-hours and energy."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ if TYPE_CHECKING:
 
 
 class Speed(NamedTuple):
-    """Of a step on the longest sequences, in seconds; `ranks` say what they spend them on, one of each stage.
+    """The `seconds` of a step on the longest sequences; `ranks` has the times of one rank of each stage.
 
-    `of_a_gpu`: its share of the tokens per second.
-    `mfu`: the model's FLOPs, attention counted whole, as a share of the GPU's peak. `gpu_hours` and `kwh` are those of
-    all `train_steps`; GPUs are taken to draw all that they may.
+    `of_a_gpu`: the tokens per second of a GPU. `mfu`: the model's FLOPs, with the whole attention square, as a share of
+    the GPU's peak. `gpu_hours` and `kwh` are for all `train_steps`, with GPUs at their maximum power.
     """
 
     seconds: float
@@ -36,7 +35,7 @@ class Speed(NamedTuple):
 
 
 def speed_of(config: Config, gpu: Gpu, plans: Sequence[RankPlan]) -> Speed:
-    """The speed of the config's run, by the plans of one rank of every stage."""
+    """Return the speed of the config's run, from the plans of one rank of every stage."""
     tokens, ranks = config.tokens, config.parallelism.world_size
     spent = play([plan.events for plan in plans], gpu, tokens.batch_accumulation_per_replica)
     seconds, length = spent[0].seconds, max(config.sequence_lengths.values())

@@ -1,13 +1,13 @@
-"""A GPU that is not there: tensors without memory on a device of its own, on any machine.
+"""A simulated GPU: tensors without memory on a separate device, on any machine.
 
     device = stand_in.install()
     with stand_in.memoryless():
         …                                   # tensors of two devices in one operator are an error, as on a GPU
 
-Fake tensors have shapes, dtypes and devices, and no values: an operator whose result's shape depends on values is an
-error, because on a GPU the host waits for it.
+Fake tensors have shapes, dtypes and devices, but no values: an operator whose result's shape depends on values is an
+error, because on a GPU the host would wait for it.
 
-torch's backend for devices in Python is experimental; it is used here alone.
+torch's backend for devices in Python is experimental; only this module uses it.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ FLEX = choice.IMPLEMENTATIONS["flex_attention"]._replace(function=f"{__name__}.f
 
 
 class Watcher(Protocol):
-    """Is told what the device's queues do; 0 is the one that is current by default. See `trace.Trace`."""
+    """Receives the events of the device's queues, of which 0 is the default. See `trace.Trace`."""
 
     def mark(self, queue: int) -> int:
-        """A place in a queue is recorded; return its number."""
+        """Record a position in a queue, and return its number."""
 
     def wait(self, queue: int | None, mark: int) -> None:
-        """A queue, or the host (None), waits for a place."""
+        """Record that a queue, or the host (None), waits for a position."""
 
     def launch(self, tensors: Sequence[Tensor]) -> None:
-        """A kernel in Triton has these arguments."""
+        """Record the launch of a Triton kernel with these arguments."""
 
 
 _watchers: list[Watcher] = []
@@ -57,7 +57,7 @@ _watchers: list[Watcher] = []
 
 @contextlib.contextmanager
 def watched_by(watcher: Watcher) -> Iterator[None]:
-    """Within, the `watcher` is told of the device's queues."""
+    """Send events of the device's queues in the block to the `watcher`."""
     _watchers.append(watcher)
     try:
         yield
@@ -66,28 +66,28 @@ def watched_by(watcher: Watcher) -> Iterator[None]:
 
 
 class Event:
-    """A place in a queue."""
+    """A position in a queue, as `torch.cuda.Event`."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self.marks: list[int] = []  # one for each watcher
 
     def record(self, stream: Stream | None = None) -> Event:
-        """Be the place that the queue has reached."""
+        """Set this event to the queue's current position."""
         self.marks = [watcher.mark((stream or Stream.current).number) for watcher in _watchers]
         return self
 
     def wait(self, stream: Stream | None = None) -> None:
-        """The queue goes on when this place is reached."""
+        """Make the queue wait for this event."""
         (stream or Stream.current).wait_event(self)
 
     def synchronize(self) -> None:
-        """The host waits."""
+        """Make the host wait for this event."""
         for watcher, mark in zip(_watchers, self.marks):
             watcher.wait(None, mark)
 
 
 class Stream:
-    """A queue of a device that has none."""
+    """A queue of the simulated device, as `torch.cuda.Stream`."""
 
     current: ClassVar[Stream]
     numbers: ClassVar[Iterator[int]] = itertools.count()
@@ -96,20 +96,20 @@ class Stream:
         self.number = next(self.numbers)
 
     def wait_event(self, event: Event) -> None:
-        """The device waits, not the host."""
+        """Make this queue wait for an event; the host does not wait."""
         for watcher, mark in zip(_watchers, event.marks):
             watcher.wait(self.number, mark)
 
     def wait_stream(self, other: Stream) -> None:
-        """The device waits, not the host."""
+        """Make this queue wait for the other queue's work; the host does not wait."""
         self.wait_event(other.record_event())
 
     def record_event(self, event: Event | None = None) -> Event:
-        """Return a place in the queue."""
+        """Record and return an event at the queue's current position."""
         return (event or Event()).record(self)
 
     def synchronize(self, *args: Any) -> None:
-        """The host waits."""
+        """Make the host wait for the queue's work."""
         self.record_event().synchronize()
 
 
@@ -117,12 +117,12 @@ Stream.current = _DEFAULT = Stream()
 
 
 def current_queue() -> int:
-    """The number of the queue that operators go to."""
+    """Return the number of the queue that operators use."""
     return Stream.current.number
 
 
 class _Module(backend_registration._DummyBackendModule):
-    """What `torch.cuda` is to CUDA, as far as FSDP2, torch's pipelines and its recomputation ask."""
+    """The device's counterpart of `torch.cuda`, as far as FSDP2, torch's pipelines and its recomputation use it."""
 
     Stream, Event, synchronize = Stream, Event, staticmethod(_DEFAULT.synchronize)
 
@@ -155,7 +155,7 @@ class _Module(backend_registration._DummyBackendModule):
 
 
 def install() -> torch.device:
-    """Register the device, once a process. Backward runs on the caller's thread, where fake tensors are known."""
+    """Register the device, once per process. Backward runs on the caller's thread, on which fake tensors are active."""
     backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=_Module())
     torch.autograd.set_multithreading_enabled(False)
     return torch.device(NAME, 0)
@@ -166,13 +166,13 @@ _grouped: Any = shapes._meta_grouped_mm_common
 
 @cache
 def _values_unknown() -> FakeTensorMode:
-    """One for the process: tables that modules keep belong to it."""
+    """Return the process's FakeTensorMode: there is only one, to which tables that modules cache belong."""
     return FakeTensorMode()
 
 
 @contextlib.contextmanager
 def memoryless() -> Iterator[None]:
-    """Within, tensors have no memory."""
+    """Make tensors without memory in the block."""
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param
     from torch.optim import adam, adamw, optimizer
 
@@ -199,7 +199,7 @@ def memoryless() -> Iterator[None]:
 
 @contextlib.contextmanager
 def kernels_of_a_gpu(facts: Facts) -> Iterator[None]:
-    """Within, the stand-in has what a GPU of such `facts` has: kernels in Triton, and flash attention."""
+    """Give the device the kernels of a GPU with such `facts` in the block: Triton kernels and flash attention."""
     triton, language = ModuleType("triton"), ModuleType("triton.language")
     vars(language).update(constexpr=object)
     vars(triton).update(jit=_Launch, language=language, cdiv=lambda a, b: -(-a // b))
@@ -217,7 +217,7 @@ def kernels_of_a_gpu(facts: Facts) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _modules(modules: dict[str, ModuleType], importers: str) -> Iterator[None]:
-    """Within, these are imported by their names; modules whose names begin with `importers` are imported anew."""
+    """Replace `modules` in sys.modules in the block; modules whose names begin with `importers` are imported again."""
 
     def forget() -> dict[str, ModuleType]:
         names = [name for name in sys.modules if name in modules or name.startswith(importers)]
@@ -233,7 +233,7 @@ def _modules(modules: dict[str, ModuleType], importers: str) -> Iterator[None]:
 
 
 class _Launch:
-    """A kernel in Triton whose launches do nothing: what they write to exists already."""
+    """A Triton kernel whose launches compute nothing, as the tensors that they would fill exist already."""
 
     def __init__(self, function: Any) -> None: ...
 
@@ -242,13 +242,13 @@ class _Launch:
 
 
 def _launch(*args: Any, **options: Any) -> None:
-    tensors = [each for each in args if isinstance(each, Tensor)]
+    tensors = [argument for argument in args if isinstance(argument, Tensor)]
     for watcher in _watchers:
         watcher.launch(tensors)
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, *, scale: float, **options: Any) -> Tensor:
-    """Attention by the flash kernel, which keeps no matrix of scores; under a mask of one's own, of all pairs."""
+    """Call the flash kernel, which stores no matrix of scores; with a custom mask, for all pairs of tokens."""
     causal = options.get("attn_mask") is None
     out = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)[0]
     assert isinstance(out, Tensor)
@@ -256,17 +256,17 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, *, scale: float, **options: Any) -> 
 
 
 def _grouped_of_any_dtype(a: Tensor, b: Tensor, *args: Any, **options: Any) -> Tensor:
-    """torch's function for the shapes of grouped products, which knows bf16 alone; its kernels know others, too."""
+    """Call torch's shape function of grouped products, which supports only bf16, unlike the kernels."""
     return _grouped(a.bfloat16(), b.bfloat16(), *args, **options).to(a.dtype)
 
 
 def flex(*args: Any, softcap: float | None = None, **options: Any) -> Tensor:
-    """What flex_attention keeps and computes, which cannot be compiled here: as the flash kernel does with a window."""
+    """Replace flex_attention, which cannot be compiled here, by the flash kernel with a window, of equal memory."""
     return packed.torch_flash(*args, **options)
 
 
 def _with_values(function: Any) -> Any:
-    """`function` of tensors that have values: those that number the ranks of a mesh."""
+    """Wrap a function that numbers the ranks of a mesh, to run with real tensors, whose values it needs."""
 
     def call(*args: Any, **options: Any) -> Any:
         with unset_fake_temporarily():
@@ -276,7 +276,7 @@ def _with_values(function: Any) -> Any:
 
 
 def _apply(module: nn.Module, change: Any, recurse: bool = True) -> nn.Module:
-    """`nn.Module._apply` (which `to` and `to_empty` call) by replacing parameters: torch cannot swap fake ones."""
+    """Replace `nn.Module._apply`, used by `to` and `to_empty`: make new parameters, as torch cannot swap fake ones."""
     for child in module.children():
         child._apply(change)
     for name, old in module._parameters.items():
@@ -293,9 +293,9 @@ def _pinned(tensor: Tensor) -> Tensor:
 
 
 class _Chunks(Sequence[Tensor]):
-    """What FSDP2 makes of a parameter, without a list of every rank's part, of which it reads its own and the first.
+    """A parameter's chunks for FSDP2, computed on access, as FSDP2 reads only the rank's own and the first.
 
-    With 8,192 ranks these lists take 200 s for a model of 8B.
+    With 8,192 ranks, lists of all chunks would take 200 s for an 8B model.
     """
 
     def __init__(self, tensor: Tensor, parts: int, dim: int) -> None:
@@ -311,9 +311,9 @@ class _Chunks(Sequence[Tensor]):
 
 
 class _TorchOfCollectives:
-    """torch, as FSDP2's collectives use it: of a tensor's chunks, one for each rank, they only make another tensor.
+    """torch for FSDP2's collectives, with chunks as a single view that has a dimension for the ranks.
 
-    They are a view with a dimension for the ranks here: lists of 1,280 views took a third of the time.
+    The collectives only concatenate the chunks of a tensor, and lists of 1,280 views took a third of the time.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -323,7 +323,7 @@ class _TorchOfCollectives:
         return tensor.unflatten(dim, (parts, -1)).movedim(dim, 0)
 
     def cat(self, chunks: Tensor, dim: int, out: Tensor | None = None) -> Tensor:
-        beside = chunks.movedim(0, dim)
+        moved = chunks.movedim(0, dim)
         if out is None:
-            return beside.clone(memory_format=torch.contiguous_format).flatten(dim, dim + 1)
-        return out.unflatten(dim, (len(chunks), -1)).copy_(beside)
+            return moved.clone(memory_format=torch.contiguous_format).flatten(dim, dim + 1)
+        return out.unflatten(dim, (len(chunks), -1)).copy_(moved)

@@ -1,11 +1,11 @@
-"""How long a step takes: the traces of one rank of every pipeline stage, played one against another.
+"""Simulate the time of a step: replay the traces of one rank of every pipeline stage together.
 
     spent = play([trace.events for trace in traces], gpu)
     spent[0].seconds, spent[0].of          # 3.21, {"products": 2.2, "attention": 0.4, …, "waits for tp": 0.3, …}
 
-Each queue of a rank goes on when what it waits for is there: its own operators, another queue, a collective, a message
-of another stage. Transfers of one group go one after the other, and all besides computation, which they do not slow
-down. So what overlaps, and the bubble, follow from what the run's own schedule asked for.
+Each queue of a rank continues when its dependencies are complete: its own operators, another queue, a collective, a
+message from another stage. Transfers of one group are sequential, and run beside computation without slowing it. So
+overlap and the bubble follow from the run's own schedule.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ Wire = tuple[int, int]  # from one stage to another
 Bar = tuple[float, float, str, int]
 KINDS = {"product": "products", "attention": "attention", "memory": "other kernels"}
 SHORT = 1e-4
-"""Seconds between two operators that are drawn as none."""
+"""A gap in seconds between two operators up to which they are one bar."""
 
 
 class Spent(NamedTuple):
-    """Seconds of a rank's step, `of` what, and by the functions (kind, site) that asked for it, longest first.
+    """The seconds of a rank's step, in parts (`of`), and by (kind, site) of the calling functions, longest first.
 
-    `bars`: when it goes "forward", "backward", and does the "update", as far as it was followed: (begin, end, which,
-    number of the micro-batch that began last).
+    `bars`: the times of "forward", "backward" and "update" in the traced steps: (begin, end, which, number of the
+    micro-batch that began last).
     """
 
     seconds: float
@@ -42,22 +42,22 @@ class Spent(NamedTuple):
 
 
 def seconds_by() -> defaultdict[Any, float]:
-    """A table of seconds."""
+    """Return a table of seconds, initially 0."""
     return defaultdict(float)
 
 
 @dataclass
 class Rank:
-    """Where a rank is: the moments that its host, its queues and its groups have reached."""
+    """The state of a rank: the times that its host, its queues and its groups have reached."""
 
     stage: int
     host: float = 0.0
     queues: defaultdict[int, float] = field(default_factory=seconds_by)
     channels: defaultdict[object, float] = field(default_factory=seconds_by)
-    marks: dict[int, tuple[float, str]] = field(default_factory=dict)  # when it is reached, and what was waited for
+    marks: dict[int, tuple[float, str]] = field(default_factory=dict)  # mark → its time, and the reason of its wait
     received: Counter[Wire] = field(default_factory=Counter)
-    awaited: dict[int, tuple[Wire, int]] = field(default_factory=dict)  # mark → the message that reaches it
-    reasons: dict[int, str] = field(default_factory=dict)  # what a queue waited for last
+    awaited: dict[int, tuple[Wire, int]] = field(default_factory=dict)  # mark → the message that it waits for
+    reasons: dict[int, str] = field(default_factory=dict)  # queue → the reason of its last wait
     of: defaultdict[str, float] = field(default_factory=seconds_by)
     sites: defaultdict[tuple[str, str], float] = field(default_factory=seconds_by)
     updates: bool = False
@@ -66,26 +66,26 @@ class Rank:
 
 
 def play(traces: Sequence[Sequence[Event]], gpu: Gpu, micro_batches: int) -> list[Spent]:
-    """What the ranks of a pipeline's stages, in their order, spend on a step of so many `micro_batches`.
+    """Return the times of the pipeline's stages, in their order, for a step of `micro_batches`.
 
-    Traces may have fewer of them: as long as the slowest stage takes for one, the step takes longer for each missing.
+    Traces may have fewer micro-batches: each missing one adds the slowest stage's time for a micro-batch.
     """
     arrived: defaultdict[Wire, list[float]] = defaultdict(list)
     ranks = [Rank(stage) for stage in range(len(traces))]
     running = [_steps(rank, trace, gpu, arrived) for rank, trace in zip(ranks, traces)]
-    while running:  # each until it waits for a message that has not been sent
+    while running:  # each runs until it waits for a message that has not been sent
         before = len(running), sum(map(len, arrived.values()))
-        running = [each for each in running if next(each, "ended") != "ended"]
+        running = [steps for steps in running if next(steps, "ended") != "ended"]
         if running and before == (len(running), sum(map(len, arrived.values()))):
             raise ValueError(f"{len(running)} of {len(ranks)} stages wait for messages that no stage sends")
     more = [_of_a_micro_batch(rank, len(ranks)) for rank in ranks]
-    missing = micro_batches - (len(ranks[0].began) - 1)  # the update began, too
-    seconds = max(rank.queues[0] for rank in ranks) + missing * max(sum(each.values()) for each in more)
-    return [_spent(rank, each, missing, seconds) for rank, each in zip(ranks, more)]
+    missing = micro_batches - (len(ranks[0].began) - 1)  # `began` includes the update
+    seconds = max(rank.queues[0] for rank in ranks) + missing * max(sum(parts.values()) for parts in more)
+    return [_spent(rank, parts, missing, seconds) for rank, parts in zip(ranks, more)]
 
 
 def _steps(rank: Rank, trace: Sequence[Event], gpu: Gpu, arrived: defaultdict[Wire, list[float]]) -> Iterator[None]:
-    """Do what the trace says; pause where a message has not been sent yet."""
+    """Replay the trace; yield whenever a message has not been sent yet."""
     for event in trace:
         match event:
             case Ran(queue, operator, backward):
@@ -94,7 +94,8 @@ def _steps(rank: Rank, trace: Sequence[Event], gpu: Gpu, arrived: defaultdict[Wi
                 seconds = seconds_of(operator, gpu)
                 rank.queues[queue] += seconds
                 if queue == 0:
-                    _draw(rank, seconds, "update" if rank.updates else "backward" if backward else "forward")
+                    which = "backward" if backward else "forward"
+                    _draw(rank, seconds, "update" if rank.updates else which)
                     rank.of[KINDS[operator.kind]] += seconds
                     rank.sites[KINDS[operator.kind], operator.site] += seconds
             case Marked(queue, mark):
@@ -119,7 +120,7 @@ def _steps(rank: Rank, trace: Sequence[Event], gpu: Gpu, arrived: defaultdict[Wi
 
 
 def _draw(rank: Rank, seconds: float, which: str) -> None:
-    """Add an operator that ends now to the bars: to the last one, if nothing is between them."""
+    """Add an operator that ends now to the bars, by extending the last one if there is no gap."""
     end, number = rank.queues[0], len(rank.began)
     if rank.bars and rank.bars[-1][2:] == (which, number) and end - seconds <= rank.bars[-1][1] + SHORT:
         rank.bars[-1] = (rank.bars[-1][0], end, which, number)
@@ -128,7 +129,7 @@ def _draw(rank: Rank, seconds: float, which: str) -> None:
 
 
 def _wait(rank: Rank, queue: int, moment: float, reason: str) -> None:
-    """The queue goes on no earlier."""
+    """Let the queue continue no earlier than `moment`."""
     if moment <= rank.queues[queue]:
         return
     rank.reasons[queue] = reason
@@ -138,7 +139,7 @@ def _wait(rank: Rank, queue: int, moment: float, reason: str) -> None:
 
 
 def _communicate(rank: Rank, event: Communicated, gpu: Gpu, arrived: defaultdict[Wire, list[float]]) -> None:
-    """Begin a transfer when its queue, the host and the group are there."""
+    """Start a transfer when its queue, the host and the group have reached it."""
     of_pipeline = event.group.name == "pp"
     if event.kind == "receive" and of_pipeline:
         wire = event.peer, rank.stage
@@ -155,7 +156,7 @@ def _communicate(rank: Rank, event: Communicated, gpu: Gpu, arrived: defaultdict
 
 
 def _of_a_micro_batch(rank: Rank, stages: int) -> dict[str, float]:
-    """What one more micro-batch takes: of one stage like the last but one, else as the mean without the waits."""
+    """Return the times of an additional micro-batch: the last complete one without pp, else the mean without waits."""
     update = rank.began[-1]
     if stages == 1:
         before, last = rank.began[-3:-1] if len(rank.began) > 2 else (update, update)
@@ -166,8 +167,8 @@ def _of_a_micro_batch(rank: Rank, stages: int) -> dict[str, float]:
 
 
 def _spent(rank: Rank, of_a_micro_batch: dict[str, float], missing: int, seconds: float) -> Spent:
-    of = {name: each + missing * of_a_micro_batch.get(name, 0.0) for name, each in rank.of.items()}
+    of = {name: traced + missing * of_a_micro_batch.get(name, 0.0) for name, traced in rank.of.items()}
     if (idle := seconds - sum(of.values())) > 1e-9 * seconds:  # more than rounding
         of["waits for pp"] = of.get("waits for pp", 0.0) + idle
-    longest = [(*key, each) for key, each in sorted(rank.sites.items(), key=lambda item: -item[1])]
+    longest = [(*site, traced) for site, traced in sorted(rank.sites.items(), key=lambda item: -item[1])]
     return Spent(seconds, dict(sorted(of.items(), key=lambda item: -item[1])), longest, rank.bars)

@@ -1,4 +1,4 @@
-"""Whether a plan fits, and the nearest change that makes it fit."""
+"""Check whether a plan fits into memory, and find the nearest change that makes it fit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LESS_AND_LESS_KEPT: tuple[Recompute, ...] = (False, "elementwise", "selective", 
 
 
 class Verdict(NamedTuple):
-    """Bytes of the largest rank beside those that there are and that can be planned for; None: not known."""
+    """The bytes of the largest rank, of the memory, and of its usable part; None if unknown."""
 
     peak: int
     memory: int | None
@@ -29,32 +29,32 @@ class Verdict(NamedTuple):
 
 
 def by_column(of: Mapping[str, int]) -> list[int]:
-    """The bytes of each of `COLUMNS`."""
+    """Return the bytes of each of `COLUMNS`."""
     named = [of.get(column, 0) for column in COLUMNS[:-1]]
     return [*named, sum(of.values()) - sum(named)]
 
 
 def usable(memory: int, gpu: Gpu | None) -> int:
-    """What to plan for: the driver, libraries and communicators take some, and some lies between tensors.
+    """Return the bytes to plan for: the rest is for the driver, libraries and communicators, and fragmentation.
 
-    On a CPU much does: glibc's allocator has grown by 1.6 times the tensors of a step [measured].
+    On a CPU fragmentation is large: glibc's allocator grew by 1.6 times the tensors of a step [measured].
     """
     return int(max((0.6 if gpu is None else 0.85) * (memory - GIB / 4), memory / 4))
 
 
 def verdict_of(plans: Sequence[RankPlan], memory: int | None, gpu: Gpu | None) -> Verdict:
-    """Of ranks that have `memory` bytes each, of a GPU or of the host."""
-    peak = max(each.peak.bytes for each in plans)
+    """Return the verdict on ranks that have `memory` bytes each, of a GPU or of the host."""
+    peak = max(plan.peak.bytes for plan in plans)
     if memory is None:
         return Verdict(peak, None, None, None)
     return Verdict(peak, memory, usable(memory, gpu), peak < usable(memory, gpu))
 
 
 def in_words(verdict: Verdict) -> str:
-    """A line for people."""
+    """Return the verdict as a line of text."""
     needs = f"the largest rank needs {verdict.peak / GIB:.3g} GiB"
     if verdict.memory is None or verdict.usable is None:
-        return f"{needs[0].upper()}{needs[1:]}; how much there is, is not known."
+        return f"{needs[0].upper()}{needs[1:]}; the memory of this machine is unknown."
     of = f"{verdict.memory / GIB:.3g}, of which {verdict.usable / GIB:.3g} can be planned for"
     return f"{'It fits' if verdict.fits else 'It does not fit'}: {needs} of {of}."
 
@@ -64,35 +64,37 @@ def in_words(verdict: Verdict) -> str:
 
 def nearest_that_fits(
     config: Config,
-    changed: Callable[[list[str]], Config],
+    with_overrides: Callable[[list[str]], Config],
     gpu: Gpu | None,
     plans: Sequence[RankPlan],
     usable: int,
     say: Callable[[str], None],
 ) -> list[str] | None:
-    """The first of `changes` with which a rank of every stage holds less than `usable` bytes; None: none does.
+    """Return the first of `changes` with which every stage's rank needs less than `usable` bytes; None if none does.
 
-    `changed` makes a config with some overrides. `say` is told what is tried.
+    `with_overrides` makes a config with some overrides. `say` gets a line for every change that is tried.
     """
-    largest = max(plans, key=lambda each: each.peak.bytes)
+    largest = max(plans, key=lambda plan: plan.peak.bytes)
     states = sum(largest.peak.of.get(kind, 0) for kind in COLUMNS[:3])
     for overrides in changes(config, states < usable):
         try:
-            other = changed(overrides)
-        except InputError:  # what this model or layout does not allow
+            changed = with_overrides(overrides)
+        except InputError:  # the model or layout does not allow this change
             continue
         say(f"trying {' '.join(overrides)}")
-        ranks = first_ranks(other)
-        likely = ranks.pop(largest.stage)  # another stage may be the largest then
-        if all(
-            each.peak.bytes < usable for some in ([likely], ranks) if some for each in plan_memory(other, gpu, some)
-        ):
+        others = first_ranks(changed)
+        first = [others.pop(largest.stage)]  # planned alone, because the others matter only if it fits
+        if _fit(changed, gpu, first, usable) and _fit(changed, gpu, others, usable):
             return overrides
     return None
 
 
+def _fit(config: Config, gpu: Gpu | None, ranks: list[int], usable: int) -> bool:
+    return not ranks or all(plan.peak.bytes < usable for plan in plan_memory(config, gpu, ranks))
+
+
 def changes(config: Config, states_fit: bool) -> Iterator[list[str]]:
-    """Overrides with the same global batch, by what they cost; the last ones have more ranks."""
+    """Yield overrides with the same global batch, in the order of their costs; the last ones use more ranks."""
     layout, count = config.parallelism, config.tokens.batch_accumulation_per_replica
     _, *less = _ways_to_keep_less(config)
     least = less[-1] if less else []
@@ -110,17 +112,17 @@ def changes(config: Config, states_fit: bool) -> Iterator[list[str]]:
 
 
 def _ways_to_keep_less(config: Config) -> Iterator[list[str]]:
-    """Recomputation and smaller micro-batches; the first changes nothing, the last keeps the least."""
-    now, micro = config.parallelism.recompute_layer, config.tokens.micro_batch_size
-    for recompute in LESS_AND_LESS_KEPT[LESS_AND_LESS_KEPT.index(now) :]:
-        kept = [] if recompute == now else [f"parallelism.recompute_layer={recompute}".lower()]
+    """Yield overrides of recomputation and smaller micro-batches, from no change to the least memory."""
+    current, micro = config.parallelism.recompute_layer, config.tokens.micro_batch_size
+    for recompute in LESS_AND_LESS_KEPT[LESS_AND_LESS_KEPT.index(current) :]:
+        more = [] if recompute == current else [f"parallelism.recompute_layer={recompute}".lower()]
         for size in range(micro, 0, -1):
             if micro % size == 0:
-                yield [*in_batches_of(config, size), *kept]
+                yield [*in_batches_of(config, size), *more]
 
 
 def in_batches_of(config: Config, size: int) -> list[str]:
-    """Micro-batches of `size` sequences, and as many more of them."""
+    """Return overrides for micro-batches of `size` sequences and the same global batch."""
     tokens = config.tokens
     count = tokens.batch_accumulation_per_replica * tokens.micro_batch_size // size
     if size == tokens.micro_batch_size:
