@@ -155,8 +155,8 @@ MUTANTS = [
     Mutant(
         name="data-of-validation-may-differ-between-machines",
         file="observers/consistency.py",
-        find="        for split, some in run.data.evaluated.items():\n",
-        replace="        for split, some in ():\n",
+        find="        for split, sources in run.data.evaluated.items():\n",
+        replace="        for split, sources in ():\n",
         why="val_loss is one over two versions of the held-out text",
         tests=("launch/test_agreement.py::test_a_machine_with_other_files_is_named_on_all",),
     ),

@@ -65,8 +65,8 @@ class SameData(Hook):
         """Compare the numbers of samples in the first stage's sources, and in those of validation and test."""
         stage = run.data.stage_of(run.step + 1)
         sizes = [("data_stages", spec.label, len(source)) for spec, source in zip(stage.stage.sources, stage.sources)]
-        for split, some in run.data.evaluated.items():
-            sizes += [(SPLITS[split], spec.label, len(source.held_out)) for spec, source in some]
+        for split, sources in run.data.evaluated.items():
+            sizes += [(SPLITS[split], spec.label, len(source.held_out)) for spec, source in sources]
         ranks = gather((socket.gethostname(), [count for _, _, count in sizes]))
         for rank, (machine, counts) in enumerate(ranks):
             for (key, label, _), count, first in zip(sizes, counts, ranks[0][1], strict=True):

@@ -84,9 +84,5 @@ class ExpertLoad(Hook):
         before = torch.zeros_like(loads) if self.steps_without_a_token is None else self.steps_without_a_token
         self.steps_without_a_token = torch.where(idle, before + 1, 0)
         for layer, expert in (self.steps_without_a_token == STARVING_STEPS).nonzero().tolist():
-            logger.warning(
-                "model.layers.%d: expert %d got no token in %d steps; a larger router_aux_loss_coef spreads the load",
-                layer,
-                expert,
-                STARVING_STEPS,
-            )
+            text = "model.layers.%d: expert %d got no token in %d steps; a larger router_aux_loss_coef spreads the load"
+            logger.warning(text, layer, expert, STARVING_STEPS)

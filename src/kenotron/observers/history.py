@@ -32,20 +32,17 @@ class History(Hook):
 
     def on_train_start(self, run: Run) -> None:
         """Write the checkpoint that the run starts from, its device and versions."""
-        _write(
-            run,
-            "start",
-            {
-                "from": str(run.start.path) if run.start.path else None,
-                "last_step": run.last_step,
-                "device": devices.name(run.device),
-                "processes": run.config.parallelism.world_size,
-                "parameters": sum(parameter.numel() for _, parameter in named_parameters(run.skeleton)),
-                "kenotron": __version__,
-                "torch": torch.__version__,
-                "python": platform.python_version(),
-            },
-        )
+        facts = {
+            "from": str(run.start.path) if run.start.path else None,
+            "last_step": run.last_step,
+            "device": devices.name(run.device),
+            "processes": run.config.parallelism.world_size,
+            "parameters": sum(parameter.numel() for _, parameter in named_parameters(run.skeleton)),
+            "kenotron": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        }
+        _write(run, "start", facts)
         self.started = True
 
     def on_train_end(self, run: Run) -> None:

@@ -61,7 +61,7 @@ class NonFiniteCause(Hook):
     """See the module; on all ranks."""
 
     priority = 65  # before any hook that changes the weights
-    reported = False  # the last step
+    reported = False  # whether the last step was broken, and its cause reported
 
     def on_train_start(self, run: Run) -> None:
         """Drop the lines of steps that are repeated after a resume."""
@@ -94,14 +94,14 @@ class NonFiniteCause(Hook):
 def _compute_again(run: Run, hooks: Any) -> tuple[StepResult, FirstNonFinite | None]:
     """Compute loss and gradient norm of the last step again; return them and the finding of `hooks`; keep `.grad`."""
     assert run.last_result is not None
-    with eager_blocks(run), buffers_kept(run), hooks() as found:
+    with eager_blocks(run), buffers_kept(run), hooks() as findings:
         real_tokens = count_real_tokens(run, run.batches)
         losses = forward_backward(run, run.batches, 1.0 / max(real_tokens, 1))
     loads_of_step(run)  # reset the counts, as the step has counted already
     norm = clip_gradients([parameter for _, parameter in named_parameters(*run.parts)], None, run.mesh)
     loss, z_loss, grad_norm = Numbers(*losses, norm).read()
     result = replace(run.last_result, lm_loss=loss, z_loss=z_loss, grad_norm=grad_norm)
-    return result, found[0] if found else None
+    return result, findings[0] if findings else None
 
 
 def eager_blocks(run: Run) -> AbstractContextManager[None]:
@@ -112,7 +112,7 @@ def eager_blocks(run: Run) -> AbstractContextManager[None]:
 @contextmanager
 def _forward_hooks(run: Run) -> Iterator[list[FirstNonFinite]]:
     """Check the outputs of all modules; the list gets the first non-finite one."""
-    found: list[FirstNonFinite] = []
+    findings: list[FirstNonFinite] = []
     order, micro_batch = _module_order(run), -1
 
     def begins(module: nn.Module, inputs: Any) -> None:
@@ -120,22 +120,22 @@ def _forward_hooks(run: Run) -> Iterator[list[FirstNonFinite]]:
         micro_batch += 1
 
     def look(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
-        if not found and not _finite(output):
+        if not findings and not _finite(output):
             batches = run.batches if run.pipeline is not None else run.batches[micro_batch : micro_batch + 1]
-            found.append(FirstNonFinite(FORWARD, order.get(name, len(order)), name, _samples(batches)))
+            findings.append(FirstNonFinite(FORWARD, order.get(name, len(order)), name, _samples(batches)))
 
     with ExitStack() as hooks:
         hooks.enter_context(run.model.register_forward_pre_hook(begins))
         for part in run.parts:
             for name, module in part.named_modules():
                 hooks.enter_context(module.register_forward_hook(partial(look, name)))
-        yield found
+        yield findings
 
 
 @contextmanager
 def _backward_hooks(run: Run) -> Iterator[list[FirstNonFinite]]:
     """Search for a module with finite gradients of its output and non-finite gradients of its input."""
-    found: list[FirstNonFinite] = []
+    findings: list[FirstNonFinite] = []
     order = _module_order(run)
 
     def enter(module: nn.Module, inputs: Any) -> Any:
@@ -148,8 +148,8 @@ def _backward_hooks(run: Run) -> Iterator[list[FirstNonFinite]]:
             finite.append(_finite(gradient))
 
         def leaves(gradient: Tensor) -> None:
-            if not found and finite and all(finite) and not _finite(gradient):
-                found.append(FirstNonFinite(BACKWARD, -order.get(name, len(order)), name, _samples(run.batches)))
+            if not findings and finite and all(finite) and not _finite(gradient):
+                findings.append(FirstNonFinite(BACKWARD, -order.get(name, len(order)), name, _samples(run.batches)))
 
         for values, see in ((tree_leaves(output), arrived), (inputs, leaves)):
             for tensor in filter(_has_gradient, values):
@@ -161,7 +161,7 @@ def _backward_hooks(run: Run) -> Iterator[list[FirstNonFinite]]:
         for name, module in named:
             hooks.enter_context(module.register_forward_pre_hook(enter))
             hooks.enter_context(module.register_forward_hook(partial(look, name)))
-        yield found
+        yield findings
 
 
 class _Entrance(torch.autograd.Function):

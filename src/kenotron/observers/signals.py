@@ -97,6 +97,5 @@ class KillSwitch(Hook):
             self.checked_at = time.monotonic()
             if self.path.exists():
                 run.stop(f"{self.path} exists")
-                logger.warning(
-                    "general.kill_switch_path: %s exists: saving after step %d and stopping", self.path, run.step
-                )
+                text = "general.kill_switch_path: %s exists: saving after step %d and stopping"
+                logger.warning(text, self.path, run.step)

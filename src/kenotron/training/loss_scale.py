@@ -39,9 +39,8 @@ class LossScale(Hook):
         run.record_metric("loss_scale", result.loss_scale, on_console=False)
         if result.overflow:
             self.scale, self.good_steps = max(self.scale / FACTOR, 1.0), 0
-            logger.info(
-                "step %d skipped: gradients overflow; loss scale %g → %g", run.step, result.loss_scale, self.scale
-            )
+            text = "step %d skipped: gradients overflow; loss scale %g → %g"
+            logger.info(text, run.step, result.loss_scale, self.scale)
         elif result.finite:
             self.good_steps += 1
             if self.good_steps == INTERVAL:
