@@ -25,9 +25,9 @@ NVIDIA GeForce RTX 4090, [N/A]
 
 
 def test_what_nvidia_smi_prints_is_read() -> None:
-    assert environment.versions_of(HEAD) == ("550.54.15", "12.4")
-    assert environment.gpus_of(GPUS) == (["NVIDIA H100 80GB HBM3", "NVIDIA GeForce RTX 4090"], False)
-    assert environment.gpus_of("NVIDIA H200, Enabled\n") == (["NVIDIA H200"], True)
+    assert environment.parse_versions(HEAD) == ("550.54.15", "12.4")
+    assert environment.parse_gpus(GPUS) == (["NVIDIA H100 80GB HBM3", "NVIDIA GeForce RTX 4090"], False)
+    assert environment.parse_gpus("NVIDIA H200, Enabled\n") == (["NVIDIA H200"], True)
 
 
 def test_settings_show_nothing_private() -> None:

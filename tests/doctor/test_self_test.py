@@ -67,9 +67,9 @@ def test_a_resume_that_loses_something_is_found(
 
 def test_a_device_that_computes_wrongly_is_found() -> None:
     right = {1: {"lm_loss": self_test.FIRST_LOSS}, self_test.STEPS: {"lm_loss": self_test.LAST_LOSS}}
-    assert self_test.unlike_other_machines(right) is None
+    assert self_test.wrong_losses(right) is None
     for step, loss in ((1, 5.6), (self_test.STEPS, 5.6), (1, float("nan"))):
-        assert f"loss of step {step}" in (self_test.unlike_other_machines({**right, step: {"lm_loss": loss}}) or "")
+        assert f"loss of step {step}" in (self_test.wrong_losses({**right, step: {"lm_loss": loss}}) or "")
 
 
 @pytest.mark.parametrize(("other", "allowed", "same"), [(1.0, 0.0, True), (1.00001, 1e-4, True), (1.00001, 0.0, False)])

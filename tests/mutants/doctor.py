@@ -11,7 +11,7 @@ MUTANTS = [
     Mutant(
         name="a-machine-with-errors-passes",
         file="doctor/__init__.py",
-        find='all(test.passed for test in tests) and all(finding.severity != "error" for finding in found)',
+        find='all(test.passed for test in tests) and all(finding.severity != "error" for finding in findings)',
         replace="all(test.passed for test in tests)",
         why="a job that asks the doctor first trains on a disk that is full, or without its GPUs",
         tests=(f"{COMMAND}::test_a_torch_that_cannot_be_imported_is_the_page_s_error",),
@@ -59,7 +59,7 @@ MUTANTS = [
     Mutant(
         name="a-job-s-rank-is-inherited",
         file="doctor/limited.py",
-        find=" if not name.startswith(OF_A_RANK)}",
+        find=" if not name.startswith(RANK_NAMES)}",
         replace="}",
         why="within a job the self-test waits for the other ranks until its time is over, and the machine is blamed",
         tests=(f"{FACTS}::test_a_job_s_ranks_are_not_those_of_what_is_called",),
@@ -75,7 +75,7 @@ MUTANTS = [
     Mutant(
         name="machine-code-of-an-older-gpu-runs",
         file="doctor/rules.py",
-        find='(kind == "compute" or built[0] == wanted[0])',
+        find='(kind == "compute" or built[0] == gpu[0])',
         replace="True",
         why="a torch without kernels for a new GPU passes: the run ends with 'no kernel image' in its first step",
         tests=(f"{RULES}::test_gpus_need_code_of_their_major_version_or_ptx",),

@@ -1,13 +1,13 @@
-"""`kenotron doctor`: what this machine is, what is wrong with it, and whether training works on it.
+"""`kenotron doctor`: describe this machine, find its problems, and test whether training works on it.
 
 examine(folder) ─▶ Report        environment.py, torch_facts.py, settings.py    the facts (facts.py)
                                  rules.py                                       facts → findings
                                  self_test.py                                   train, resume, compare
 report.py                        the page, and JSON
 
-What needs torch, a device or a disk runs in processes with a time limit (limited.py): a torch that cannot be imported,
-a driver that hangs or a file server that is gone is a line on the page. This process imports no torch. Training imports
-nothing from here.
+Code that needs torch, a device or a disk runs in other processes with a time limit (limited.py), so that a torch that
+cannot be imported, a driver that hangs or a file server that is down is a line on the page. This process does not
+import torch, and training does not import this package.
 """
 
 import os
@@ -31,32 +31,32 @@ ON_CPU = {"KENOTRON_DEVICE": "cpu"}
 
 
 def examine(folder: Path, *, quick: bool = False, say: Callable[[str], None] = lambda line: None) -> Report:
-    """Find out about this machine, and about the disk of `folder`; `quick` trains nothing.
+    """Collect the facts about this machine and the disk of `folder`, and, unless `quick`, train on it.
 
-    `say` gets a line before each part. Files go to a scratch folder in `folder`, which is removed.
+    `say` gets a line before each part. Files are written to a temporary folder in `folder`, which is removed.
     """
     started = time.perf_counter()
     say("facts")
     facts = _facts(folder)
     tests: list[SelfTest] = []
     if not quick and facts.torch.problem is None and facts.disk.problem is None:
-        tests = _tested(facts, folder, say)
-    found = rules.findings(facts)
+        tests = _run_tests(facts, folder, say)
+    findings = rules.findings(facts)
     return Report(
         version=VERSION,
         time=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         seconds=round(time.perf_counter() - started, 1),
-        passed=all(test.passed for test in tests) and all(finding.severity != "error" for finding in found),
+        passed=all(test.passed for test in tests) and all(finding.severity != "error" for finding in findings),
         facts=facts,
-        findings=found,
+        findings=findings,
         self_tests=tests,
     )
 
 
 def _facts(folder: Path) -> Facts:
     try:
-        found = call_limited(describe_torch, seconds=TORCH_LIMIT_S)
-        torch = Torch(**{**found, "accelerators": [Accelerator(**each) for each in found["accelerators"]]})
+        fields = call_limited(describe_torch, seconds=TORCH_LIMIT_S)
+        torch = Torch(**{**fields, "accelerators": [Accelerator(**device) for device in fields["accelerators"]]})
     except Failed as error:
         torch = Torch(problem=str(error))
     return Facts(
@@ -72,8 +72,8 @@ def _facts(folder: Path) -> Facts:
     )
 
 
-def _tested(facts: Facts, folder: Path, say: Callable[[str], None]) -> list[SelfTest]:
-    """The self-tests on the CPU, then on all GPUs at the same time, then on ranks."""
+def _run_tests(facts: Facts, folder: Path, say: Callable[[str], None]) -> list[SelfTest]:
+    """Run the self-tests on the CPU, then on all GPUs at the same time, then on several ranks."""
     gpus = _gpus(facts)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".kenotron-doctor-", ignore_cleanup_errors=True) as temporary:
         scratch = Path(temporary)
@@ -81,7 +81,7 @@ def _tested(facts: Facts, folder: Path, say: Callable[[str], None]) -> list[Self
         tests = [self_test.check_device(scratch / "cpu", "cpu", ON_CPU)]
         if gpus:
             say(f"self-test: {', '.join(gpus)}")
-            with ThreadPoolExecutor(len(gpus)) as pool:  # the work is done by processes of their own
+            with ThreadPoolExecutor(len(gpus)) as pool:  # each thread waits for a process
                 folders = [scratch / where.replace(":", "-") for where in gpus]
                 tests += pool.map(self_test.check_device, folders, gpus, gpus.values())
         for where, count, variables in _ranks(facts):
@@ -92,18 +92,18 @@ def _tested(facts: Facts, folder: Path, say: Callable[[str], None]) -> list[Self
 
 
 def _gpus(facts: Facts) -> dict[str, dict[str, str]]:
-    """``cuda:0`` and so on, each with the environment of a process that sees only that one."""
+    """Return ``cuda:0`` and so on → the environment of a process that sees only this GPU."""
     listed = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     numbers = range(len(facts.torch.accelerators))
     return {f"cuda:{n}": {"CUDA_VISIBLE_DEVICES": listed[n] if listed != [""] else str(n)} for n in numbers}
 
 
 def _ranks(facts: Facts) -> list[tuple[str, int, dict[str, str]]]:
-    """Name, number of ranks and environment of each test of several ranks, on two cores and on several GPUs."""
-    found: list[tuple[str, int, dict[str, str]]] = []
+    """Return (name, number of ranks, environment) of each test of several ranks, on two cores and on several GPUs."""
+    tests: list[tuple[str, int, dict[str, str]]] = []
     if facts.processor.usable > 1 and "gloo" in facts.torch.backends:
-        found.append(("2 ranks (gloo)", 2, ON_CPU))
+        tests.append(("2 ranks (gloo)", 2, ON_CPU))
     count = max((n for n in self_test.RANKS if n <= len(facts.torch.accelerators)), default=0)
     if count and "nccl" in facts.torch.backends:
-        found.append((f"{count} GPUs (nccl)", count, {}))
-    return found
+        tests.append((f"{count} GPUs (nccl)", count, {}))
+    return tests

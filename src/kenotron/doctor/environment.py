@@ -1,6 +1,6 @@
-"""The facts that need no torch: /proc and /sys, nvidia-smi, the limits of this process, versions of what is installed.
+"""Collect the facts that do not need torch, from /proc and /sys, nvidia-smi, this process's limits, package metadata.
 
-Each function returns one section of `Facts`; where a system keeps no such file, its fields stay None.
+Each function returns one section of `Facts`; fields stay None if a system does not have the file.
 """
 
 import os
@@ -23,16 +23,16 @@ from kenotron.kernels.cores import cores_by_affinity
 from kenotron.launch.machine_memory import available_memory, memory_of_cgroup, processor_quota, system_file
 
 PACKAGES = ["torch", "triton", "numpy", "transformers", "tokenizers", "datasets", "safetensors", "pydantic", "fsspec"]
-KERNEL_PACKAGES = ["flash-attn", "mamba-ssm", "causal-conv1d"]  # which a run uses where they are installed
-# Of hundreds of flags, those that matrix products choose their kernels by.
+KERNEL_PACKAGES = ["flash-attn", "mamba-ssm", "causal-conv1d"]  # used by a run if they are installed
+# The flags by which matrix products choose their kernels.
 INSTRUCTIONS = ["avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "asimd", "sve", "sve2", "bf16", "i8mm"]
 DISK_LIMIT_S = 15.0
 NVIDIA_SMI_LIMIT_S = 15.0  # a driver with a GPU that fell off the bus never answers
 
 
 def software() -> Software:
-    """Versions by their metadata: nothing is imported."""
-    found = {name: installed for name in [*PACKAGES, *KERNEL_PACKAGES] if (installed := _version(name)) is not None}
+    """Return versions from package metadata, without importing the packages."""
+    versions = {name: _version(name) for name in [*PACKAGES, *KERNEL_PACKAGES]}
     compilers = [os.environ.get("CXX", "c++"), "c++", "g++", "clang++"]
     headers = Path(sysconfig.get_paths()["include"]) / "Python.h"
     return Software(
@@ -40,7 +40,7 @@ def software() -> Software:
         python=platform.python_version(),
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
         libc=" ".join(platform.libc_ver()).strip(),
-        packages=found,
+        packages={name: installed for name, installed in versions.items() if installed is not None},
         unmet=_unmet(),
         triton_wanted=_triton_wanted(),
         compiler=next((name for name in compilers if shutil.which(name) is not None), None),
@@ -63,27 +63,27 @@ def _requirements(package: str) -> list[str]:
 
 
 def _unmet() -> list[str]:
-    """Requirements of this package that what is installed does not meet."""
+    """Return the requirements of this package that the installed versions do not meet."""
     from packaging.requirements import Requirement
 
     unmet = []
     for requirement in map(Requirement, _requirements("kenotron")):
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
-        found = _version(requirement.name)
-        if found is None or not requirement.specifier.contains(found, prereleases=True):
-            unmet.append(f"{requirement.name}{requirement.specifier} (found {found or 'none'})")
+        installed = _version(requirement.name)
+        if installed is None or not requirement.specifier.contains(installed, prereleases=True):
+            unmet.append(f"{requirement.name}{requirement.specifier} (found {installed or 'none'})")
     return unmet
 
 
 def _triton_wanted() -> str | None:
-    """The exact version of triton in torch's metadata; a build for the CPU asks for none."""
-    found = [re.match(r"(?:pytorch-)?triton\s*==\s*([^;\s]+)", line) for line in _requirements("torch")]
-    return next((match.group(1) for match in found if match), None)
+    """Return the exact version of triton that torch's metadata requires; a build for the CPU requires none."""
+    matches = [re.match(r"(?:pytorch-)?triton\s*==\s*([^;\s]+)", line) for line in _requirements("torch")]
+    return next((match.group(1) for match in matches if match), None)
 
 
 def processor() -> Processor:
-    """Cores by affinity and by cgroup, and the instructions that matrix products are chosen by."""
+    """Return the cores by affinity and by cgroup, and the instructions for matrix products."""
     text = system_file("/proc/cpuinfo") or ""
     flags = set((_field(text, "flags") or _field(text, "Features") or "").split())
     return Processor(
@@ -102,7 +102,7 @@ def _field(text: str, name: str) -> str | None:
 
 
 def memory() -> Memory:
-    """Memory by /proc/meminfo, within the cgroup's limit."""
+    """Return the memory of /proc/meminfo, within the cgroup's limit."""
     return Memory(
         total=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         available=available_memory(),
@@ -112,43 +112,43 @@ def memory() -> Memory:
 
 
 def nvidia() -> Nvidia:
-    """NVIDIA's driver and GPUs, which nvidia-smi also describes where torch cannot use them."""
+    """Return NVIDIA's driver and GPUs from nvidia-smi, which lists them even if torch cannot use them."""
     if shutil.which("nvidia-smi") is None:
         return Nvidia()
     try:
-        driver, cuda = versions_of(_ask_nvidia_smi())
-        gpus, mig = gpus_of(_ask_nvidia_smi("--query-gpu=name,mig.mode.current", "--format=csv,noheader"))
+        driver, cuda = parse_versions(_run_nvidia_smi())
+        gpus, mig = parse_gpus(_run_nvidia_smi("--query-gpu=name,mig.mode.current", "--format=csv,noheader"))
     except subprocess.TimeoutExpired:
         return Nvidia(problem=f"nvidia-smi gave no answer within {NVIDIA_SMI_LIMIT_S:g} s")
     except (subprocess.CalledProcessError, OSError) as error:
-        said = (getattr(error, "stdout", None) or str(error)).strip().splitlines()
-        return Nvidia(problem=f"nvidia-smi: {said[-1] if said else error}")
+        output = (getattr(error, "stdout", None) or str(error)).strip().splitlines()
+        return Nvidia(problem=f"nvidia-smi: {output[-1] if output else error}")
     return Nvidia(driver=driver, cuda=cuda, gpus=gpus, mig=mig)
 
 
-def _ask_nvidia_smi(*arguments: str) -> str:
+def _run_nvidia_smi(*arguments: str) -> str:
     command = ["nvidia-smi", *arguments]
-    done = subprocess.run(
+    result = subprocess.run(
         command, capture_output=True, text=True, timeout=NVIDIA_SMI_LIMIT_S, check=True, stdin=subprocess.DEVNULL
     )
-    return done.stdout
+    return result.stdout
 
 
-def versions_of(text: str) -> tuple[str | None, str | None]:
-    """Driver and newest CUDA runtime in the head of nvidia-smi's page."""
+def parse_versions(text: str) -> tuple[str | None, str | None]:
+    """Return the driver and the newest CUDA runtime from the head of nvidia-smi's page."""
     driver = re.search(r"Driver Version:\s*([\d.]+)", text)
     cuda = re.search(r"CUDA (?:\w+ )?Version:\s*([\d.]+)", text)
     return driver.group(1) if driver else None, cuda.group(1) if cuda else None
 
 
-def gpus_of(text: str) -> tuple[list[str], bool]:
-    """The names of the GPUs in lines like ``NVIDIA H100 80GB HBM3, Disabled``, and whether one is split by MIG."""
+def parse_gpus(text: str) -> tuple[list[str], bool]:
+    """Return the names of the GPUs in lines like ``NVIDIA H100 80GB HBM3, Disabled``, and whether MIG is on for one."""
     lines = [line.split(",") for line in text.splitlines() if "," in line]
     return [line[0].strip() for line in lines], any(line[-1].strip() == "Enabled" for line in lines)
 
 
 def disk(folder: Path) -> Disk:
-    """Space and kind of the file system of `folder`, where a file is written."""
+    """Return space and kind of the file system of `folder`, after writing a file there."""
     try:
         return Disk(**call_limited(describe_disk, str(folder.absolute()), seconds=DISK_LIMIT_S))
     except Failed as error:
@@ -156,10 +156,10 @@ def disk(folder: Path) -> Disk:
 
 
 def describe_disk(folder: str) -> dict[str, Any]:
-    """Fields of `Disk`, asked in a process of its own: a file server that is gone never answers."""
-    with tempfile.TemporaryFile(dir=folder) as file:  # without a name: it is gone with this process
+    """Return the fields of `Disk`. Call it in a separate process, because a file server that is down never answers."""
+    with tempfile.TemporaryFile(dir=folder) as file:  # has no name, so it is removed with this process
         os.write(file.fileno(), b"now")
-        skew = os.fstat(file.fileno()).st_mtime - time.time()  # the file system writes its own time
+        skew = os.fstat(file.fileno()).st_mtime - time.time()  # st_mtime is from the file system's clock
         os.fsync(file.fileno())
     usage = shutil.disk_usage(folder)
     files = os.statvfs(folder)
@@ -173,7 +173,7 @@ def describe_disk(folder: str) -> dict[str, Any]:
 
 
 def _filesystem(folder: Path) -> str | None:
-    """The kind of the deepest mount above `folder`: ext4, nfs4, lustre, overlay, tmpfs."""
+    """Return the kind of the innermost mount around `folder`: ext4, nfs4, lustre, overlay, tmpfs."""
     mounts = [line.split() for line in (system_file("/proc/mounts") or "").splitlines()]
     above = [(len(words[1]), number, words[2]) for number, words in enumerate(mounts) if _is_below(folder, words[1])]
     return max(above)[2] if above else None
@@ -184,7 +184,7 @@ def _is_below(folder: Path, mount: str) -> bool:
 
 
 def network() -> Network:
-    """Interfaces that are up, and InfiniBand ports."""
+    """Return the interfaces that are up, and the active InfiniBand ports."""
     links = sorted(Path("/sys/class/net").glob("*"))
     ports = sorted(Path("/sys/class/infiniband").glob("*/ports/*"))
     up = [link.name for link in links if system_file(link / "operstate") in ("up", "unknown")]
@@ -196,6 +196,6 @@ def network() -> Network:
 
 
 def limits() -> Limits:
-    """Those of ranks: the soft limit of locked memory, and of open files the hard one, to which a rank raises it."""
-    found = resource.getrlimit(resource.RLIMIT_NOFILE)[1], resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    return Limits(*(None if limit == resource.RLIM_INFINITY else limit for limit in found))
+    """Return the limits of ranks: soft for locked memory, hard for open files, because a rank raises its soft limit."""
+    values = resource.getrlimit(resource.RLIMIT_NOFILE)[1], resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return Limits(*(None if limit == resource.RLIM_INFINITY else limit for limit in values))

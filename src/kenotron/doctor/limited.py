@@ -1,9 +1,9 @@
-"""A function called in a process of its own, with a time limit: what hangs or crashes there becomes one line here.
+"""Call a function in a separate process with a time limit, so that a hang or crash becomes an exception of one line.
 
-    call_limited(describe_torch, seconds=90)      its return value, or
+    call_limited(describe_torch, seconds=90)      its return value, or one of
     Failed("no answer within 90 s") · Failed("was killed by SIGILL") · Failed("ImportError: libcudart.so.12: …")
 
-The function is at the top level of a module; arguments and result are JSON values.
+The function must be at the top level of a module; arguments and result are JSON values.
 """
 
 import json
@@ -23,12 +23,12 @@ from kenotron.doctor.settings import anonymous
 from kenotron.launch.environment import cores, end_with_parent
 from kenotron.launch.functions import function_path
 
-# A job's ranks are not ours: what is called here starts its own, or none.
-OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "SLURM", "TORCHELASTIC", "KENOTRON_LAUNCH")
+# Prefixes of variables of a job's ranks: the called function is not one of them, and may start its own ranks.
+RANK_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "SLURM", "TORCHELASTIC", "KENOTRON_LAUNCH")
 
 
 class Failed(Exception):
-    """The function gave no result; the message is one line that says why, without anything private."""
+    """The function gave no result; the message is one line with the reason, without private data."""
 
     def __init__(self, message: str) -> None:
         super().__init__(anonymous(message))
@@ -37,12 +37,12 @@ class Failed(Exception):
 def call_limited(
     function: Callable[..., Any], *arguments: object, seconds: float, environment: Mapping[str, str] | None = None
 ) -> Any:
-    """``function(*arguments)``, called in a process with `environment` on top of this one's. Raises Failed.
+    """Call ``function(*arguments)`` in a process with `environment` added to this one's. Raises Failed.
 
-    It may take `seconds` on an idle machine, and more as others keep the machine busy (`busy_factor`).
+    The time limit is `seconds` on an idle machine, and longer on a busy one (`busy_factor`).
     """
     seconds *= busy_factor()
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(OF_A_RANK)}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(RANK_NAMES)}
     with tempfile.TemporaryDirectory(prefix="kenotron-doctor-", ignore_cleanup_errors=True) as folder:
         result, printed = Path(folder, "result.json"), Path(folder, "output")
         with printed.open("w") as output:
@@ -62,17 +62,17 @@ def call_limited(
                 _end(process)
         if code == 0 and result.exists():
             return json.loads(result.read_text())
-        raise Failed(_why(code, printed.read_text(errors="replace")))
+        raise Failed(_reason(code, printed.read_text(errors="replace")))
 
 
 def busy_factor() -> float:
-    """How many times as long things may take: processes that want to run for each core, from 1 to 10."""
+    """Return the factor on time limits: the load per core, from 1 to 10."""
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 1.0
     return max(1.0, min(load / cores(), 10.0))
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill it with all that it has started; one that waits for a dead file system is left to the kernel."""
+    """Kill the process and its children; a process that waits for a dead file system is left to the kernel."""
     if process.poll() is not None:
         return
     os.killpg(process.pid, signal.SIGKILL)
@@ -80,7 +80,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait(2)
 
 
-def _why(code: int, output: str) -> str:
+def _reason(code: int, output: str) -> str:
     if code < 0:
         return f"was killed by {signal.Signals(-code).name}"
     lines = [line.strip() for line in output.splitlines() if line.strip()]
@@ -88,11 +88,11 @@ def _why(code: int, output: str) -> str:
 
 
 def main() -> None:
-    """Call the function of the first argument with the second one's values; the result goes to the third one's file."""
+    """Call the function in the first argument with the values in the second; write the result to the third, a file."""
     end_with_parent()
-    path, arguments, result = sys.argv[1:]
-    found = resolve_name(path)(*json.loads(arguments))
-    Path(result).write_text(json.dumps(found))
+    path, arguments, file = sys.argv[1:]
+    result = resolve_name(path)(*json.loads(arguments))
+    Path(file).write_text(json.dumps(result))
 
 
 if __name__ == "__main__":

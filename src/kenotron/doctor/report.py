@@ -1,10 +1,10 @@
-"""A report as one page of plain text, for a terminal or a bug report, and as JSON.
+"""Format a report as one page of plain text, for a terminal or a bug report, and as JSON.
 
     Processor
       AMD EPYC        2 cores · 1 socket · avx2 avx512f avx512_bf16
       usable          2 cores by affinity, no cgroup quota · load 0.4
 
-A page holds no name of a machine or user, no address and no path (`settings` says how).
+A page has no names of machines or users, no addresses and no paths (`settings` removes them).
 """
 
 import json
@@ -22,18 +22,18 @@ LABEL = 16
 GIB = 1 << 30
 DOT = " · "
 HARD_SPACE = "\u00a0"
-UNBROKEN = 40  # characters of a part that stays on one line
+UNBROKEN = 40  # a shorter part stays on one line
 
 Row = tuple[str, str]
 
 
 def as_json(report: Report) -> str:
-    """One JSON object with the fields of `Report`, indented."""
+    """Return one JSON object with the fields of `Report`, indented."""
     return json.dumps(asdict(report), indent=2, ensure_ascii=False)
 
 
 def page(report: Report, width: int = 100) -> Iterator[Row]:
-    """The lines of the page, each with its style: ``title``, ``error``, ``warning``, ``hint``, ``good`` or ``""``."""
+    """Yield (style, line) for the page; styles are ``title``, ``error``, ``warning``, ``hint``, ``good`` and ``""``."""
     right = f"{report.time}{DOT}{report.seconds:.0f} s"
     yield "title", f"kenotron doctor{right:>{width - 15}}"
     for title, rows in _sections(report.facts):
@@ -54,7 +54,7 @@ def page(report: Report, width: int = 100) -> Iterator[Row]:
 
 
 def verdict_of(report: Report) -> Row:
-    """The last line: whether training works here, or what failed."""
+    """Return the last line: whether training works here, or the failures."""
     failed = [f"the self-test on {test.where}" for test in report.self_tests if not test.passed]
     failed += [finding.name for finding in report.findings if finding.severity == "error"]
     if failed:
@@ -69,7 +69,7 @@ def _and(names: list[str]) -> str:
 
 
 def _row(label: str, text: str, width: int) -> list[str]:
-    """``  label   text``, wrapped below the text, between its parts where they are short."""
+    """Return lines ``  label   text``, wrapped below the text and, if possible, between its parts."""
     parts = [part.replace(" ", HARD_SPACE) if len(part) < UNBROKEN else part for part in re.split(r"( · |, )", text)]
     joined = "".join(
         part if part.strip(HARD_SPACE) not in ("·", ",") else part.rstrip(HARD_SPACE) + " " for part in parts
@@ -151,7 +151,7 @@ def _memory(facts: Facts) -> list[Row]:
     shm = f"/dev/shm {size(memory.shm_total)}" if memory.shm_total is not None else "no /dev/shm"
     files = "unlimited" if limits.open_files is None else f"{limits.open_files:,}"
     locked = "unlimited" if limits.locked_memory is None else size(limits.locked_memory)
-    available = "unknown" if memory.available is None else f"{of(memory.available, memory.total)} available"
+    available = "unknown" if memory.available is None else f"{part_of(memory.available, memory.total)} available"
     return [
         ("memory", f"{available}{DOT}{limit}{DOT}{shm}"),
         ("limits", f"open files {files}{DOT}locked memory {locked}"),
@@ -166,11 +166,11 @@ def _accelerators(facts: Facts) -> list[Row]:
     if nvidia.driver:
         rows.append(("driver", f"NVIDIA {nvidia.driver}, CUDA {nvidia.cuda} at most"))
     for number, gpu in enumerate(torch.accelerators):
-        free = f"{of(gpu.memory_free, gpu.memory_total)} free"
+        free = f"{part_of(gpu.memory_free, gpu.memory_total)} free"
         rows.append((f"GPU {number}", DOT.join([gpu.name, free, f"capability {gpu.capability}"])))
     if not torch.accelerators:
-        there = f"; the driver has {counted(len(nvidia.gpus), 'GPU')}: {nvidia.gpus[0]}" if nvidia.gpus else ""
-        rows.append(("none", f"{torch.accelerators_problem or 'runs are on the CPU'}{there}"))
+        gpus = f"; the driver has {counted(len(nvidia.gpus), 'GPU')}: {nvidia.gpus[0]}" if nvidia.gpus else ""
+        rows.append(("none", f"{torch.accelerators_problem or 'runs are on the CPU'}{gpus}"))
     return rows
 
 
@@ -180,7 +180,7 @@ def _disk(facts: Facts) -> list[Row]:
         return [("folder", f"not writable: {disk.problem}")]
     files = f"{DOT}{disk.files_free:,} more files" if disk.files_free is not None else ""
     skew = f"{DOT}clock off by {disk.clock_skew:+.1f} s" if abs(disk.clock_skew or 0.0) >= 0.1 else ""
-    return [("folder", f"{disk.filesystem or 'unknown'}{DOT}{of(disk.free, disk.total)} free{files}{skew}")]
+    return [("folder", f"{disk.filesystem or 'unknown'}{DOT}{part_of(disk.free, disk.total)} free{files}{skew}")]
 
 
 def _network(facts: Facts) -> list[Row]:
@@ -201,14 +201,14 @@ def _settings(facts: Facts) -> list[Row]:
 
 
 def size(number: int) -> str:
-    """``23.5 GiB``, ``64 MiB``, ``8 KiB``."""
+    """Format bytes as ``23.5 GiB``, ``64 MiB`` or ``8 KiB``."""
     for unit, name in ((GIB, "GiB"), (1 << 20, "MiB")):
         if number >= unit:
             return f"{number / unit:.1f} {name}" if unit == GIB else f"{number / unit:.0f} {name}"
     return f"{number / 1024:.0f} KiB"
 
 
-def of(part: int, whole: int) -> str:
-    """``72.6 of 252.0 GiB``; each with its unit where they differ."""
-    (number, unit), (total, of_whole) = size(part).split(), size(whole).split()
-    return f"{number} of {total} {unit}" if unit == of_whole else f"{number} {unit} of {total} {of_whole}"
+def part_of(part: int, whole: int) -> str:
+    """Format two sizes as ``72.6 of 252.0 GiB``, or both with units if these differ."""
+    (number, unit), (total, total_unit) = size(part).split(), size(whole).split()
+    return f"{number} of {total} {unit}" if unit == total_unit else f"{number} {unit} of {total} {total_unit}"

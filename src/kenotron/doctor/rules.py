@@ -1,10 +1,10 @@
-"""What is known to end a run or to make its numbers wrong, found from facts alone.
+"""Find known causes of failed runs and wrong numbers, from facts alone.
 
     findings(Facts(memory=Memory(shm_total=64 << 20)))      [Finding("small-shm", "warning", "/dev/shm has …", …)]
 
-Each function of `PARTS` yields the findings about one part of a machine, and says nothing of facts that are unknown. A
-new finding needs facts in which it is found, in tests/doctor/test_rules.py, and its name in docs/doctor.md. Tuning
-hints do not belong here.
+Each function of `PARTS` yields the findings about one part of a machine, and none about unknown facts. A new finding
+needs facts that show it, in tests/doctor/test_rules.py, and its name in docs/doctor.md. Tuning hints do not belong
+here.
 """
 
 import re
@@ -16,7 +16,7 @@ from kenotron.doctor.facts import Facts, Finding
 SEVERITIES = ("error", "warning", "hint")
 
 GIB, MIB = 1 << 30, 1 << 20
-CUDA_CONTEXT = GIB  # bytes of a GPU; more than this command's own context takes
+CUDA_CONTEXT = GIB  # more GPU memory than the context of this command takes
 LITTLE_MEMORY = 2 * GIB
 SMALL_SHM = GIB  # docker's default is 64 MiB
 FULL_DISK, ALMOST_FULL_DISK = 256 * MIB, 5 * GIB
@@ -29,13 +29,13 @@ ROUNDING = ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NVIDIA_TF32_OVERRIDE")
 
 
 def findings(facts: Facts) -> list[Finding]:
-    """What is wrong with a machine, the gravest first."""
+    """Return the problems of a machine, the most severe first."""
     found = [finding for part in PARTS for finding in part(facts)]
     return sorted(found, key=lambda finding: SEVERITIES.index(finding.severity))
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """The leading numbers of a version: (2, 13, 0) of 2.13.0+cu130."""
+    """Return the leading numbers of a version: (2, 13, 0) for 2.13.0+cu130."""
     match = re.match(r"\d+(\.\d+)*", version)
     return tuple(map(int, match.group().split("."))) if match else ()
 
@@ -46,19 +46,18 @@ def _versions(facts: Facts) -> Iterator[Finding]:
         do = "install torch again: https://pytorch.org/get-started/locally"
         yield Finding("torch-does-not-import", "error", f"importing torch fails: {torch.problem}", do)
     if software.unmet:
-        packages = " ".join(repr(each.split()[0]) for each in software.unmet)
+        packages = " ".join(repr(requirement.split()[0]) for requirement in software.unmet)
         what = f"kenotron needs {', '.join(software.unmet)}"
         yield Finding("requirement-not-met", "error", what, f"pip install {packages}")
 
 
 def _compilers(facts: Facts) -> Iterator[Finding]:
     software, torch = facts.software, facts.torch
-    wanted, triton = software.triton_wanted, software.packages.get("triton")
-    if wanted is not None and triton is not None and wanted != triton:
-        what = (
-            f"triton {triton} is installed, torch {torch.version} was built for {wanted}: compiling fails in odd ways"
-        )
-        yield Finding("triton-mismatch", "warning", what, f"pip install triton=={wanted}")
+    required, triton = software.triton_wanted, software.packages.get("triton")
+    if required is not None and triton is not None and required != triton:
+        what = f"triton {triton} is installed, torch {torch.version} was built for {required}: "
+        what += "compiling fails in odd ways"
+        yield Finding("triton-mismatch", "warning", what, f"pip install triton=={required}")
     if torch.accelerators and triton is None:
         what = "triton is missing: model.compile: true fails on the GPU"
         yield Finding("triton-missing", "warning", what, "pip install triton")
@@ -92,7 +91,7 @@ def _changed_numbers(facts: Facts) -> Iterator[Finding]:
 
 def _drivers(facts: Facts) -> Iterator[Finding]:
     torch, nvidia = facts.torch, facts.nvidia
-    there = counted(len(nvidia.gpus), "GPU")
+    gpus = counted(len(nvidia.gpus), "GPU")
     if nvidia.problem is not None:
         do = "look at dmesg for Xid errors; a GPU that fell off the bus needs a reboot"
         yield Finding("nvidia-smi-fails", "warning", nvidia.problem, do)
@@ -100,23 +99,23 @@ def _drivers(facts: Facts) -> Iterator[Finding]:
         what = "MIG splits a GPU: ranks on its instances cannot use NCCL between each other"
         yield Finding("mig-on", "warning", what, "nvidia-smi -mig 0")
     if nvidia.gpus and torch.version and torch.cuda is None and torch.rocm is None:
-        what = f"the machine has {there}, but torch {torch.version} is built for the CPU only"
+        what = f"the machine has {gpus}, but torch {torch.version} is built for the CPU only"
         do = "install torch for CUDA: https://pytorch.org/get-started/locally"
         yield Finding("torch-built-for-cpu", "warning", what, do)
     if torch.cuda is None:
         return
     visible = facts.settings.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and len(torch.accelerators) < len(nvidia.gpus):
-        what = f"CUDA_VISIBLE_DEVICES={visible} shows {len(torch.accelerators)} of {there}"
+        what = f"CUDA_VISIBLE_DEVICES={visible} shows {len(torch.accelerators)} of {gpus}"
         yield Finding("gpus-hidden", "hint", what, "unset it to use all")
     if torch.accelerators:
-        return  # with NVIDIA's package for compatibility, an older driver will do
+        return  # NVIDIA's compatibility package allows an older driver
     if nvidia.cuda is not None and numbers(nvidia.cuda)[:1] < numbers(torch.cuda)[:1]:
         what = f"torch is built for CUDA {torch.cuda}, the driver {nvidia.driver} runs CUDA {nvidia.cuda} at most"
         do = f"a newer driver, or torch for CUDA {numbers(nvidia.cuda)[0]}"
         yield Finding("driver-too-old", "error", what, do)
     elif nvidia.gpus and visible is None and facts.settings.get("KENOTRON_DEVICE") != "cpu":
-        what = f"torch finds none of {there}: {torch.accelerators_problem or 'no reason given'}"
+        what = f"torch finds none of {gpus}: {torch.accelerators_problem or 'no reason given'}"
         do = "look at dmesg for Xid errors; in a container: docker run --gpus all"
         yield Finding("gpus-not-seen", "error", what, do)
 
@@ -143,11 +142,14 @@ def _gpus(facts: Facts) -> Iterator[Finding]:
 
 
 def _runs_on(architectures: list[str], capability: str) -> bool:
-    """Machine code runs on its major version from its minor one on, compute_ code on all that are newer."""
-    wanted = numbers(capability)[:2]
+    """Return whether a GPU can run code for `architectures`.
+
+    sm_ code runs on its major version with the same or a newer minor version, compute_ code also on newer ones.
+    """
+    gpu = numbers(capability)[:2]
     for kind, major, minor in re.findall(r"\b(sm|compute)_(\d+)(\d)[af]?\b", " ".join(architectures)):
         built = (int(major), int(minor))
-        if built <= wanted and (kind == "compute" or built[0] == wanted[0]):
+        if built <= gpu and (kind == "compute" or built[0] == gpu[0]):
             return True
     return False
 
@@ -157,21 +159,21 @@ def _threads(facts: Facts) -> Iterator[Finding]:
     usable = processor.usable
     if 0 < threads < usable and not facts.torch.accelerators:
         limit = next((name for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") if name in settings), None)
-        because = f" because of {limit}={settings[limit]}" if limit else ""
+        cause = f" because of {limit}={settings[limit]}" if limit else ""
         do = "unset it: kenotron gives each local rank its share" if limit else f"OMP_NUM_THREADS={usable}"
-        yield Finding("cores-unused", "hint", f"torch computes with {threads} of {usable} cores{because}", do)
+        yield Finding("cores-unused", "hint", f"torch computes with {threads} of {usable} cores{cause}", do)
     if 0 < usable < threads:
         quota = processor.quota is not None and processor.quota < processor.allowed
-        by = f"the cgroup's quota of {processor.quota:g}" if quota else "the affinity"
-        what = f"torch starts {threads} threads, but {by} allows {counted(usable, 'core')}: they take turns"
+        bound = f"the cgroup's quota of {processor.quota:g}" if quota else "the affinity"
+        what = f"torch starts {threads} threads, but {bound} allows {counted(usable, 'core')}: they take turns"
         yield Finding("too-many-threads", "warning", what, f"OMP_NUM_THREADS={usable}")
 
 
 def _memory(facts: Facts) -> Iterator[Finding]:
     memory, files = facts.memory, facts.limits.open_files
     if memory.available is not None and memory.available < LITTLE_MEMORY:
-        whose = f" of the cgroup's {memory.limit / GIB:.1f} GiB" if memory.limit else ""
-        free = f"{memory.available / GIB:.1f} GiB of memory are free{whose}"
+        limit = f" of the cgroup's {memory.limit / GIB:.1f} GiB" if memory.limit else ""
+        free = f"{memory.available / GIB:.1f} GiB of memory are free{limit}"
         what = f"{free}: a rank that needs more is killed (SIGKILL)"
         do = "end other processes or raise the limit; each local rank of a tiny model takes about 0.5 GiB"
         yield Finding("little-memory", "warning", what, do)
@@ -213,27 +215,26 @@ def _folder(facts: Facts) -> Iterator[Finding]:
         yield Finding("clock-skew", "warning", what, do)
 
 
-def _ranks_that_meet(facts: Facts) -> Iterator[Finding]:
+def _connections(facts: Facts) -> Iterator[Finding]:
     network, settings, locked = facts.network, facts.settings, facts.limits.locked_memory
     if network.infiniband and locked is not None and locked < LOCKED_MEMORY:
         what = f"a process may lock {locked >> 10} KiB of memory: InfiniBand cannot register NCCL's buffers"
         do = "ulimit -l unlimited; under Slurm in slurmd's LimitMEMLOCK"
         yield Finding("locked-memory-limited", "warning", what, do)
     for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
-        if network.interfaces and not _names_one(variable, settings.get(variable, ""), [*network.interfaces, "lo"]):
-            there = ", ".join(network.interfaces)
-            what = f"{variable}={settings[variable]}: no such interface is up, only {there}"
+        if network.interfaces and not _selects_one(variable, settings.get(variable, ""), [*network.interfaces, "lo"]):
+            what = f"{variable}={settings[variable]}: no such interface is up, only {', '.join(network.interfaces)}"
             yield Finding("no-such-interface", "error", what, "name one of these")
             break
 
 
-def _names_one(variable: str, value: str, interfaces: list[str]) -> bool:
-    """Whether the value of a variable that chooses an interface leaves one to choose."""
-    if not value or value.startswith(("^", "(")):  # all but some, or not shown
+def _selects_one(variable: str, value: str, interfaces: list[str]) -> bool:
+    """Return whether the value of a variable that selects interfaces matches one of them."""
+    if not value or value.startswith(("^", "(")):  # an exclusion, or a hidden value
         return True
     exact = variable.startswith("GLOO") or value.startswith("=")  # NCCL's names are prefixes
-    wanted = value.removeprefix("=").split(",")
-    return any(name == one or (not exact and name.startswith(one)) for one in wanted for name in interfaces)
+    patterns = value.removeprefix("=").split(",")
+    return any(name == part or (not exact and name.startswith(part)) for part in patterns for name in interfaces)
 
 
-PARTS = (_versions, _compilers, _changed_numbers, _drivers, _gpus, _threads, _memory, _folder, _ranks_that_meet)
+PARTS = (_versions, _compilers, _changed_numbers, _drivers, _gpus, _threads, _memory, _folder, _connections)

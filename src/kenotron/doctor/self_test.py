@@ -1,12 +1,12 @@
-"""A training run of seconds, ended and resumed, on every device of the machine.
+"""Run and resume a training of seconds on every device of the machine, and compare the numbers.
 
-    cpu, each GPU alone    8 steps with checkpoints at 4 and 8; from the one at 4, a new process computes 5 to 8 again:
-                           losses and gradient norms are equal, on a CPU bit by bit
-    2 ranks                ranks that share the batch (gloo; one per GPU with NCCL) go on from the same checkpoint:
-                           steps 5 to 8 are equal up to rounding, so sums between ranks are right
+    cpu, each GPU alone    8 steps with checkpoints at 4 and 8; a new process resumes from step 4: losses and gradient
+                           norms are equal, on a CPU bitwise
+    2 ranks                ranks that share the batch (gloo; one per GPU with NCCL) resume from the same checkpoint:
+                           steps 5 to 8 are equal up to rounding, so reductions between ranks are right
 
-The losses of the uninterrupted run are the same on every machine, up to rounding: `FIRST_LOSS` and `LAST_LOSS`. Files
-are in the folder that is tested, so that its file system is, too.
+The losses of the uninterrupted run are equal on every machine up to rounding: `FIRST_LOSS` and `LAST_LOSS`. Files are
+written to the folder of the test, so its file system is tested, too.
 """
 
 import math
@@ -21,20 +21,20 @@ from kenotron.doctor.facts import SelfTest
 from kenotron.doctor.limited import Failed, call_limited
 from kenotron.runs.files import METRICS, logged_steps
 
-Line = dict[str, Any]  # of metrics.jsonl
+Line = dict[str, Any]  # a line of metrics.jsonl
 
 STEPS, SAVED = 8, 4
 BATCH = 8
 FIRST_LOSS, LAST_LOSS = 5.63954, 5.61189
-RANKS = (2, 4, 8)  # numbers that divide the batch
-OF_ANOTHER_MACHINE = 1e-4  # relative
-OF_ANOTHER_ORDER = 1e-5  # of sums, in float32
+RANKS = (2, 4, 8)  # divisors of the batch
+MACHINE_TOLERANCE = 1e-4  # relative, between machines
+ORDER_TOLERANCE = 1e-5  # relative, between orders of float32 sums
 COMPARED = ("lm_loss", "grad_norm")
 LIMIT_S = 90.0
 
 
 def tiny(folder: Path, ranks: int) -> dict[str, Any]:
-    """The config of tiny.yaml on `ranks` ranks, all its files in `folder`."""
+    """Return the config of tiny.yaml for `ranks` ranks, with all files in `folder`."""
     config: dict[str, Any] = packaged_yaml("kenotron.doctor", "tiny.yaml")
     config["checkpoints"] = {"checkpoints_path": str(folder / "checkpoints"), "checkpoint_interval": SAVED}
     config["logging"]["log_dir"] = str(folder / "logs")
@@ -47,14 +47,14 @@ def tiny(folder: Path, ranks: int) -> dict[str, Any]:
 
 
 def check_device(folder: Path, where: str, environment: dict[str, str]) -> SelfTest:
-    """Train in ``folder/whole``, resume in ``folder/resumed``, each in a process that sees one device, and compare."""
+    """Train in ``folder/whole``, resume in ``folder/resumed``, each in a process with one device, and compare."""
     exact = where == "cpu"
 
     def problem() -> str | None:
         whole = run_in(folder / "whole", 1, environment)
-        hand_on(folder / "whole", folder / "resumed")
+        copy_checkpoint(folder / "whole", folder / "resumed")
         resumed = run_in(folder / "resumed", 1, environment)
-        return unlike_other_machines(whole) or difference(whole, resumed, 0.0 if exact else OF_ANOTHER_ORDER)
+        return wrong_losses(whole) or difference(whole, resumed, 0.0 if exact else ORDER_TOLERANCE)
 
     equal = "equal bit by bit" if exact else "equal up to rounding"
     return _verdict(where, problem, f"{STEPS} steps, resumed at {SAVED}, losses and gradient norms {equal}")
@@ -64,15 +64,15 @@ def check_ranks(whole: Path, folder: Path, where: str, ranks: int, environment: 
     """Resume the run of the folder `whole` on `ranks` ranks in `folder`, and compare."""
 
     def problem() -> str | None:
-        hand_on(whole, folder)
+        copy_checkpoint(whole, folder)
         resumed = run_in(folder, ranks, environment)
-        return difference(logged(whole), resumed, OF_ANOTHER_ORDER)
+        return difference(logged(whole), resumed, ORDER_TOLERANCE)
 
     return _verdict(where, problem, f"the same run resumed at {SAVED}, equal up to rounding")
 
 
 def _verdict(where: str, find_problem: Callable[[], str | None], passed: str) -> SelfTest:
-    """The result of a test that `find_problem` makes; `passed` is said of it where there is none."""
+    """Return the result of the test `find_problem`, with the text `passed` if it finds no problem."""
     started = time.perf_counter()
     try:
         problem = find_problem()
@@ -82,37 +82,36 @@ def _verdict(where: str, find_problem: Callable[[], str | None], passed: str) ->
 
 
 def run_in(folder: Path, ranks: int, environment: dict[str, str]) -> dict[int, Line]:
-    """The metrics of a run in `folder`, trained in a process with `environment` and a time limit."""
+    """Train in `folder`, in a process with `environment` and a time limit, and return step → line of the metrics."""
     call_limited(train, str(folder), ranks, seconds=LIMIT_S, environment=environment)
     return logged(folder)
 
 
-def hand_on(whole: Path, folder: Path) -> None:
-    """Copy the checkpoint in the middle of a run to where another run will go on from it."""
+def copy_checkpoint(whole: Path, folder: Path) -> None:
+    """Copy the checkpoint in the middle of the run `whole` to `folder`, for another run to resume. Raises Failed."""
     checkpoint = Path("checkpoints") / str(SAVED)
     if not (whole / checkpoint).is_dir():
         raise Failed(f"no checkpoint of step {SAVED}: the run that should save it failed")
     shutil.copytree(whole / checkpoint, folder / checkpoint)
 
 
-# ---- what agrees, and what does not --------------------------------------------------------------------------
+# ---- comparisons ---------------------------------------------------------------------------------------------
 
 
-def unlike_other_machines(lines: dict[int, Line]) -> str | None:
-    """What is wrong with the losses of a whole run, compared with those of other machines."""
+def wrong_losses(lines: dict[int, Line]) -> str | None:
+    """Return the first problem of the losses of an uninterrupted run, compared with other machines, or None."""
     for step, expected in ((1, FIRST_LOSS), (STEPS, LAST_LOSS)):
         loss = lines.get(step, {}).get("lm_loss")
         if loss is None:
             return f"no loss of step {step} in metrics.jsonl"
-        if not math.isfinite(loss) or abs(loss - expected) > OF_ANOTHER_MACHINE * expected:
-            return (
-                f"the loss of step {step} is {loss:.6g}, on other machines {expected:.6g}: this device computes wrongly"
-            )
+        if not math.isfinite(loss) or abs(loss - expected) > MACHINE_TOLERANCE * expected:
+            right = f"on other machines {expected:.6g}"
+            return f"the loss of step {step} is {loss:.6g}, {right}: this device computes wrongly"
     return None
 
 
 def difference(whole: dict[int, Line], resumed: dict[int, Line], allowed: float) -> str | None:
-    """The first number after the checkpoint in which two runs differ by more than `allowed`, relative."""
+    """Return the first relative difference of two runs of more than `allowed` after the checkpoint, or None."""
     for step in range(SAVED + 1, STEPS + 1):
         for name in COMPARED:
             one, other = whole.get(step, {}).get(name), resumed.get(step, {}).get(name)
@@ -124,7 +123,7 @@ def difference(whole: dict[int, Line], resumed: dict[int, Line], allowed: float)
 
 
 def logged(folder: Path) -> dict[int, Line]:
-    """The lines of a run's metrics by their steps."""
+    """Return step → line of a run's metrics."""
     return logged_steps(folder / "logs" / "doctor" / METRICS)
 
 

@@ -1,11 +1,11 @@
-"""Environment variables that change how a run behaves, without anything private.
+"""Show the environment variables that change how a run behaves, without private data.
 
-NCCL_DEBUG=INFO                 as it is
-TORCH_HOME=/home/ada/torch      TORCH_HOME=(a path)
-NCCL_COMM_ID=10.0.0.7:4000      NCCL_COMM_ID=(an address)
+NCCL_DEBUG=INFO                 is shown
+TORCH_HOME=/home/ada/torch      is shown as TORCH_HOME=(a path)
+NCCL_COMM_ID=10.0.0.7:4000      is shown as NCCL_COMM_ID=(an address)
 HF_TOKEN=…                      is not on the list, and not read
 
-Messages of errors lose their folders: OSError: /home/ada/env/lib/libtorch.so: … → OSError: …/libtorch.so: …
+Folders are removed from error messages: OSError: /home/ada/env/lib/libtorch.so: … → OSError: …/libtorch.so: …
 """
 
 import getpass
@@ -26,13 +26,13 @@ LONGEST = 120
 
 
 def settings(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that may be shown, with their values or what stands for them."""
+    """Return the variables to show, with their values or placeholders."""
     listed = [name for name in sorted(environment) if LISTED.match(name) and not PRIVATE_NAME.search(name)]
     return {name: shown(name, environment[name]) for name in listed}
 
 
 def shown(name: str, value: str) -> str:
-    """`value`, or in brackets what it is: paths hold names of users, addresses those of machines."""
+    """Return `value`, or a placeholder, because paths contain names of users, and addresses names of machines."""
     if ADDRESS_NAME.search(name) or ADDRESS.search(value):
         return "(an address)"
     if name == "LD_PRELOAD":
@@ -43,18 +43,18 @@ def shown(name: str, value: str) -> str:
 
 
 def anonymous(message: str) -> str:
-    """A message of an error without folders, and without the names of this machine and its user."""
-    message = re.sub(r"'[^']*[\\/]([^'\\/]+)'", r"'…/\1'", message)  # as Python quotes them, with spaces
+    """Return an error message without folders, and without the names of this machine and its user."""
+    message = re.sub(r"'[^']*[\\/]([^'\\/]+)'", r"'…/\1'", message)  # quoted paths, which may have spaces
     message = re.sub(r"(?<![\w….)])(?:[A-Za-z]:|~)?[\\/](?:[^\s'\":;,]*[\\/])?([^\s'\":;,\\/]+)", r"…/\1", message)
     names = {socket.gethostname(): "(this machine)", _user(): "(user)"}
-    for name, instead in names.items():
-        if len(name) > 2:  # two letters would be found in other words
-            message = re.sub(rf"\b{re.escape(name)}\b", instead, message)
+    for name, placeholder in names.items():
+        if len(name) > 2:  # two letters would match other words
+            message = re.sub(rf"\b{re.escape(name)}\b", placeholder, message)
     return message
 
 
 def _user() -> str:
     try:
         return getpass.getuser()
-    except (KeyError, OSError, ImportError):  # a container's user without a name
+    except (KeyError, OSError, ImportError):  # a user without a name, in a container
         return ""

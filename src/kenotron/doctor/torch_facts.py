@@ -1,4 +1,4 @@
-"""What torch says of itself and of its devices; runs in a process of its own, as either may crash or hang."""
+"""Collect the facts about torch and its devices, in a separate process, because both may crash or hang."""
 
 import re
 from dataclasses import asdict
@@ -9,16 +9,16 @@ from kenotron.doctor.settings import anonymous
 
 
 def describe_torch() -> dict[str, Any]:
-    """The fields of `Torch`."""
+    """Return the fields of `Torch`."""
     try:
         import torch
-    except (ImportError, OSError) as error:  # a missing library of CUDA, or one for another processor
+    except (ImportError, OSError) as error:  # a missing CUDA library, or a library for another processor
         return asdict(Torch(problem=anonymous(f"{type(error).__name__}: {error}".splitlines()[0])))
     import torch.distributed as dist
 
     blas = re.search(r"BLAS_INFO=(\w+)", torch.__config__.show())
     accelerators, problem = _accelerators(torch)
-    found = Torch(
+    facts = Torch(
         version=torch.__version__,
         cuda=torch.version.cuda,
         rocm=getattr(torch.version, "hip", None),
@@ -32,7 +32,7 @@ def describe_torch() -> dict[str, Any]:
         accelerators=accelerators,
         accelerators_problem=problem,
     )
-    return asdict(found)
+    return asdict(facts)
 
 
 def _nccl(torch: Any) -> str | None:
@@ -43,7 +43,7 @@ def _nccl(torch: Any) -> str | None:
 
 
 def _accelerators(torch: Any) -> tuple[list[Accelerator], str | None]:
-    """The devices, or why a build for CUDA or ROCm has none."""
+    """Return the devices, and the reason why a build for CUDA or ROCm has none."""
     if torch.version.cuda is None and getattr(torch.version, "hip", None) is None:
         return [], None
     try:
@@ -56,7 +56,7 @@ def _accelerators(torch: Any) -> tuple[list[Accelerator], str | None]:
 def _accelerator(torch: Any, number: int) -> Accelerator:
     properties = torch.cuda.get_device_properties(number)
     free, total = torch.cuda.mem_get_info(number)
-    # In a build for CUDA, too, the properties have a gcnArchName: there it repeats the GPU's name.
+    # A build for CUDA has a gcnArchName, too, which repeats the GPU's name.
     rocm = getattr(torch.version, "hip", None) is not None
     capability = properties.gcnArchName if rocm else f"{properties.major}.{properties.minor}"
     return Accelerator(properties.name, total, free, capability)
