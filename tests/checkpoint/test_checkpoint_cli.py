@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from kenotron.cli.checkpoint import app
 from kenotron.config.errors import InputError
-from support.checkpoint_states import run_command, save_step
+from support.checkpoint_states import flip_a_byte, run_command, save_step
 
 
 @pytest.fixture
@@ -51,10 +51,7 @@ def test_show_prints_tensors_with_their_sizes(root: Path) -> None:
 
 def test_verify_exits_with_1_and_names_the_file(root: Path) -> None:
     assert run_command("verify", root) == (0, "".join(f"{root / str(step)} is intact\n" for step in (10, 20, 30)))
-    file = root / "20" / "model" / "rank0.safetensors"
-    data = bytearray(file.read_bytes())
-    data[3000] ^= 4
-    file.write_bytes(data)
+    file = flip_a_byte(root / "20" / "model" / "rank0.safetensors", 3000)
     code, text = run_command("verify", root)
     assert code == 1
     assert f"{file} is damaged" in text

@@ -20,9 +20,8 @@ from kenotron.checkpoint.engine import Keep
 from kenotron.checkpoint.folders import list_checkpoints, newest_complete, resolve
 from kenotron.checkpoint.leftovers import tidy
 from kenotron.checkpoint.retention import prune
-from kenotron.checkpoint.saving import save
 from kenotron.config.errors import CheckpointError
-from support.checkpoint_states import load_and_compare, save_step, weights
+from support.checkpoint_states import load_and_compare, save_step
 
 CALLS = ("open", "write", "fsync", "rename", "mkdir", "unlink", "rmdir")
 
@@ -243,25 +242,6 @@ def test_a_folder_without_permission_is_named(tmp_path: Path) -> None:
                 tidy(root)
             assert newest_complete(root) == root / "10"
         os.chmod(root, 0o755)
-
-
-def test_an_error_of_the_tokenizer_is_raised_as_it_is_and_leaves_nothing(tmp_path: Path) -> None:
-    def broken(folder: Path) -> None:
-        (folder / "half.json").write_text("{")
-        raise RuntimeError("no tokenizer")
-
-    with pytest.raises(RuntimeError, match="no tokenizer"):
-        save(
-            tmp_path,
-            1,
-            model=weights(1),
-            optimizer=None,
-            state={},
-            config_yaml="",
-            model_config={},
-            save_tokenizer=broken,
-        )
-    assert entries(tmp_path) == []
 
 
 def test_everything_is_synced_before_the_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

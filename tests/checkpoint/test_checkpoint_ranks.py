@@ -18,7 +18,7 @@ from kenotron.checkpoint.loading import load
 from kenotron.checkpoint.reading import read_tensors
 from kenotron.checkpoint.saving import save
 from kenotron.config.errors import CheckpointError, PeerFailed
-from support.checkpoint_states import assert_same, empty_like
+from support.checkpoint_states import assert_same, empty_like, flip_a_byte
 from support.ranks import run_ranks
 
 LAYOUT = {
@@ -188,9 +188,7 @@ def test_all_ranks_agree_about_damage_though_each_reads_a_share(saved: Path, tmp
     roots = {name: tmp_path / str(number) for number, name in enumerate(DAMAGED)}
     for name, root in roots.items():
         shutil.copytree(saved.parent, root)
-        data = bytearray((root / "10" / name).read_bytes())
-        data[-1] ^= 1
-        (root / "10" / name).write_bytes(data)
+        flip_a_byte(root / "10" / name)
     first, second = run_ranks(2, find_damage, roots)
     for name, (newest, message, lines) in first.items():
         assert second[name] == (newest, message, [])  # rank 0 alone reports it

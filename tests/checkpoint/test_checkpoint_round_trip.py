@@ -10,14 +10,12 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from torch import nn
 
 from kenotron.checkpoint.loading import load
 from kenotron.checkpoint.manifest import read_manifest
 from kenotron.checkpoint.reading import read_tensors
 from kenotron.checkpoint.saving import save
 from kenotron.config.errors import CheckpointError
-from kenotron.optim.state import init_state, state_tensors
 from support.checkpoint_states import assert_same, empty_like, load_and_compare, save_step, weights
 
 DTYPES = [
@@ -222,54 +220,3 @@ def test_a_dtype_without_a_name_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="tensors of dtype complex64 cannot be saved"):
         save_plain(tmp_path, 1, {"w": torch.zeros(1, dtype=torch.complex64)})
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
-
-
-def small_model() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
-
-
-def adamw(model: nn.Module) -> torch.optim.AdamW:
-    groups = [
-        {"params": [p for p in model.parameters() if p.ndim == 2], "weight_decay": 0.1},
-        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), fused=True)
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
-    losses = []
-    for step in steps:
-        data = torch.randn(16, 6, generator=torch.Generator().manual_seed(step))
-        loss = model(data).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
-def assert_continues(tmp_path: Path, wrap, resume_wrap) -> None:
-    """Train, save, go on; then load into a fresh pair and go on: the same bits."""
-    model = wrap(small_model())
-    optimizer = adamw(model)
-    train(model, optimizer, range(3))
-    path = save_plain(tmp_path, 3, dict(model.named_parameters()), state_tensors(model.named_parameters(), optimizer))
-    expected = train(model, optimizer, range(3, 7))
-
-    fresh = resume_wrap(small_model())
-    fresh_optimizer = adamw(fresh)
-    init_state(fresh_optimizer)
-    state = state_tensors(fresh.named_parameters(), fresh_optimizer)
-    load(path, model=dict(fresh.named_parameters()), optimizer=state)
-    assert train(fresh, fresh_optimizer, range(3, 7)) == expected
-    final = {name: whole(value) for name, value in fresh.state_dict().items()}
-    assert_same(final, {name: whole(value) for name, value in model.state_dict().items()})
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
-def test_adamw_goes_on_bit_by_bit_after_a_load(tmp_path: Path) -> None:
-    assert_continues(tmp_path, lambda model: model, lambda model: model)

@@ -17,7 +17,7 @@ from kenotron.config import InputError
 from kenotron.config.errors import CheckpointError
 from kenotron.storage import fetching
 from kenotron.storage.stores import Store
-from support.checkpoint_states import load_and_compare, run_command, save_step
+from support.checkpoint_states import flip_a_byte, load_and_compare, run_command, save_step
 
 URL = "memory://robots/run"
 
@@ -141,9 +141,7 @@ def test_a_file_of_another_save_is_sent_again_though_it_is_as_long(tmp_path: Pat
 def test_an_object_that_a_killed_upload_left_damaged_is_sent_again(tmp_path: Path, bucket: dict[str, Any]) -> None:
     save_step(tmp_path, 10)
     upload_killed_at(len(read_manifest(tmp_path / "10").files), tmp_path)
-    file = next(bucket[name] for name in bucket if name.endswith("model/rank0.safetensors"))
-    file.seek(-1, 2)
-    file.write(bytes([file.getvalue()[-1] ^ 1]))
+    flip_a_byte(next(bucket[name] for name in bucket if name.endswith("model/rank0.safetensors")))
     upload(tmp_path)
     assert complete() == {10: 10}
 
@@ -170,10 +168,7 @@ def test_what_arrives_changed_is_sent_again(tmp_path: Path, monkeypatch: pytest.
 
 def test_a_damaged_local_file_is_not_uploaded(tmp_path: Path) -> None:
     save_step(tmp_path, 10)
-    file = next((tmp_path / "10" / "model").glob("*.safetensors"))
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
+    file = flip_a_byte(next((tmp_path / "10" / "model").glob("*.safetensors")))
     said: list[str] = []
     uploader = upload(tmp_path, report=said.append)
     assert uploader.problems == {10: f"{file} is damaged: its checksum is not the one in the manifest"}
@@ -272,9 +267,7 @@ def test_a_damaged_object_is_named(tmp_path: Path, bucket: dict[str, Any]) -> No
     remote = RemoteCheckpoints(URL)
     assert load_and_compare(remote.fetch(10, tmp_path / "whole")) == 10
     name = next(name for name in bucket if name.endswith(".safetensors"))
-    file = bucket[name]
-    file.seek(-1, 2)
-    file.write(bytes([file.getvalue()[-1] ^ 1]))
+    flip_a_byte(bucket[name])
     expected = rf"memory:/{name} is damaged: its checksum is \w+, and was \w+ when written"
     with pytest.raises(Damaged, match=expected):
         remote.fetch(10, tmp_path / "fetched")
@@ -328,8 +321,7 @@ def test_commands_take_urls(tmp_path: Path, bucket: dict[str, Any]) -> None:
     assert run_command("show", URL)[1].startswith("checkpoint 30 in ")
     assert run_command("verify", URL) == (0, "".join(f"{URL}/{step} is intact\n" for step in (10, 20, 30)))
     name = next(name for name in bucket if "/20/optimizer" in name and name.endswith(".safetensors"))
-    bucket[name].seek(-1, 2)
-    bucket[name].write(bytes([bucket[name].getvalue()[-1] ^ 1]))
+    flip_a_byte(bucket[name])
     code, text = run_command("verify", f"{URL}/20")
     assert (code, text.split(":")[0]) == (1, "memory")
     assert "is damaged: its checksum is" in text

@@ -21,8 +21,7 @@ from kenotron.config.families import built_in_families
 from kenotron.generation import SamplingOptions, generate
 from kenotron.generation.load import load_for_generation
 from kenotron.interop import from_hf, open_source, to_hf
-from kenotron.parallel.mesh import axes, build_mesh
-from kenotron.training import train
+from support.layout_runs import train_here
 from support.ranks import run_ranks
 from support.tiny_llamas import hf_logits, our_logits
 from support.tiny_run import losses, tiny_dict
@@ -57,10 +56,7 @@ def train_on(rank: int, folder: Path, name: str, overrides: list[str]) -> None:
     before = Path.cwd()
     os.chdir(folder)
     try:
-        config = load(plain(folder, name), overrides)
-        mesh = build_mesh(axes(config), config.parallelism.world_size, "cpu")
-        with contextlib.redirect_stdout(io.StringIO()):
-            train(config, mesh, torch.device("cpu"))
+        train_here(load(plain(folder, name), overrides))
     finally:
         os.chdir(before)
         sys.modules.pop("my_neox", None)

@@ -14,11 +14,9 @@ import kenotron as kn
 from kenotron.config import Config, InputError, load
 from kenotron.interop import initial_tensors
 from kenotron.kernels.attention import attention
-from kenotron.launch.training import train
 from kenotron.models import Context, build, named_parameters
 from kenotron.observers.doremi import DomainWeights
-from kenotron.parallel.mesh import Mesh, axes, build_mesh
-from support.layout_runs import SHORT
+from support.layout_runs import SHORT, train_here
 from support.ranks import run_ranks
 from support.tiny_run import losses, metrics, tiny_config, train_and_listen, train_quietly
 
@@ -145,11 +143,7 @@ def proxy_on(rank: int, layout: str, folder: Path, overrides: tuple[str, ...]) -
     keys = (each.split("=") for each in layout.split())
     changes = [f"{SHORT.get(name, name)}={value}" for name, value in keys]
     config = config_of(folder, layout.replace("=", "").replace(" ", "-") or "one", *overrides, *changes)
-    train(
-        config,
-        build_mesh(axes(config), config.parallelism.world_size, "cpu") if layout else Mesh(),
-        torch.device("cpu"),
-    )
+    train_here(config)
     if rank:
         return []
     return [

@@ -1,23 +1,17 @@
 """Exports of runs on several ranks: each writes some of the files, and together they are the whole model."""
 
-import io
-from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
-import torch
 
 from kenotron.interop import to_hf
-from kenotron.launch.training import train
-from kenotron.parallel.mesh import axes, build_mesh
+from support.layout_runs import train_here
 from support.ranks import run_ranks
 from support.tiny_run import equal_bits, exported, saved_weights, tiny_config
 
 
-def trained(rank: int, folder: Path, layout: tuple[str, ...], ranks: int) -> None:
-    config = tiny_config(folder, "checkpoints.export_hf=true", "tokens.train_steps=1", *layout)
-    with redirect_stdout(io.StringIO()):
-        train(config, build_mesh(axes(config), ranks, "cpu"), torch.device("cpu"))
+def trained(rank: int, folder: Path, layout: tuple[str, ...]) -> None:
+    train_here(tiny_config(folder, "checkpoints.export_hf=true", "tokens.train_steps=1", *layout))
     to_hf(folder / "checkpoints" / "1", folder / "shards", max_shard_size="4KB")  # here too every rank writes some
 
 
@@ -30,7 +24,7 @@ def trained(rank: int, folder: Path, layout: tuple[str, ...], ranks: int) -> Non
     ],
 )
 def test_every_layout_exports_the_whole_model(layout: tuple[str, ...], tmp_path: Path) -> None:
-    run_ranks(4, trained, tmp_path, layout, 4)
+    run_ranks(4, trained, tmp_path, layout)
     path = tmp_path / "checkpoints" / "1"
     assert equal_bits(exported(path / "hf"), saved_weights(path))
     alone = to_hf(path, tmp_path / "alone", max_shard_size="4KB")

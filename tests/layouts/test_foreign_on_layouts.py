@@ -1,7 +1,5 @@
 """A model that others wrote means on every layout what it means in one process, whichever it was saved on."""
 
-import contextlib
-import io
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,9 +12,8 @@ from kenotron.config.errors import InputError, PeerFailed
 from kenotron.interop import open_source
 from kenotron.launch import training as launch_training
 from kenotron.parallel.mesh import axes, build_mesh
-from kenotron.training import train
 from support.foreign_models import ForeignProblem, folder_of
-from support.layout_runs import each_alone, expect_the_same, train_on_layout
+from support.layout_runs import each_alone, expect_the_same, train_here, train_on_layout
 from support.pages import blocks, in_a_users_folder, read_page, sections
 from support.ranks import run_ranks
 from support.tiny_run import Shell, losses
@@ -111,10 +108,7 @@ def train_on(rank: int, problem: ForeignProblem, layout: str, folder: Path, step
     checkpoints = config.checkpoints.model_copy(update={"checkpoints_path": str(folder / "checkpoints")})
     logging = config.logging.model_copy(update={"log_dir": str(folder / "logs")})
     tokens = config.tokens.model_copy(update={"train_steps": steps})
-    config = config.model_copy(update={"checkpoints": checkpoints, "logging": logging, "tokens": tokens})
-    mesh = build_mesh(axes(config), config.parallelism.world_size, "cpu")
-    with contextlib.redirect_stdout(io.StringIO()):
-        train(config, mesh, torch.device("cpu"))
+    train_here(config.model_copy(update={"checkpoints": checkpoints, "logging": logging, "tokens": tokens}))
 
 
 @pytest.mark.budget(20, reason="two runs on two ranks and one alone")

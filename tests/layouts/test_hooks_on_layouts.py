@@ -1,22 +1,15 @@
 """What a hook records on several ranks."""
 
-import io
-from contextlib import redirect_stdout
 from pathlib import Path
 
-import torch
-
-from kenotron.parallel.mesh import axes, build_mesh
-from kenotron.training import train
+from support.layout_runs import train_here
 from support.ranks import run_ranks
 from support.tiny_run import metrics, tiny_config
 
 
 def trained(rank: int, folder: Path) -> None:
     overrides = ("parallelism.dp=2", "tokens.micro_batch_size=2", "general.hooks=[support.user_parts.Measures]")
-    config = tiny_config(folder, *overrides)
-    with redirect_stdout(io.StringIO()):
-        train(config, build_mesh(axes(config), 2, "cpu"), torch.device("cpu"))
+    train_here(tiny_config(folder, *overrides))
 
 
 def test_a_metric_is_reduced_over_the_ranks(tmp_path: Path) -> None:

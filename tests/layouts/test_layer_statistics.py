@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import math
-from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +11,8 @@ import torch
 
 import kenotron as kn
 from kenotron.config import InputError
-from kenotron.launch.training import train
 from kenotron.observers.layer_statistics import LOGITS, QUERIES, _spread
-from kenotron.parallel.mesh import axes, build_mesh
-from support.layout_runs import SHORT
+from support.layout_runs import SHORT, train_here
 from support.ranks import run_ranks
 from support.tiny_run import losses, metrics, saved_weights, tiny_config, train_quietly
 
@@ -135,10 +131,8 @@ def test_scores_and_masks_are_those_of_attention() -> None:
     )
 
 
-def trained(rank: int, size: int, folder: Path, overrides: tuple[str, ...]) -> None:
-    config = tiny_config(folder, *overrides)
-    with redirect_stdout(io.StringIO()):
-        train(config, build_mesh(axes(config), size, "cpu"), torch.device("cpu"))
+def trained(rank: int, folder: Path, overrides: tuple[str, ...]) -> None:
+    train_here(tiny_config(folder, *overrides))
 
 
 EXPERTS = (
@@ -167,7 +161,7 @@ def test_every_layout_logs_the_same(layout: str, model: tuple[str, ...], tmp_pat
     if "dp" in degrees:
         more += ("tokens.batch_accumulation_per_replica=2",)
     size = math.prod(int(degrees.get(axis, 1)) for axis in ("dp", "tp", "pp"))
-    run_ranks(size, trained, size, tmp_path / "ranks", (*overrides, *more))
+    run_ranks(size, trained, tmp_path / "ranks", (*overrides, *more))
     found, expected = statistics(tiny_config(tmp_path / "ranks")), statistics(alone)
     assert [len(step) for step in expected][1] >= 22
     for step, each in zip(found, expected, strict=True):
@@ -180,7 +174,7 @@ def test_context_parallelism_has_all_but_the_scores_of_attention(tmp_path: Path)
     overrides = (*FOUR, EVERY_TWO)
     alone = tiny_config(tmp_path / "alone", *overrides)
     train_quietly(alone)
-    run_ranks(2, trained, 2, tmp_path / "ranks", (*overrides, "parallelism.context_parallel_size=2"))
+    run_ranks(2, trained, tmp_path / "ranks", (*overrides, "parallelism.context_parallel_size=2"))
     found, expected = statistics(tiny_config(tmp_path / "ranks"))[1], statistics(alone)[1]
     assert {name for name in expected if name.startswith("attention_")} == expected.keys() - found.keys()
     for name in found.keys() - {"logit_max"}:

@@ -85,6 +85,17 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
+def flip_a_byte(file: Any, place: int = -1) -> Any:
+    """Change one bit of a file, or of an object in memory: at its end it is a tensor's, and only its checksum tells."""
+    content = bytearray(file.read_bytes() if isinstance(file, Path) else file.getvalue())
+    content[place] ^= 1
+    if isinstance(file, Path):
+        file.write_bytes(content)
+    else:
+        file.getbuffer()[:] = content
+    return file
+
+
 def forge(path: Path, name: str, data: bytes) -> None:
     """Replace a file and write a manifest that vouches for it: someone means it."""
     (path / name).write_bytes(data)

@@ -7,6 +7,8 @@
 A layout is written as overrides of the config: short names for the degrees, whole paths for the rest.
 """
 
+import contextlib
+import io
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +23,7 @@ import yaml
 
 import kenotron as kn
 from kenotron.config import Config, refuse_unsupported
+from kenotron.launch import training as launch_training
 from kenotron.models import named_parameters
 from kenotron.parallel.mesh import Mesh, axes, build_mesh
 from kenotron.parallel.shards import shard_of
@@ -181,6 +184,15 @@ def prepared(config: Config, mesh: Mesh) -> Iterator[Run]:
             close(run)
     finally:
         logger.setLevel(level)
+
+
+def train_here(config: Config) -> Run:
+    """The whole training of one rank of `config`'s layout, as `kenotron train` does it, its console kept away."""
+    mesh = build_mesh(axes(config), config.parallelism.world_size, "cpu")
+    with contextlib.redirect_stdout(io.StringIO()):
+        run = launch_training.train(config, mesh, torch.device("cpu"))
+    assert run is not None
+    return run
 
 
 def steps(run: Run, gradients: dict[str, torch.Tensor] | None = None, compared: int = 1) -> list[StepResult]:

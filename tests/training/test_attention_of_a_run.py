@@ -7,11 +7,7 @@ import torch
 
 from kenotron.config.errors import InputError
 from kenotron.kernels.attentions import choice
-from kenotron.models import Context, initialize_model
-from kenotron.models.decoder import Decoder
-from kenotron.models.families.mistral import MistralArchitecture
 from support import flash_on_cpu
-from support.tiny_llamas import SHAPES, random_tokens
 from support.tiny_run import largest_difference, losses, text_overrides, tiny_config, train_and_listen, weights
 
 MISTRAL = (
@@ -47,30 +43,6 @@ def test_packed_documents_with_windows_train_the_same_on_a_gpus_branch(
     (cpu_losses, cpu_weights), (gpu_losses, gpu_weights) = found
     assert gpu_losses == pytest.approx(cpu_losses, rel=2e-6)
     assert largest_difference(gpu_weights, cpu_weights) < 1e-4  # Adam's first steps are as long for small gradients
-
-
-@pytest.mark.slow
-def test_a_compiled_block_has_no_graph_break_at_packed_documents() -> None:
-    launches = flash_on_cpu.install()
-    launches.clear()
-    model = Decoder(MistralArchitecture(**SHAPES, sliding_window=7))
-    initialize_model(model, std=0.2, scaling="NUM_LAYERS", seed=1)
-    attention = choice.by_documents(choice.load("sdpa"), choice.load("flash"))
-    tokens, positions = random_tokens(2, 24).flatten(), torch.arange(24).repeat(2)
-    layers = len(model.model.layers)
-    found: dict[str, list[torch.Tensor]] = {"plain": [], "compiled": []}
-    for name, logits in found.items():
-        if name == "compiled":
-            torch._dynamo.reset()
-            for block in model.model.layers.values():
-                block.compile(backend="eager", fullgraph=True)
-        for borders in ((0, 24, 48), (0, 5, 24, 48), (0, 5, 24, 30, 48), (0, 3, 6, 24, 30, 40, 48)):
-            starts = torch.tensor(borders, dtype=torch.int32)
-            logits.append(model(tokens, Context((2, 24), positions, attention, borders, starts)))
-    assert launches == 2 * [each for documents in (2, 3, 4, 6) for each in layers * [documents]]
-    for ours, theirs in zip(found["compiled"], found["plain"]):
-        torch.testing.assert_close(ours, theirs)
-    torch._dynamo.reset()
 
 
 def test_eager_attention_trains_the_same(tmp_path: Path) -> None:

@@ -1,8 +1,6 @@
 """Checkpoint engines on two ranks, and runs whose checkpoints another number of ranks resumes."""
 
-import io
 import resource
-from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +12,7 @@ import kenotron as kn
 from kenotron.checkpoint.engines.client import WRITING
 from kenotron.checkpoint.folders import list_checkpoints, verify
 from kenotron.config.errors import RunFailed
-from kenotron.launch.training import train
-from kenotron.parallel.mesh import axes, build_mesh
+from support.layout_runs import train_here
 from support.ranks import ROUNDING, run_ranks
 from support.tiny_run import equal_bits, exported, losses, saved_weights, slow_copies, tiny_config, train_quietly
 
@@ -29,12 +26,9 @@ def engine_config(folder: Path, engine: str, *more: str) -> Any:
 
 def train_on_rank(rank: int, folder: Path, engine: str, *more: str) -> Any:
     """One of two ranks; copies begin late in the step after a save."""
-    config = engine_config(folder, engine, *TWO_RANKS, *more)
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()):
+    with pytest.MonkeyPatch.context() as patch:
         slow_copies(patch)
-        run = train(config, build_mesh(axes(config), 2, "cpu"), torch.device("cpu"))
-    assert run is not None
-    return run
+        return train_here(engine_config(folder, engine, *TWO_RANKS, *more))
 
 
 def train_steps_on_rank(rank: int, folder: Path, engine: str, steps: int) -> None:

@@ -20,6 +20,7 @@ from kenotron.observers.signals import Signals
 from kenotron.text.hash_split import text_hash
 from kenotron.training.run import Run
 from soak import run as soak
+from support.checkpoint_states import flip_a_byte
 from support.nursery import Nursery
 from support.tiny_run import (
     KENOTRON,
@@ -362,10 +363,7 @@ def test_the_same_run_goes_on_with_more_steps_another_split_or_other_intervals(
 
 def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_it_used(stopped_at_4: Path, shell: Shell) -> None:
     folder = stopped_at_4.parent
-    victim = next((folder / "checkpoints" / "4" / "model").glob("*.safetensors"))
-    content = bytearray(victim.read_bytes())
-    content[-5] ^= 1
-    victim.write_bytes(content)
+    victim = flip_a_byte(next((folder / "checkpoints" / "4" / "model").glob("*.safetensors")))
     code, said, errors = shell("train", stopped_at_4)
     assert (code, errors) == (0, "")
     warnings = [line for line in said.splitlines() if line.startswith("warning: ")]

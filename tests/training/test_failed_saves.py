@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
+from support.checkpoint_states import flip_a_byte
 from support.nursery import Nursery
 from support.tiny_run import Shell, saved_weights, tiny_config, tiny_dict, train_quietly
 
@@ -65,9 +66,7 @@ def test_with_sanity_checks_a_checkpoint_is_read_back_before_earlier_ones_go(
         saved = save(root, step, **given)
         if step == 2:
             (victim,) = (saved.path / "model").glob("*.safetensors")
-            data = bytearray(victim.read_bytes())
-            data[-1] ^= 1
-            victim.write_bytes(data)
+            flip_a_byte(victim)
         return saved
 
     monkeypatch.setattr(saving, "save", bad_disk)

@@ -20,6 +20,7 @@ from kenotron.checkpoint.folders import list_checkpoints, verify
 from kenotron.config import InputError, NotSupportedYet
 from kenotron.launch.training import train
 from kenotron.parallel.mesh import axes, build_mesh
+from support.checkpoint_states import flip_a_byte
 from support.nursery import Finished, Nursery
 from support.ranks import ROUNDING, run_ranks
 from support.tiny_run import (
@@ -67,14 +68,6 @@ def local_steps(folder: Path) -> list[int]:
 
 def durable_steps(folder: Path) -> list[int]:
     return [entry.step for entry in list_checkpoints(folder / "checkpoints")]
-
-
-def flip_a_byte(checkpoint: Path) -> Path:
-    (victim,) = (checkpoint / "model").glob("rank0.safetensors")
-    content = bytearray(victim.read_bytes())
-    content[-5] ^= 1
-    victim.write_bytes(content)
-    return victim
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +137,7 @@ class Looks(kn.Hook):
 
 def test_a_damaged_local_checkpoint_is_named_and_the_durable_one_taken(tmp_path: Path, whole: Path) -> None:
     fail(tmp_path, 7)
-    victim = flip_a_byte(next((tmp_path / "shm").glob("run-*/6")))
+    victim = flip_a_byte(next((tmp_path / "shm").glob("run-*/6/model/rank0.safetensors")))
     _, said = train_and_listen(config(tmp_path))
     assert f"warning: skipping checkpoint 6: {victim} is damaged" in said
     assert "Training from step 5 to" in said
@@ -154,7 +147,7 @@ def test_a_damaged_local_checkpoint_is_named_and_the_durable_one_taken(tmp_path:
 @pytest.mark.slow
 def test_a_damaged_durable_checkpoint_costs_nothing_if_the_local_one_is_ahead(tmp_path: Path, whole: Path) -> None:
     fail(tmp_path, 7)
-    victim = flip_a_byte(tmp_path / "checkpoints" / "4")
+    victim = flip_a_byte(tmp_path / "checkpoints" / "4" / "model" / "rank0.safetensors")
     _, said = train_and_listen(config(tmp_path))
     assert f"{victim} is damaged" in said
     assert "Training from step 7 to" in said

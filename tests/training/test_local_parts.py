@@ -19,6 +19,7 @@ from kenotron.checkpoint.local import LocalTier
 from kenotron.config.errors import CheckpointError
 from kenotron.launch.training import train
 from kenotron.parallel.mesh import axes, build_mesh
+from support.checkpoint_states import flip_a_byte
 from support.ranks import ROUNDING, run_ranks
 from support.tiny_run import losses, tiny_config
 from training.test_local_checkpoints import keys, local_steps, same_run
@@ -118,10 +119,8 @@ def test_two_saves_of_one_step_are_not_one_checkpoint(tmp_path: Path) -> None:
     (other,) = tmp_path.glob("other/run-*/6")
     one = tmp_path / "one" / other.parent.name / "6"
     shutil.copytree(other, one)
-    victim = one / "model" / "rank0.safetensors"
-    content = bytearray(victim.read_bytes())
-    content[-1] ^= 1
-    victim.write_bytes(content)
+    victim = flip_a_byte(one / "model" / "rank0.safetensors")
+    content = victim.read_bytes()
     was = manifest.read_manifest(one)
     records = was.files | {"model/rank0.safetensors": durable.hash_file(victim)}
     again = replace(was, saved_at=was.saved_at + 100, files=records)
@@ -171,9 +170,7 @@ def test_one_machine_goes_on_from_parts_of_two_and_the_other_way_round(tmp_path:
 def test_a_damaged_part_is_named(tmp_path: Path, whole: Path) -> None:
     fail(tmp_path)
     (victim,) = tmp_path.glob("other/run-*/1of2/6/model/rank1.safetensors")
-    content = bytearray(victim.read_bytes())
-    content[-5] ^= 1
-    victim.write_bytes(content)
+    flip_a_byte(victim)
     said = resume(tmp_path)
     assert f"warning: skipping checkpoint 6: {victim} is damaged" in said
     assert "Training from step 5 to" in said

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +14,13 @@ from kenotron.config.errors import InputError
 from kenotron.generation import SamplingOptions, generate
 from kenotron.generation.load import load_for_generation
 from kenotron.interop import from_hf, resolve_architecture, to_hf
-from kenotron.observers import observers
 from kenotron.observers.snapshot import Snapshot
 from kenotron.observers.validation import evaluate
 from kenotron.parallel.data import evaluating
-from kenotron.parallel.mesh import Mesh, axes, build_mesh
-from kenotron.training import train
+from kenotron.parallel.mesh import Mesh
 from kenotron.training.step import to_device, train_step
 from support.foreign_models import plain_config, random_model
-from support.layout_runs import prepared
+from support.layout_runs import prepared, train_here
 from support.ranks import run_ranks
 from support.tiny_run import equal_bits, losses, saved_weights, slow_copies, train_and_listen, train_quietly
 
@@ -143,11 +139,7 @@ def test_validation_and_generation_leave_them(tmp_path: Path) -> None:
 def trained(rank: int, folder: Path) -> list[float]:
     """On two data-parallel ranks whose replicas are compared before every save."""
     layout = ("parallelism.dp=2", "tokens.micro_batch_size=2", "general.ignore_sanity_checks=false")
-    config = configure(folder, *layout)
-    mesh = build_mesh(axes(config), 2, "cpu")
-    with redirect_stdout(io.StringIO()):
-        run = train(config, mesh, torch.device("cpu"), observers=observers(config, mesh))
-    assert run is not None
+    run = train_here(configure(folder, *layout))
     return [*run.model.get_buffer("mean").tolist(), float(run.model.get_buffer("seen"))]
 
 

@@ -1,8 +1,6 @@
 """A loss or gradient that is not finite: the module, layer, rank and samples are named, and whether it comes again."""
 
-import io
 import json
-from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +9,7 @@ import torch
 
 from kenotron.config import Config
 from kenotron.data import open_run
-from kenotron.observers import observers
-from kenotron.parallel.mesh import axes, build_mesh
-from kenotron.training import train
+from support.layout_runs import train_here
 from support.ranks import run_ranks
 from support.tiny_run import metrics, tiny_config, train_and_listen, train_quietly
 
@@ -98,10 +94,7 @@ def test_anomaly_mode_ends_the_run_with_the_operation(tmp_path: Path) -> None:
 def trained_on_two(rank: int, folder: Path, layout: str, where: str) -> None:
     keys = ("tokens.micro_batch_size=1", "tokens.batch_accumulation_per_replica=2", f"general.run={where}")
     spoil = hook("SpoilModule", module=DOWN, step=2, where=where, rank=1)
-    config = tiny_config(folder, spoil, *keys, *layout.split())
-    mesh = build_mesh(axes(config), 2, "cpu")
-    with redirect_stdout(io.StringIO()):
-        train(config, mesh, torch.device("cpu"), observers=observers(config, mesh))
+    train_here(tiny_config(folder, spoil, *keys, *layout.split()))
 
 
 @pytest.mark.slow

@@ -50,15 +50,6 @@ def test_the_loss_is_that_of_the_answers_of_each_example_alone(tmp_path: Path) -
     assert losses(config)[0] == pytest.approx(total / count, rel=1e-6)
 
 
-def test_a_run_goes_on_exactly(tmp_path: Path) -> None:
-    given = overrides(tmp_path)
-    whole = tmp_path / "whole"
-    train_quietly(tiny_config(whole, *given))
-    again = tiny_config(tmp_path / "again", *given, f"checkpoints.resume_checkpoint_path={whole}/checkpoints/2")
-    train_quietly(again)
-    assert equal_bits(saved_weights(whole / "checkpoints" / "4"), saved_weights(tmp_path / "again/checkpoints/4"))
-
-
 def test_what_is_exported_is_that_of_a_run_on_plain_text(tmp_path: Path) -> None:
     """Byte for byte where both have the same weights, before the first step; after the last one, what was saved."""
     from safetensors.torch import load_file

@@ -1,17 +1,12 @@
 """`general.ignore_sanity_checks: false`: a weight that differs between ranks ends the run before it is saved."""
 
-import io
-from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
-import torch
 
 from kenotron.config.errors import RunFailed
-from kenotron.observers import observers
 from kenotron.observers.consistency import replica_difference
-from kenotron.parallel.mesh import axes, build_mesh
-from kenotron.training import train
+from support.layout_runs import train_here
 from support.ranks import run_ranks
 from support.tiny_run import tiny_config
 
@@ -23,10 +18,8 @@ def trained(rank: int, folder: Path, layout: str, weight: str | None) -> str | N
     if weight is not None:
         keys.append(f"general.hooks=[{{path: support.user_parts.FlipBit, kwargs: {{weight: {weight}, step: 3}}}}]")
     config = tiny_config(folder, *keys, *layout.split())
-    mesh = build_mesh(axes(config), 2, "cpu")
     try:
-        with redirect_stdout(io.StringIO()):
-            train(config, mesh, torch.device("cpu"), observers=observers(config, mesh))
+        train_here(config)
     except RunFailed as error:
         return str(error)
     return None

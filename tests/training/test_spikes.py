@@ -1,10 +1,8 @@
 """`optimizer.spikes`: with the guard a run is the one that never saw the batch that spikes."""
 
-import io
 import json
 import math
 from collections.abc import Iterator
-from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,10 +18,10 @@ from kenotron.data import open_run
 from kenotron.data.provenance import step_origins
 from kenotron.observers.spikes import SpikeGuard
 from kenotron.parallel.mesh import axes, build_mesh
-from kenotron.training import train
 from kenotron.training.build import build_run
 from kenotron.training.run import close
 from kenotron.training.step import StepResult, train_step
+from support.layout_runs import train_here
 from support.ranks import run_ranks
 from support.tiny_run import equal_bits, losses, metrics, saved_weights, tiny_config, train_and_listen, train_quietly
 
@@ -142,13 +140,8 @@ def test_too_many_returns_to_one_snapshot_end_the_run(tmp_path: Path) -> None:
 
 def trained_on_two(rank: int, folder: Path) -> None:
     """Rank 1 alone reads garbage."""
-    from kenotron.observers import observers
-
     layout = ("parallelism.dp=2", "tokens.micro_batch_size=2", "optimizer.zero_stage=3")
-    found = config(folder, GUARD, *layout, f"general.hooks=[{DAMAGE}]")
-    mesh = build_mesh(axes(found), 2, "cpu")
-    with redirect_stdout(io.StringIO()):
-        train(found, mesh, torch.device("cpu"), observers=observers(found, mesh))
+    train_here(config(folder, GUARD, *layout, f"general.hooks=[{DAMAGE}]"))
 
 
 @pytest.mark.slow

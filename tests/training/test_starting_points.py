@@ -13,6 +13,7 @@ from kenotron.checkpoint.checkpoints import Checkpoints
 from kenotron.checkpoint.local import run_folders
 from kenotron.config import InputError
 from kenotron.launch.training import name_before_start
+from support.checkpoint_states import flip_a_byte
 from support.tiny_run import (
     equal_bits,
     largest_difference,
@@ -80,9 +81,7 @@ def test_a_damaged_checkpoint_of_another_run_is_refused_with_the_name_of_its_fil
     damaged = tmp_path / "damaged"
     shutil.copytree(Path(earlier.checkpoints.checkpoints_path) / "4", damaged)
     (file,) = (damaged / folder).glob("*.safetensors")
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1  # of a tensor's last element: nothing but the checksum shows it
-    file.write_bytes(content)
+    flip_a_byte(file)
     config = start_from(earlier, tmp_path, f"checkpoints.resume_checkpoint_path={damaged}")
     with pytest.raises(InputError, match=f"{file} is damaged: its checksum is "):
         train_quietly(config)

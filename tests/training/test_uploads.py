@@ -16,6 +16,7 @@ from kenotron.config.errors import CheckpointError, RunFailed
 from kenotron.observers.uploads import STOPPED_WAIT_S, build_uploader
 from kenotron.storage import fetching
 from kenotron.training import Hook
+from support.checkpoint_states import flip_a_byte
 from support.tiny_run import losses, tiny_config, train_and_listen, train_quietly
 
 URL = "memory://robots/run"
@@ -77,8 +78,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(
 ) -> None:
     train_quietly(machine("a", "tokens.train_steps=6"))
     name = next(name for name in bucket if "/6/model" in name and name.endswith(".safetensors"))
-    bucket[name].seek(-1, 2)
-    bucket[name].write(bytes([bucket[name].getvalue()[-1] ^ 1]))
+    flip_a_byte(bucket[name])
     again = machine("b", "tokens.train_steps=6")
     said = train_and_listen(again)[1]
     assert f"Fetching {URL}/4: " in said
@@ -92,8 +92,7 @@ def test_with_every_checkpoint_of_the_store_damaged_none_is_replaced(
 ) -> None:
     train_quietly(machine("a", "tokens.train_steps=6"))
     for name in [name for name in bucket if "/model/" in name and name.endswith(".safetensors")]:
-        bucket[name].seek(-1, 2)
-        bucket[name].write(bytes([bucket[name].getvalue()[-1] ^ 1]))
+        flip_a_byte(bucket[name])
     before = sorted(bucket)
     with pytest.raises(InputError, match=f"^no checkpoint at {URL} is intact, as warned above"):
         train_quietly(machine("b", "tokens.train_steps=6"))
@@ -103,10 +102,7 @@ def test_with_every_checkpoint_of_the_store_damaged_none_is_replaced(
 def test_local_damage_is_mended_from_the_store(machine: Callable[..., Config], whole: list[float]) -> None:
     config = machine("a")
     train_quietly(config)
-    file = next((config.checkpoint_folder / "4" / "model").glob("*.safetensors"))
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
+    flip_a_byte(next((config.checkpoint_folder / "4" / "model").glob("*.safetensors")))
     config = machine("a", "tokens.train_steps=6")
     assert f"Fetching {URL}/4: " in train_and_listen(config)[1]
     assert losses(config) == whole
