@@ -22,8 +22,8 @@ missing = available()
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(missing is not None, reason=str(missing))]
 
 STEPS = 40
-TIMEOUT_S = 20  # no rank of a busy machine is as late
-GRACE_S = 150.0  # for all ranks to end: 30 s on an idle machine; hanging, a quarter of an hour
+TIMEOUT_S = 12  # no rank of a busy machine is as late
+GRACE_S = 150.0  # for all ranks to end: 20 s on an idle machine; hanging, a quarter of an hour
 OVERRIDES = (
     "parallelism.dp=2",
     "parallelism.tp=2",
