@@ -5,17 +5,15 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
-import xxhash
 import yaml
 
 from kenotron.config.errors import InputError
 from kenotron.prepare.download import RequiredFile, data_requirements, fetch
 from support.data_runs import run_config, write_texts
-from support.hub_cache import COMMIT, DATASET, TOKENIZER, make_tokenizer_repository
-from support.local_server import LocalServer, QuietHandler
+from support.hub_cache import DATASET, TOKENIZER, make_tokenizer_repository
+from support.hub_server import Hub
 
 HUB_DATA = {"hf_dataset_or_datasets": DATASET}
 
@@ -66,49 +64,19 @@ def test_a_hub_that_cannot_be_reached_is_reported_for_each_requirement(config: P
     assert "127.0.0.1" in errors[1]
 
 
-class Hub(QuietHandler):
-    """A hub with one model repository, ``someone/words``: its files by name."""
-
-    files: ClassVar[dict[str, bytes]] = {}
-
-    def do_HEAD(self) -> None:
-        self._answer(with_body=False)
-
-    def do_GET(self) -> None:
-        self._answer(with_body=True)
-
-    def _answer(self, with_body: bool) -> None:
-        repository, _, name = self.path.partition("/resolve/main/")
-        if repository != "/someone/words" or name not in self.files:
-            self.send_response(404)
-            known = repository == "/someone/words"
-            self.send_header("X-Error-Code", "EntryNotFound" if known else "RepoNotFound")
-            self.send_header("X-Repo-Commit", COMMIT)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-            return
-        body = self.files[name]
-        self.send_response(200)
-        self.send_header("X-Repo-Commit", COMMIT)
-        self.send_header("ETag", f'"{xxhash.xxh3_64_hexdigest(body)}"')
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if with_body:
-            self.wfile.write(body)
-
-
 @pytest.mark.slow
 def test_files_of_a_hub_are_downloaded_and_then_no_hub_is_needed(tmp_path: Path) -> None:
     snapshot = make_tokenizer_repository(tmp_path / "made", TOKENIZER)
-    Hub.files = {file.name: file.read_bytes() for file in snapshot.iterdir()}
+    files = {file.name: file.read_bytes() for file in snapshot.iterdir()}
     config = tmp_path / "my.yaml"
     write_texts(tmp_path / "texts", 3)
     made = run_config({"text_files": "texts"}, tokenizer__tokenizer_name_or_path="someone/words")
     config.write_text(yaml.safe_dump(made.model_dump(mode="json", by_alias=True, exclude_none=True)))
     home = str(tmp_path / "home")
-    with LocalServer(Hub) as server:
-        first = command(tmp_path, str(config), HF_HOME=home, HF_ENDPOINT=server.url)
-    size = sum(map(len, Hub.files.values()))
+    with Hub() as hub:
+        hub.push("someone/words", files)
+        first = command(tmp_path, str(config), HF_HOME=home, HF_ENDPOINT=hub.url)
+    size = sum(map(len, files.values()))
     assert first.returncode == 0, first.stderr
     assert first.stdout.startswith(f"tokenizer someone/words: {size / 1000:.3g} kB, {home}/hub/models--someone")
     again = command(tmp_path, str(config), HF_HOME=home, HF_HUB_OFFLINE="1")

@@ -87,6 +87,7 @@ def written(folder: Path, dtype="<u2"):
 SMALL = TokenizeOptions(shard_megabytes=0.002)
 
 
+@pytest.mark.usefixtures("real_workers")
 def test_tokens_are_those_of_a_plain_loop_and_the_bytes_the_same_for_any_number_of_workers(corpus, tokenizer, tmp_path):
     folder, texts = corpus
     made = tokenize([str(folder)], tokenizer, tmp_path / "one", SMALL, 1, quiet)
@@ -316,6 +317,7 @@ def test_a_mistake_leaves_nothing_that_the_corrected_command_is_refused_for(toke
         tokenize([texts, texts + "/"], tokenizer, output, TokenizeOptions())
 
 
+@pytest.mark.usefixtures("real_workers")
 def test_from_text_to_a_merged_file_on_the_command_line(tmp_path, monkeypatch, capsys):
     from kenotron.cli import main
 
@@ -432,6 +434,7 @@ def test_what_a_stopped_command_left_is_not_taken_for_complete(tmp_path, tokeniz
     assert len(open_token_files(tmp_path / "out", "k")) == 1
 
 
+@pytest.mark.usefixtures("real_workers")
 @pytest.mark.parametrize(
     "program", ["raise SystemExit(3)", "print('hello', flush=True); from kenotron.text.encode import main; main()"]
 )
