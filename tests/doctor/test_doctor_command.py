@@ -3,16 +3,16 @@
 import json
 import resource
 import shutil
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import TypeAdapter
 
-from doctor.test_rules import LAPTOP, SERVER
+from doctor.test_rules import SERVER
 from kenotron import doctor
-from kenotron.doctor.facts import Facts, Report, SelfTest, Torch
+from kenotron.doctor.facts import Facts, Report, SelfTest
 from kenotron.doctor.report import as_json, page
 from kenotron.doctor.rules import findings
 from support.tiny_run import Shell, command
@@ -61,15 +61,6 @@ def test_a_folder_that_is_not_there_is_wrong_input(shell: Shell) -> None:
     code, _, error = shell("doctor", "--folder", "no/such/folder")
     assert (code, error.count("\n")) == (2, 1)
     assert "--folder" in error
-
-
-@pytest.mark.parametrize("width", [80, 120])
-@pytest.mark.parametrize("facts", [SERVER, LAPTOP, Facts(torch=Torch(problem="OSError: " + "libcudart " * 30))])
-def test_no_line_of_the_page_is_wider_than_the_terminal(facts: Facts, width: int) -> None:
-    facts = replace(facts, settings={"OMP_NUM_THREADS": "1", "NCCL_P2P_DISABLE": "1"})
-    text = shown(report_of(facts, SelfTest("cpu", False, 3.0, "no answer within 90 s " * 9)), width)
-    assert max(map(len, text.splitlines())) <= width
-    assert "\u00a0" not in text
 
 
 def test_the_page_says_what_failed_and_where() -> None:
