@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -84,6 +86,19 @@ def test_no_file_imports_itself_by_way_of_others() -> None:
         list(TopologicalSorter(imports).static_order())
     except CycleError as error:
         pytest.fail(f"import cycle: {' -> '.join(error.args[1])}")
+
+
+def test_imports_leave_heavy_libraries_and_drivers_alone_until_they_are_needed() -> None:
+    a_path = "from kenotron.storage.paths import as_path; as_path('here')"
+    drivers = {f"kenotron.storage.{name}" for name in ("fsspec_storage", "fetching", "blocks", "drivers")}
+    steps = {
+        "import sys, kenotron": {"torch", "pydantic", "numpy", "transformers"},
+        "import kenotron.data, kenotron.text.documents": {"torch", "datasets", "transformers"},
+        f"import kenotron.training; {a_path}": drivers,
+    }
+    code = "\n".join(f"{step}; print({absent} & sys.modules.keys())" for step, absent in steps.items())
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["set()"] * 3
 
 
 def test_what_has_to_be_read_to_understand_a_training_run_stays_small() -> None:

@@ -1,8 +1,6 @@
 """A scheme may be served by a package's own storage; without a URL no driver is loaded."""
 
 import io
-import subprocess
-import sys
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
@@ -80,19 +78,6 @@ def test_tokens_and_texts_of_a_registered_storage(vault: None) -> None:
 def test_without_it_the_scheme_is_unknown() -> None:
     with pytest.raises(InputError, match="vault://: no such protocol"):
         as_path("vault://texts")
-
-
-def test_no_driver_is_loaded_before_a_url_is_met() -> None:
-    code = """
-import sys
-import kenotron.training, kenotron.data, kenotron.text.documents
-from kenotron.storage.paths import as_path
-as_path("here")
-remote = ("fsspec_storage", "fetching", "blocks", "drivers")
-print([name for name in remote if f"kenotron.storage.{name}" in sys.modules])
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
 
 
 def test_token_files_of_a_url_come_in_the_order_of_a_local_copy(tmp_path: Path) -> None:

@@ -96,17 +96,6 @@ def test_offline_a_cached_dataset_and_tokenizer_are_read_without_a_socket(hub_ho
     assert again[-1] == "[]"  # found again without importing `datasets`
 
 
-def test_without_a_prepared_copy_the_snapshot_of_the_repository_is_read(tmp_path):
-    home = make_hub_cache(tmp_path / "home", prepared=False)
-    code = f"""
-    texts = HubDocuments("{DATASET}")
-    documents = [text for text, *_ in texts.documents()]
-    print(texts.size, len(documents), documents[0][:8])
-    """
-    first = made_documents()[0][:8]
-    assert run(code, offline_environment(home), tmp_path) == [f"400 400 {first}"]
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """A folder of data files, and two that `save_to_disk` wrote."""
@@ -123,8 +112,13 @@ def saved(tmp_path_factory):
 
 
 def test_local_folders_splits_and_fractions_give_the_rows_they_name(saved, tmp_path):
+    """And so does the snapshot of a repository of which there is no prepared copy."""
+    home = make_hub_cache(tmp_path / "home", prepared=False)
     code = f"""
     import os; os.chdir("{saved}")
+    texts = HubDocuments("{DATASET}")
+    documents = [text for text, *_ in texts.documents()]
+    print(texts.size, len(documents), documents[0])
     def rows(*arguments):
         texts = HubDocuments(*arguments)
         found = [text for text, *_ in texts.documents()]
@@ -151,7 +145,8 @@ def test_local_folders_splits_and_fractions_give_the_rows_they_name(saved, tmp_p
     ):
         print(failure(function))
     """
-    lines = run(code, {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}, tmp_path)
+    snapshot, *lines = run(code, offline_environment(home), tmp_path)
+    assert snapshot == f"400 400 {made_documents()[0]}"
     whole = "0 1 2 3 4 5 6 7 8 9"
     assert lines[:7] == [whole, whole, "0 1 2", "0 1 2 " + whole, "0 1 2 0", "True", "True"]
     expected = [

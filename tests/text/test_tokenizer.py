@@ -1,8 +1,6 @@
 """Tokenizers: equal to `transformers`, saved and loaded, trained, and what is wrong with them."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
@@ -163,9 +161,3 @@ def test_a_folder_without_a_tokenizer_is_named(tmp_path):
 def test_a_vocabulary_below_the_bytes_is_an_error():
     with pytest.raises(InputError, match="at least 257"):
         train_byte_level_bpe(["text"], 100)
-
-
-def test_importing_the_data_package_imports_no_torch_and_no_hugging_face_library():
-    code = "import kenotron.data, sys; print([m for m in ('torch', 'datasets', 'transformers') if m in sys.modules])"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert result.stdout == "[]\n"
