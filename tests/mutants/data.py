@@ -85,8 +85,8 @@ MUTANTS = [
     Mutant(
         name="every-epoch-in-the-same-order",
         file="data/order.py",
-        find="index[where] = permute(rest, length, self._epoch_keys(s, epoch))",
-        replace="index[where] = permute(rest, length, self._epoch_keys(s, epoch * 0))",
+        find="mix64(epoch.astype(np.uint64) + _GOLDEN))",
+        replace="mix64(epoch.astype(np.uint64) * np.uint64(0) + _GOLDEN))",
         why="the shuffle's key forgets the epoch",
         tests=("data/test_order.py",),
     ),

@@ -314,8 +314,6 @@ class Order:
                 index[where] = draw[where]
                 continue
             epoch, rest = np.divmod(draw[where], length)
-            index[where] = permute(rest, length, self._epoch_keys(s, epoch))
+            epoch_keys = mix64(np.uint64(self.keys[s]) ^ mix64(epoch.astype(np.uint64) + _GOLDEN))
+            index[where] = permute(rest, length, epoch_keys)
         return source, index
-
-    def _epoch_keys(self, source: int, epoch: Int64) -> UInt64:
-        return mix64(np.uint64(self.keys[source]) ^ mix64(epoch.astype(np.uint64) + _GOLDEN))
