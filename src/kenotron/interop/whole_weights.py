@@ -55,11 +55,8 @@ def _check_tied(model: Any, where: str) -> None:
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     tied = getattr(model.config.get_text_config(), "tie_word_embeddings", False)
     if tied and head is not None and not head.weight.equal(embedding.weight):
-        raise untied_head(where, *(f"{_name_of(model, module)}.weight" for module in (head, embedding)))
-
-
-def _name_of(model: Any, module: Any) -> str:
-    return next(name for name, each in model.named_modules() if each is module)
+        names = {module: name for name, module in model.named_modules()}
+        raise untied_head(where, f"{names[head]}.weight", f"{names[embedding]}.weight")
 
 
 def write_whole(
