@@ -12,11 +12,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from kenotron.optim import matrices as of_matrices
 from kenotron.optim import muon
 from kenotron.optim.matrices import whole_here
-from kenotron.optim.matrix_owners import balance, in_rounds
+from kenotron.optim.matrix_owners import in_rounds
 from kenotron.optim.muon import Muon, NorMuon
 from kenotron.optim.soap import Soap
 from kenotron.optim.state import init_state
 from kenotron.parallel.mesh import build_mesh
+from kenotron.parallel.ranks import balance
 from kenotron.parallel.shards import shard_of
 from support.data_parallel_run import Layout, Record, train
 from support.ranks import run_ranks

@@ -23,7 +23,7 @@ from typing import Generic, TypeAlias, TypeVar
 from kenotron.checkpoint.durable import FileRecord, hash_file, replace_text
 from kenotron.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from kenotron.config.errors import CheckpointError, first_of, nearest
-from kenotron.parallel.ranks import gather, raise_on_any_rank, rank_and_size, ranks_with, run_on_rank0
+from kenotron.parallel.ranks import balance, gather, raise_on_any_rank, rank_and_size, ranks_with, run_on_rank0
 from kenotron.storage.files import sync_folder
 
 logger = logging.getLogger("kenotron")
@@ -160,13 +160,10 @@ def check_together(path: Path, files: dict[str, FileRecord]) -> list[str]:
 
 def share_of(files: dict[str, FileRecord], ranks: list[int]) -> dict[str, FileRecord]:
     """Return this rank's share of `files`, which `ranks` read together, with about equal numbers of bytes."""
-    shares: list[dict[str, FileRecord]] = [{} for _ in ranks]
-    loads = [0] * len(ranks)
-    for name, record in sorted(files.items(), key=lambda item: (-item[1].bytes, item[0])):
-        lightest = loads.index(min(loads))
-        shares[lightest][name] = record
-        loads[lightest] += record.bytes
-    return shares[ranks.index(rank_and_size()[0])]
+    names = sorted(files)
+    owners = balance([files[name].bytes for name in names], len(ranks))
+    mine = ranks.index(rank_and_size()[0])
+    return {name: files[name] for name, owner in zip(names, owners) if owner == mine}
 
 
 def _wrong_size(path: Path, record: FileRecord) -> str | None:

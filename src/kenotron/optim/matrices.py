@@ -20,8 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kenotron.optim.matrix_owners import Exchange, balance, in_rounds, mesh_group
+from kenotron.optim.matrix_owners import Exchange, in_rounds, mesh_group
 from kenotron.optim.own import OwnOptimizer
+from kenotron.parallel.ranks import balance
 from kenotron.parallel.shards import block_of, local_tensor
 
 BATCH_ELEMENTS = 2**22  # limit of elements that are updated together: 8 MB in bfloat16

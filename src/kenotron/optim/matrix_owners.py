@@ -24,16 +24,6 @@ from kenotron.parallel.shards import block_of
 Block = tuple[slice, ...]
 
 
-def balance(costs: Sequence[float], owners: int) -> list[int]:
-    """Assign each cost to an owner: largest first, to the least loaded owner. Costs 5 3 3 2 over two give 0 1 1 0."""
-    load = [0.0] * owners
-    chosen = [0] * len(costs)
-    for index in sorted(range(len(costs)), key=lambda i: -costs[i]):
-        chosen[index] = load.index(min(load))
-        load[chosen[index]] += costs[index]
-    return chosen
-
-
 def in_rounds(sizes: Sequence[int], owner: Sequence[int], limit: int) -> list[list[int]]:
     """Return indices in rounds, in which no owner gets more than `limit` elements, unless it is a single matrix."""
     rounds: list[list[int]] = []

@@ -114,6 +114,16 @@ def run_on_first(ranks: list[int], work: Callable[[], T]) -> T:
     return gather(raise_on_any_rank(lambda: work() if rank == ranks[0] else None))[ranks[0]]  # type: ignore[return-value]
 
 
+def balance(costs: Sequence[float], owners: int) -> list[int]:
+    """Assign each cost to an owner: largest first, to the least loaded owner. Costs 5 3 3 2 over two give 0 1 1 0."""
+    load = [0.0] * owners
+    chosen = [0] * len(costs)
+    for index in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        chosen[index] = load.index(min(load))
+        load[chosen[index]] += costs[index]
+    return chosen
+
+
 def describe(error: BaseException) -> str:
     """Return the error in one line: with its type, unless its message is meant for users."""
     return str(error) if isinstance(error, FOR_USERS) else f"{type(error).__name__}: {error}"
