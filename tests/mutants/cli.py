@@ -128,8 +128,8 @@ MUTANTS = [
     Mutant(
         name="prune-removes-in-a-dry-run",
         file="cli/checkpoint.py",
-        find="for path in () if dry_run else [Path(entry.path) for entry in doomed]:",
-        replace="for path in [Path(entry.path) for entry in doomed]:",
+        find="        if not dry_run:\n            for path in [Path(entry.path) for entry in doomed]:\n",
+        replace="        if True:\n            for path in [Path(entry.path) for entry in doomed]:\n",
         why="a command that was to say what it would remove has removed it",
         tests=("checkpoint/test_checkpoint_cli.py::test_prune_says_what_it_would_remove_and_then_removes_it",),
     ),

@@ -114,14 +114,16 @@ def prune(
 
         remote = RemoteCheckpoints(folder)
         doomed = superseded(remote.all(), keep)
-        for step in () if dry_run else [entry.step for entry in doomed]:
-            remote.remove(step, remote.manifest(step)[0])
+        if not dry_run:
+            for step in [entry.step for entry in doomed]:
+                remote.remove(step, remote.manifest(step)[0])
     else:
         doomed = to_prune(folder, keep)
         if doomed:
             doomed = to_prune(folder, keep, _damaged_among_newest(folder, keep_last))
-        for path in () if dry_run else [Path(entry.path) for entry in doomed]:
-            discard(path)
+        if not dry_run:
+            for path in [Path(entry.path) for entry in doomed]:
+                discard(path)
     freed = sum(entry.manifest.bytes for entry in doomed if entry.manifest)
     for entry in doomed:
         print(f"{'would remove' if dry_run else 'removed'} {entry.path}")

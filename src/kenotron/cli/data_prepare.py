@@ -75,16 +75,15 @@ def tokenize(
         skip_bad=on_bad_document == "skip",
     )
     part = (0, 1) if share is None else _share(share)
-    tokenized = tokenize_files(inputs, load_tokenizer(tokenizer), output, options, workers or cores(), to_stderr, part)
-    if tokenized is None:
+    result = tokenize_files(inputs, load_tokenizer(tokenizer), output, options, workers or cores(), to_stderr, part)
+    if result is None:
         return
-    left_out = f"; {tokenized['skipped']:,} left out because they cannot be read" if tokenized["skipped"] else ""
-    for problem in tokenized.get("first_skipped", ()):
+    left_out = f"; {result['skipped']:,} left out because they cannot be read" if result["skipped"] else ""
+    for problem in result.get("first_skipped", ()):
         print(f"left out: {problem}")
     print(
-        f"{output}: {counted(tokenized['documents'], 'document')}, {tokenized['tokens']:,} tokens of "
-        f"{tokenized['dtype']} in {counted(len(tokenized['files']), 'file')}, from {tokenized['bytes'] / 1e6:.1f} MB "
-        f"of text{left_out}"
+        f"{output}: {counted(result['documents'], 'document')}, {result['tokens']:,} tokens of {result['dtype']} in "
+        f"{counted(len(result['files']), 'file')}, from {result['bytes'] / 1e6:.1f} MB of text{left_out}"
     )
     print(f"Next: kenotron data inspect {output} --tokenizer {tokenizer}")
     print("      kenotron init tokens > my.yaml    # then set dataset, tokenizer and vocab_size in it")

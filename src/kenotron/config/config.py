@@ -358,14 +358,14 @@ def _check_micro_batches(config: Config) -> Iterator[Problem]:
         yield "tokens.batch_accumulation_per_replica", f"expected {expected}, found {count}"
     per_micro_batch = config.tokens.micro_batch_size * config.parallelism.dp
     for i, stage in enumerate(config.data_stages):
-        ramp = stage.batch_size_ramp
-        for size in range(ramp.start, config.global_batch_size, ramp.increment) if ramp else ():
-            count, rest = divmod(size, per_micro_batch)
-            expected = _micro_batches_needed(config.parallelism, count)
-            if rest == 0 and expected:
-                at = f"data_stages.{i}.batch_size_ramp"
-                yield at, f"expected {expected}, found {count} in a step of {size} samples"
-                break
+        if ramp := stage.batch_size_ramp:
+            for size in range(ramp.start, config.global_batch_size, ramp.increment):
+                count, rest = divmod(size, per_micro_batch)
+                expected = _micro_batches_needed(config.parallelism, count)
+                if rest == 0 and expected:
+                    at = f"data_stages.{i}.batch_size_ramp"
+                    yield at, f"expected {expected}, found {count} in a step of {size} samples"
+                    break
 
 
 def _micro_batches_needed(layout: Parallelism, count: int) -> str | None:

@@ -34,9 +34,8 @@ def translate(document: Document) -> Iterator[str]:
         keys: Keys = ("lighteval", "tasks", "custom_tasks")
         raise document.error(keys, f"lighteval.tasks.custom_tasks {custom}: expected evaluation.include_path instead")
     tasks, shots = _tasks(document, listed)
-    new: dict[str, Any] = {"tasks": tasks, "num_fewshot": shots}
-    new |= {"limit": section["tasks"].get("max_samples"), "eval_interval": section.get("eval_interval")}
-    new |= {"batch_size": section.get("batch_size")}
+    new: dict[str, Any] = {"tasks": tasks, "num_fewshot": shots, "limit": section["tasks"].get("max_samples")}
+    new |= {name: section.get(name) for name in ("eval_interval", "batch_size")}
     used = ("tasks", "batch_size", "eval_interval")
     unused = ", ".join(name for name, value in section.items() if value and name not in used)
     left_out = f"; left out: {unused}" if unused else ""

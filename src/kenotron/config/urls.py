@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from kenotron.config.document import Document, Keys
+from kenotron.config.writing import items
 
 # Keys of local files or folders. A URL there would become a folder called `s3:`.
 _LOCAL = (
@@ -42,7 +43,7 @@ def urls_with_passwords(data: Any, around: Keys = ()) -> Iterator[tuple[Keys, st
 
     ``hf://gpt2@main`` is a revision.
     """
-    for name, value in data.items() if isinstance(data, dict) else enumerate(data if isinstance(data, list) else ()):
+    for name, value in items(data):
         urls = [x for x in (name, value) if isinstance(x, str) and re.search(r"(?<!\bhf)://?[^/?#\s]*@", x)]
         if urls:  # the keys of a mixture of datasets are URLs
             at = around if name in urls else (*around, str(name))

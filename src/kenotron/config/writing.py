@@ -10,7 +10,7 @@
 The YAML loads to an equal config.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import yaml
@@ -74,11 +74,17 @@ def inline(value: object) -> str:
 
 def flatten(value: object, path: str = "") -> Iterator[tuple[str, object]]:
     """Yield (dotted path, value) for the leaves of nested maps and lists. An empty map or list is a leaf."""
-    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for name, inner in pairs:
+    for name, inner in items(value):
         yield from flatten(inner, f"{path}.{name}" if path else str(name))
     if not isinstance(value, dict | list) or not value:
         yield path, value
+
+
+def items(value: object) -> Iterable[tuple[str | int, Any]]:
+    """Return (key or index, item) of a map or list, and nothing for other values."""
+    if isinstance(value, dict):
+        return value.items()
+    return enumerate(value) if isinstance(value, list) else ()
 
 
 def diff(a: Config, b: Config) -> list[tuple[str, object, object]]:

@@ -79,7 +79,7 @@ class Watch:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.look_every_s = max(self.look_every_s, self.size / RANKS_LOOKING_PER_S)
         self.store = _store(self.rank)
-        self.found: Failure | None = None
+        self.failure: Failure | None = None
         self.over = threading.Event()
         self.on_machine = f"on/{_machine()}"
         self.known = 0  # the number of ranks of this machine whose process id was read, in the order of their start
@@ -119,8 +119,8 @@ class Watch:
             self._wait_for_failure(CAUSE_WITHIN_S)
         if self._write(Failure(self.rank, describe(error))):  # also for a peer that wrote no failure
             return RunFailed(str(error)) if isinstance(error, PeerFailed) else None
-        assert self.found is not None
-        return self.found.as_seen_by_others()
+        assert self.failure is not None
+        return self.failure.as_seen_by_others()
 
     def _report_hang(self, call: hangs.PendingCall) -> Exception:
         within = hangs.STATUS_WITHIN_S + self.look_every_s
@@ -133,20 +133,20 @@ class Watch:
             if self.report_hang is None:
                 return RunFailed(hang.report)
             self.report_hang(hang.missing or [self.rank], hang.report)
-        assert self.found is not None
-        return self.found.as_seen_by_others()
+        assert self.failure is not None
+        return self.failure.as_seen_by_others()
 
     def _write(self, failure: Failure) -> bool:
         """Write `failure` unless there is one already, and return whether it is the first."""
         content = json.dumps(asdict(failure)).encode()
         first = self.store.compare_set("failure", "", content.decode())
-        self.found = Failure(**json.loads(first))
+        self.failure = Failure(**json.loads(first))
         return first == content
 
     def _read(self) -> Failure | None:
-        if self.found is None and self.store.check(["failure"]):
-            self.found = Failure(**json.loads(self.store.get("failure")))
-        return self.found
+        if self.failure is None and self.store.check(["failure"]):
+            self.failure = Failure(**json.loads(self.store.get("failure")))
+        return self.failure
 
     def _wait_for_failure(self, seconds: float) -> None:
         until = time.monotonic() + seconds

@@ -88,11 +88,8 @@ def render(job: Job, site: Site) -> str:
 
 def directives_of(job: Job, site: Site) -> dict[str, str | int | None]:
     """Return the options of sbatch, in the order of the script."""
-    options: dict[str, str | int | None] = {
-        "job-name": job.name,
-        "nodes": job.nodes,
-        "ntasks-per-node": job.tasks_per_node,
-    }
+    options: dict[str, str | int | None] = {"job-name": job.name, "nodes": job.nodes}
+    options["ntasks-per-node"] = job.tasks_per_node
     custom = site.sbatch | dict(job.options)
     on_cpu = (site.environment | dict(job.environment)).get("KENOTRON_DEVICE") == "cpu"
     if (site.gpus_per_node or job.gpus) and not on_cpu and not any(name.startswith(("gpu", "gres")) for name in custom):
