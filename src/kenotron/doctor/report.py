@@ -61,11 +61,7 @@ def verdict_of(report: Report) -> Row:
         return "error", f"FAILED: {', '.join(failed)}."
     if not report.self_tests:
         return "good", "No error found. Training was not tried (--quick)."
-    return "good", f"Training works here, on {_and([test.where for test in report.self_tests])}."
-
-
-def _and(names: list[str]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+    return "good", f"Training works here, on {' and '.join(test.where for test in report.self_tests)}."
 
 
 def _row(label: str, text: str, width: int) -> list[str]:

@@ -103,12 +103,8 @@ class MemorySnapshot(Hook):
         if run.step >= self.last_step:
             self._write(run)
 
-    def on_error(self, run: Run, error: Exception) -> None:
-        """Write the snapshot, which is most useful after an out-of-memory error."""
-        self._write(run)
-
     def on_close(self, run: Run) -> None:
-        """Write the snapshot, if the run was shorter than the trace."""
+        """Write the snapshot if the run failed, such as out of memory, or was shorter than the trace."""
         self._write(run)
 
     def _write(self, run: Run) -> None:
