@@ -12,7 +12,7 @@ from kenotron.config import load
 from kenotron.config.errors import InputError
 from kenotron.interop import from_nanotron
 from kenotron.interop.nanotron_files import Merged
-from kenotron.interop.sources import skeleton
+from kenotron.interop.sources import unpadded
 from support.damage import CANARIES, harmless
 from support.nanotron_files import EMBEDDING, write_nanotron
 from support.tiny_run import equal_bits, losses, saved_weights, tiny_config, tiny_dict, train_quietly, weights
@@ -41,7 +41,7 @@ def random_state(config: dict) -> tuple[dict, dict]:
     """Random weights and moments of the model of a config, under our names, in fp32."""
     bare = {name: value for name, value in config.items() if name != "lighteval"}
     generator = torch.Generator().manual_seed(0)
-    shapes = {name: tuple(p.shape) for name, p in skeleton(load(bare).model).named_parameters()}
+    shapes = {name: tuple(p.shape) for name, p in unpadded(load(bare).model).named_parameters()}
     tensors = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
     moments = {}
     for name, shape in shapes.items():

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from kenotron.config import load, refuse_unsupported
-from kenotron.interop.sources import skeleton
+from kenotron.interop.sources import unpadded
 from kenotron.models import named_parameters
 from support.tiny_run import REPOSITORY, losses, text_overrides, train_quietly
 
@@ -48,7 +48,7 @@ def test_every_example_has_the_published_number_of_parameters() -> None:
         path = FOLDER / f"{name}.yaml"
         config = load(path)
         refuse_unsupported(config)
-        found = sum(parameter.numel() for _, parameter in named_parameters(skeleton(config.model)))
+        found = sum(parameter.numel() for _, parameter in named_parameters(unpadded(config.model)))
         assert found == published, name
         assert f"{published:,}" in path.read_text().splitlines()[0], name
         assert f"[`{name}.yaml`]" in readme

@@ -25,9 +25,9 @@ from kenotron.config.model import WEIGHT_DTYPES, Model
 from kenotron.config.parallelism import Parallelism
 from kenotron.generation.layout import check_layout
 from kenotron.generation.ranks import ModelOnRanks
-from kenotron.interop.sources import Source, check_shape, open_source
+from kenotron.interop.sources import Source, check_shape, open_source, unpadded
 from kenotron.kernels.tensor_shard import TensorShard
-from kenotron.models import ModelPart, build, materialize
+from kenotron.models import ModelPart, materialize
 from kenotron.models.decoder import Decoder
 from kenotron.parallel.device import best_device
 from kenotron.parallel.mesh import Mesh
@@ -107,9 +107,7 @@ def _on_mesh(
 
 
 def _part(model: Model, part: ModelPart | None, dtype: torch.dtype, mesh: Mesh, device: torch.device) -> Decoder:
-    unpadded = model.model_copy(update={"make_vocab_size_divisible_by": 1})
-    with torch.device("meta"):
-        built = build(unpadded, mesh.degree("tp"), part)
+    built = unpadded(model, mesh.degree("tp"), part)
     if mesh.degree("tp") > 1:
         from kenotron.parallel import tensor
 

@@ -27,7 +27,7 @@ from kenotron.config.model import WEIGHT_DTYPES
 from kenotron.interop.hf_code import copy_code
 from kenotron.interop.hf_config import hf_config
 from kenotron.interop.older_readers import with_older_class, with_older_keys
-from kenotron.interop.sources import Source, checkpoint_source, fitted, skeleton
+from kenotron.interop.sources import Source, checkpoint_source, fitted, unpadded
 from kenotron.interop.tensor_names import by_hf_name, hf_names_of, hf_tensor
 from kenotron.interop.whole_weights import write_whole
 from kenotron.models.family import Family, family_of
@@ -106,7 +106,7 @@ class _Plan:
     def __init__(self, source: Source, dtype: str, size_limit: int) -> None:
         self.weights, self.dtype = fitted(source, _in_halves(source.architecture)), dtype
         self.family = family = family_of(source.architecture)
-        shapes = {parameter: tuple(value.shape) for parameter, value in skeleton(source.model).named_parameters()}
+        shapes = {parameter: tuple(value.shape) for parameter, value in unpadded(source.model).named_parameters()}
         self.groups = by_hf_name(family, shapes)
         itemsize = {hf_name: 4 if _dtype(hf_name, family, dtype) == "float32" else 2 for hf_name in self.groups}
         numel = {name: math.prod(shape) // len(hf_names_of(family, name, shape)) for name, shape in shapes.items()}

@@ -31,7 +31,7 @@ from kenotron.config.document import read
 from kenotron.config.errors import InputError, NotSupportedYet, nearest, no_such_path
 from kenotron.config.unsupported import refuse_unsupported
 from kenotron.interop.nanotron_files import MASTER, Merged, OptimizerFiles, Shape, read_weights
-from kenotron.interop.sources import skeleton
+from kenotron.interop.sources import unpadded
 from kenotron.kernels.tensor_shard import TensorShard
 from kenotron.models.family import EMBEDDING, HEAD
 from kenotron.storage.hub import read_json
@@ -81,7 +81,7 @@ def from_nanotron(
     folder = _folder(Path(src).expanduser())
     position = _position(folder)
     config = _config(folder, root, report)
-    parameters = {name: tuple(each.shape) for name, each in skeleton(config.model).named_parameters()}
+    parameters = {name: tuple(each.shape) for name, each in unpadded(config.model).named_parameters()}
     weights = read_weights(folder)
     assert isinstance(config.model.decoder, AttentionArchitecture), "as all of FAMILIES"
     sources = _sources(config.model.decoder, parameters)

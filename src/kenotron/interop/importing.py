@@ -22,7 +22,7 @@ from kenotron.checkpoint.model_files import save_text_files
 from kenotron.config import Config, dump, load
 from kenotron.config.errors import InputError
 from kenotron.config.packaged import packaged_yaml
-from kenotron.interop.sources import Source, check_shape, hf_source, skeleton
+from kenotron.interop.sources import Source, check_shape, hf_source, unpadded
 from kenotron.kernels.tensor_shard import TensorShard
 from kenotron.models import named_state
 from kenotron.text.tokenizer import load_tokenizer
@@ -47,7 +47,7 @@ def from_hf(
     if folders.list_checkpoints(root) or (root.exists() and not root.is_dir()):
         raise InputError(f"{root} holds checkpoints already (or is a file); name a new folder")
     source = hf_source(src, report, family)
-    expected = dict(named_state(skeleton(source.model)))
+    expected = dict(named_state(unpadded(source.model)))
     done = itertools.count(1)
 
     def read(name: str) -> Tensor:

@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from kenotron.checkpoint import folders, reading
@@ -31,7 +30,7 @@ from kenotron.interop.hf_weights import Box, Stored, Weights, hf_weights
 from kenotron.interop.rope_layout import is_rotated, to_halves, to_interleaved
 from kenotron.interop.tensor_names import from_hf_names
 from kenotron.interop.whole_weights import read_whole
-from kenotron.models import build, named_state
+from kenotron.models import ModelPart, named_state, skeleton
 from kenotron.models.decoder import Decoder
 from kenotron.models.family import EMBEDDING, HEAD, family_of
 from kenotron.models.foreign import HuggingFaceArchitecture
@@ -89,7 +88,7 @@ def hf_source(path: str | Path, report: Report = quiet, family: str | None = Non
     if saved is not None:
         architecture = family_of(architecture).as_saved(config, saved)
     model = Model.model_validate({"model_config": architecture, "init_method": {"path": str(path)}, "dtype": dtype})
-    shapes = {name: tuple(tensor.shape) for name, tensor in named_state(skeleton(model))}
+    shapes = {name: tuple(tensor.shape) for name, tensor in named_state(unpadded(model))}
     if saved is None:
         weights = read_whole(folder, shapes)
     else:
@@ -142,11 +141,9 @@ def check_shape(source: Source, name: str, shape: tuple[int, ...]) -> None:
         raise InputError(f"{source.path}: {name} has shape {list(found)}, and its config says {list(shape)}")
 
 
-def skeleton(model: Model) -> Decoder:
-    """Build the model without weights (on the meta device) and without padding of the vocabulary."""
-
-    with torch.device("meta"):
-        return build(model.model_copy(update={"make_vocab_size_divisible_by": 1}))
+def unpadded(model: Model, tensor_parallel: int = 1, part: ModelPart | None = None) -> Decoder:
+    """Return the model's `skeleton` without padding of the vocabulary."""
+    return skeleton(model.model_copy(update={"make_vocab_size_divisible_by": 1}), tensor_parallel, part)
 
 
 def hf_architecture(
@@ -243,7 +240,7 @@ def _check_extra(source: Source, target: DecoderArchitecture) -> None:
     """
     if source.architecture == target:
         return
-    expected = dict(named_state(skeleton(source.model.model_copy(update={"architecture": target}))))
+    expected = dict(named_state(unpadded(source.model.model_copy(update={"architecture": target}))))
     further = tuple(f"model.layers.{layer}." for layer in source.architecture.next_token_layers)
     extra = sorted(name for name in set(source.weights) - set(expected) - {HEAD} if not name.startswith(further))
     if extra:

@@ -1,7 +1,6 @@
 """Model families: their code and their plans. `build` makes the config's model, with its weights still empty.
 
-    with torch.device("meta"):
-        model = build(config.model)
+    model = skeleton(config.model)          # `build` on the meta device
     materialize(model, "cpu")
     initialize_model(model, std=0.02, scaling="NUM_LAYERS", seed=42)
 
@@ -49,6 +48,7 @@ __all__ = [
     "materialize",
     "named_parameters",
     "named_state",
+    "skeleton",
     "zero_vocabulary_padding",
 ]
 
@@ -63,6 +63,14 @@ def build(config: Model, tensor_parallel: int = 1, part: ModelPart | None = None
 
     own = family_of(config.decoder).own_model(config.make_vocab_size_divisible_by, part)
     return own or Decoder(config.decoder, config.make_vocab_size_divisible_by * tensor_parallel, part)
+
+
+def skeleton(config: Model, tensor_parallel: int = 1, part: ModelPart | None = None) -> Decoder:
+    """As `build`, but on the meta device: names and shapes without memory."""
+    import torch
+
+    with torch.device("meta"):
+        return build(config, tensor_parallel, part)
 
 
 def named_parameters(*parts: Decoder) -> Iterator[tuple[str, nn.Parameter]]:

@@ -26,12 +26,10 @@ import math
 import re
 from dataclasses import dataclass, replace
 
-import torch
-
 from kenotron.config import Config
 from kenotron.config.errors import InputError
 from kenotron.config.model import ExistingCheckpointInit, SpectralInit
-from kenotron.models import build, named_parameters
+from kenotron.models import named_parameters, skeleton
 from kenotron.models.decoder import Decoder
 from kenotron.models.family import EMBEDDING, HEAD
 from kenotron.models.init_rules import Normal, rule_for, times
@@ -149,8 +147,7 @@ def _residual_writers(model: Decoder) -> set[str]:
 
 def table(config: Config) -> list[str]:
     """Return a line per kind of parameter: name, shape, standard deviation, factors; equal layers share a line."""
-    with torch.device("meta"):
-        model = build(config.model)
+    model = skeleton(config.model)
     init = config.model.init_method
     found = factors(model, config)
     rules = [] if isinstance(init, ExistingCheckpointInit) else model.init_rules(init.std, init.scaling_method)

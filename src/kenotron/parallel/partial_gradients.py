@@ -26,7 +26,7 @@ from kenotron.config.errors import InputError
 from kenotron.config.families import built_in_names
 from kenotron.config.model import Model
 from kenotron.config.parallelism import Parallelism
-from kenotron.models import build
+from kenotron.models import skeleton
 from kenotron.models.context import Context
 from kenotron.models.decoder import Decoder
 from kenotron.models.plan import Plan, modules
@@ -49,8 +49,7 @@ def check_plan(model: Model, layout: Parallelism) -> None:
     """
     if layout.tp == 1 or model.decoder.family in built_in_names():
         return
-    with torch.device("meta"):
-        complete = build(model)
+    complete = skeleton(model)
     complete.plan.check(complete)
     check_gradients(complete, complete.plan, layout.tp_mode == "REDUCE_SCATTER")
 

@@ -89,14 +89,11 @@ def layer_costs(model: Model, layout: Parallelism, length: int) -> tuple[list[fl
 
     An embedding lookup costs none. With recomputation a layer runs forward twice, but the head does not.
     """
-    import torch
-
-    from kenotron.models import build, flops_per_token
+    from kenotron.models import flops_per_token, skeleton
     from kenotron.models.plan import modules
     from kenotron.models.recomputation import flops_again
 
-    with torch.device("meta"):
-        built = build(model)
+    built = skeleton(model)
     blocks = [block for _, block in modules(built, built.plan.blocks)]
     layers = [flops_per_token(block, length, causal=True) for block in blocks]
     head = flops_per_token(built, length, causal=True) - sum(layers)
