@@ -77,7 +77,7 @@ def check_gradients(model: Decoder, plan: Plan, on_sequence_shards: bool) -> Non
     try:
         with fake, flow:
             tokens = torch.zeros(TOKENS, dtype=torch.int64)
-            model(tokens, Context((1, TOKENS), tokens, _attention))
+            model(tokens, Context((1, TOKENS), tokens, meta_attention))
     except Exception as error:
         raise InputError(
             f"parallelism.tp: expected 1: the forward pass of {title} needs data to be followed "
@@ -101,7 +101,8 @@ def check_gradients(model: Decoder, plan: Plan, on_sequence_shards: bool) -> Non
         )
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, *args: Any, **options: Any) -> Tensor:
+def meta_attention(q: Tensor, k: Tensor, v: Tensor, *args: Any, **options: Any) -> Tensor:
+    """Return a tensor of attention's shape that depends on all inputs, for passes on the meta device."""
     return q * (k.sum() + v.sum())
 
 
