@@ -144,9 +144,8 @@ def read_mix(file: AnyPath) -> dict[str, float]:
     except UnicodeDecodeError as error:
         raise InputError(f"dataset.tokens: {file} is not UTF-8 at byte {error.start}") from None
     mix: dict[str, float] = {}
-    for path, weight in json.loads(
-        text, object_pairs_hook=list
-    ):  # all pairs: a dict would keep only the last of equal keys
+    pairs = json.loads(text, object_pairs_hook=list)  # a dict would keep only the last of equal keys
+    for path, weight in pairs:
         absolute = path if is_remote(path) else str(file.parent / os.path.expanduser(path))
         if absolute in mix:
             raise InputError(f"dataset.tokens: {file}: {path!r} is there twice; expected each path once")
