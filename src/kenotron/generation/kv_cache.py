@@ -17,6 +17,7 @@ grows independently.
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -48,9 +49,7 @@ class KVCache:
 
         It requests only the logits of each prompt's last token; others are never computed.
         """
-        borders = [0]
-        for length in lengths:
-            borders.append(borders[-1] + length)
+        borders = list(accumulate(lengths, initial=0))
         self._row = torch.arange(self.rows).repeat_interleave(torch.tensor(lengths)).to(self.device)
         self._position = torch.cat([torch.arange(length) for length in lengths]).to(self.device)
         self._together = None
