@@ -30,13 +30,10 @@ class DocumentRange:
 
 
 @dataclass(frozen=True)
-class Fragment:
-    """Tokens [first_token, end_token) of a file, all of one document, in a packed row."""
+class Fragment(DocumentRange):
+    """The same in a packed row, with the name of the file."""
 
     file: str
-    document: int
-    first_token: int
-    end_token: int
 
 
 @dataclass(frozen=True)
@@ -108,7 +105,7 @@ def _fragments(origin: Origin) -> list[Fragment]:
         file = origin.files[number]
         assert file.ends is not None  # packing needs them
         document = int(np.searchsorted(file.ends, np.uint64(start), side="right"))
-        found.append(Fragment(file.name, document, start, start + length))
+        found.append(Fragment(document, start, start + length, file.name))
     return found
 
 
