@@ -13,7 +13,6 @@ CONFIG = Path(kenotron.config.__file__).parent
 
 
 NOT_READ = {
-    "pp_stages_per_rank": "read through Parallelism.stages_per_rank",
     "lr_decay_steps": "read through LearningRateScheduler.decay_steps",
     "lr_decay_starting_step": "read through LearningRateScheduler.decay_start",
 }

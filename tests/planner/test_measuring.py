@@ -34,7 +34,7 @@ def test_what_a_device_reaches() -> None:
     assert told == [(number, 6) for number in range(6)]
     assert (found.products, found.memory) == (1.0, 1.0)  # of what was measured
     assert min(found.attention.values()) > 0
-    assert found.fp32 == pytest.approx(matmul_ceiling(CPU, "float32"), rel=0.9)
+    assert 0.1 < found.fp32 / matmul_ceiling(CPU, "float32") < 10
     product = Operator("product", "", 1.0, 2.0 * 4096**3, (4096, 4096, 4096), torch.bfloat16)
     assert seconds_of(product, found) == pytest.approx(product.flops / found.flops)
 
@@ -47,7 +47,7 @@ def test_peaks_that_are_known_stay_and_shares_of_them_are_measured() -> None:
     assert 0 < found.products < 0.1
     assert 0 < found.memory < 0.5
     reached = measuring.products(256, torch.float32, CPU)
-    assert found.products * found.fp32 == pytest.approx(reached, rel=0.9)
+    assert 0.1 < found.products * found.fp32 / reached < 10  # in one unit, on a machine that may be busy
 
 
 def test_flops_of_attention_are_half_of_those_that_torch_counts(monkeypatch: pytest.MonkeyPatch) -> None:

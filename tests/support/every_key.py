@@ -561,8 +561,8 @@ OWN_TESTS = {
     "test_bad_documents.py": "PretrainDataset.on_bad_document TextFiles.on_bad_document",
     "test_sft.py": """SFTDataset.dataset_processing_num_proc_per_process SFTDataset.dataset_overwrite_cache
         SFTDataset.messages_column_name SFTFiles.messages_column_name""",
-    "test_token_folders.py": """
-        NanosetDataset.vocab_size NanosetDataset.token_size_in_bytes NanosetDataset.skip_in_stream
+    "test_token_folders_bad_input.py": "NanosetDataset.vocab_size",
+    "test_token_folders.py": """NanosetDataset.token_size_in_bytes NanosetDataset.skip_in_stream
         NanosetDataset.pad_samples_to_global_batch_size NanosetDataset.use_old_brrr_dataloader""",
     "test_local_checkpoints.py": "Checkpoints.local LocalCheckpoints.path LocalCheckpoints.interval",
     "test_shared_folder.py": "Checkpoints.checkpoints_path_is_shared_file_system",

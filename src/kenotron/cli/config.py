@@ -119,25 +119,19 @@ def _check_architecture(config: Config) -> None:
 
 def _check_groups(config: Config) -> None:
     """Raise InputError for a pattern without parameters, or an optimizer for matrices on other parameters."""
-    import torch
-
-    from kenotron.models import build, named_parameters
+    from kenotron.models import named_parameters, skeleton
     from kenotron.optim.groups import parameter_groups
 
-    with torch.device("meta"):
-        parameter_groups(named_parameters(build(config.model)), config.optimizer)
+    parameter_groups(named_parameters(skeleton(config.model)), config.optimizer)
 
 
 def _check_family(config: Config, architecture: DecoderArchitecture) -> None:
     """Raise InputError for a parameter without an initialization rule, or a block that mixes documents."""
-    import torch
-
-    from kenotron.models import build, named_parameters
+    from kenotron.models import named_parameters, skeleton
     from kenotron.models.document_separation import check_blocks
     from kenotron.models.init_rules import rule_for
 
-    with torch.device("meta"):
-        model = build(config.model)
+    model = skeleton(config.model)
     rules = model.init_rules(std=0.02, scaling="NONE")
     for name, _ in named_parameters(model):
         rule_for(name, rules)

@@ -24,7 +24,7 @@ from kenotron.config.errors import InputError, RunFailed
 from kenotron.launch.environment import accelerators, ranks_from_environment
 from kenotron.launch.local import CUT_SHORT
 from kenotron.launch.machine_memory import available_memory, out_of_memory_kills
-from kenotron.models import build
+from kenotron.models import skeleton
 from kenotron.storage.hub import first_line
 
 OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
@@ -108,8 +108,7 @@ def too_large(config: Config, free: int) -> str | None:
     The planner takes seconds, so it is used only if weights, gradients and two moments in fp32 fill half of `free`.
     """
     layout = config.parallelism
-    with torch.device("meta"):
-        count = sum(parameter.numel() for parameter in build(config.model).parameters())
+    count = sum(parameter.numel() for parameter in skeleton(config.model).parameters())
     shards = (layout.dp_shard or layout.dp) * layout.context_parallel_size if config.zero_stage in (3, "hybrid") else 1
     if 16 * count / (layout.tp * layout.pp * shards) < free / 2:
         return None

@@ -37,7 +37,7 @@ from kenotron.launch.error_records import ENDED_BY_ANOTHER, record
 from kenotron.launch.failures import Watch
 from kenotron.launch.rank import note, read_work
 from kenotron.launch.recovery import LEAVE_WITHIN_S, LOOK_EVERY_S
-from kenotron.models import build
+from kenotron.models import skeleton
 from kenotron.parallel.device import memory
 from kenotron.storage.files import replace_file
 
@@ -85,8 +85,7 @@ def warm_up(folder: Path) -> None:
         importlib.import_module(module)
     config, _, _ = read_work(folder)
     if isinstance(config, Config):
-        with torch.device("meta"):
-            build(config.model)
+        skeleton(config.model)
     gc.collect()
     gc.freeze()  # later collections skip imported objects, which takes 0.2 s less
 

@@ -30,7 +30,7 @@ from kenotron.config.model import Distillation
 from kenotron.data.batch import TokenBatch
 from kenotron.kernels import linear_cross_entropy, rms_norm, swiglu
 from kenotron.kernels.shortcuts import row_blocks
-from kenotron.models import build
+from kenotron.models import skeleton
 from kenotron.parallel.mesh import Mesh, axes, build_mesh
 from kenotron.planner import stand_in
 from kenotron.planner.trace import Transfer
@@ -97,15 +97,14 @@ def build_on(config: Config, mesh: Mesh, device: torch.device, attention: Callab
         raise InputError("model.loss: the memory and time of a teacher are not planned; expected another loss")
     if config.doremi is not None and config.doremi.ref_model_resume_checkpoint_path is not None:
         raise InputError("doremi: the memory and time of a reference are not planned; expected no path of it")
-    with torch.device("meta"):
-        skeleton = build(config.model)
+    whole = skeleton(config.model)
     parts, pipeline = build_parts(config, mesh, device)
-    optimizer = optimizer_of(config, skeleton, parts, factors_of(skeleton, config))
+    optimizer = optimizer_of(config, whole, parts, factors_of(whole, config))
     return Run(
         config=config,
         mesh=mesh,
         device=device,
-        skeleton=skeleton,
+        skeleton=whole,
         parts=parts,
         optimizer=optimizer,
         data=cast(Any, None),

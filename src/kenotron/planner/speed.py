@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-
-from kenotron.models import build
+from kenotron.models import skeleton
 from kenotron.planner.timeline import Spent, play
 from kenotron.training.metrics import FlopsPerToken, scored_tokens
 
@@ -40,8 +38,7 @@ def speed_of(config: Config, gpu: Gpu, plans: Sequence[RankPlan]) -> Speed:
     spent = play([plan.events for plan in plans], gpu, tokens.batch_accumulation_per_replica)
     seconds, length = spent[0].seconds, max(config.sequence_lengths.values())
     per_second = config.global_batch_size * length / seconds
-    with torch.device("meta"):
-        flops = FlopsPerToken.of(build(config.model), length, False, scored_tokens(config, length)).flops
+    flops = FlopsPerToken.of(skeleton(config.model), length, False, scored_tokens(config, length)).flops
     hours = ranks * seconds * tokens.train_steps / 3600
     mfu = flops * per_second / (ranks * gpu.flops)
     return Speed(seconds, per_second, per_second / ranks, mfu, hours, hours * gpu.watts / 1000, spent)

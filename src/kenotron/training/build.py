@@ -14,7 +14,7 @@ from kenotron.config.errors import InputError
 from kenotron.config.model import Distillation, SpectralInit
 from kenotron.data.stage_plan import check_paths
 from kenotron.kernels.attentions.choice import attention_of_run
-from kenotron.models import build, named_parameters
+from kenotron.models import named_parameters, skeleton
 from kenotron.models.token_loss import load_loss
 from kenotron.optim.build import build_optimizer
 from kenotron.parallel.ranks import raise_on_any_rank, wait_for_all
@@ -68,10 +68,9 @@ def build_run(
     logger.info("Attention: %s", chosen)
 
     log.building()
-    with torch.device("meta"):
-        skeleton = build(config.model)
+    whole = skeleton(config.model)
     parts, pipeline = build_parts(config, mesh, device)
-    factors = factors_of(skeleton, config)
+    factors = factors_of(whole, config)
     if "model" not in start.loads:
         init, seed = config.model.init_method, config.general.seed
         group_of = config.optimizer.group_of
@@ -79,8 +78,8 @@ def build_run(
         fill_weights(parts, init, seed, lambda name: stds.get(name, 1.0) * group_of(name).init_std_scale)
         if pipeline is not None:
             pipeline.share_tied_weights()
-    optimizer = optimizer_of(config, skeleton, parts, factors)
-    log.model_size(skeleton, parts, device)
+    optimizer = optimizer_of(config, whole, parts, factors)
+    log.model_size(whole, parts, device)
     if "model" not in start.loads:
         log.first_weights()
 
@@ -95,7 +94,7 @@ def build_run(
         config=config,
         mesh=mesh,
         device=device,
-        skeleton=skeleton,
+        skeleton=whole,
         parts=parts,
         optimizer=optimizer,
         data=data,

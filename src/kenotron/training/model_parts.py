@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from kenotron.kernels.attentions.choice import OWN_BLOCKS
-from kenotron.models import ModelPart, build, materialize, zero_vocabulary_padding
+from kenotron.models import ModelPart, materialize, skeleton, zero_vocabulary_padding
 from kenotron.models.decoder import Decoder
 from kenotron.models.plan import modules
 from kenotron.parallel import data as data_parallel
@@ -47,8 +47,7 @@ def build_parts(config: Config, mesh: Mesh, device: torch.device) -> tuple[list[
 
 def _on_meta(config: Config, mesh: Mesh, part: ModelPart | None) -> Decoder:
     """Return the model or a part of it on the meta device, sharded over tp."""
-    with torch.device("meta"):
-        model = build(config.model, mesh.degree("tp"), part)
+    model = skeleton(config.model, mesh.degree("tp"), part)
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(getattr(torch, config.kept_dtype))
