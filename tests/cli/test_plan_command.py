@@ -307,7 +307,7 @@ def test_layouts_that_do_not_fit_are_ranked_by_memory(tmp_path: Path, capsys: py
         assert plan(tiny_yaml(tmp_path), "--gpu", "h100", "parallelism.dp=2", "--search") == 1
     _, head, *rows, first = capsys.readouterr().out.splitlines()
     assert "GiB" in head
-    assert len(rows) == 4
+    assert len(rows) == 5
     assert all(row.endswith("does not fit") for row in rows)
     assert first.startswith("The first: parallelism.dp=")
 
