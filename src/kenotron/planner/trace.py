@@ -134,10 +134,11 @@ class Transfer:
 
 
 class Trace(TorchDispatchMode):
-    """Within, what happens on the stand-in is recorded, on a rank of `mesh`; `ranks_on_machine` share a machine."""
+    """Records what a rank of `mesh` does on `device` within it; `ranks_on_machine` ranks share a machine."""
 
-    def __init__(self, mesh: Mesh, ranks_on_machine: int) -> None:
+    def __init__(self, mesh: Mesh, ranks_on_machine: int, device: str = stand_in.NAME) -> None:
         super().__init__()
+        self.device = device
         self.events: list[Event] = []
         self.marks = 0
         self.of_results: dict[int, int] = {}  # address of a storage → the mark of the transfer that fills it
@@ -191,7 +192,7 @@ class Trace(TorchDispatchMode):
             self._functional(name, args, out)
         elif name not in FREE:
             tensors = tensors_moved(name, args, kwargs, out)
-            if any(each.device.type == stand_in.NAME for each in tensors):
+            if any(each.device.type == self.device for each in tensors):
                 if space == "c10d":
                     raise ValueError(f"{name}: no time is known for this collective; expected {', '.join(COLLECTIVES)}")
                 self._run(_operator(name, tensors, args, kwargs or {}))
@@ -210,7 +211,7 @@ class Trace(TorchDispatchMode):
             mark = self.of_results.pop(args[0].untyped_storage()._cdata, None)
             if mark is not None:
                 self.wait(stand_in.current_queue(), mark)
-        elif args[0].device.type == stand_in.NAME:
+        elif args[0].device.type == self.device:
             mark = self._communicate(COLLECTIVES[name], [args[0], out], args[-1])
             self.of_results[out.untyped_storage()._cdata] = mark
 
@@ -219,7 +220,7 @@ class Trace(TorchDispatchMode):
 
         def method(group: dist.ProcessGroup, *args: Any, **options: Any) -> Transfer:
             tensors = [each for each in tree_leaves(args) if isinstance(each, Tensor)]
-            if not tensors or tensors[0].device.type != stand_in.NAME:
+            if not tensors or tensors[0].device.type != self.device:
                 return Transfer(tensors)
             peer = args[1] if name in ("send", "recv") else 0
             if group.group_name not in self.groups:  # several axes of a parameter's mesh
