@@ -109,9 +109,7 @@ def follow_rank(config: Config, gpu: Gpu | None, rank: int) -> RankPlan:
     with (
         on_fake_rank(config, rank, device, ranks_on_machine) as mesh,
         routing_in_balance(),
-        two_blocks()
-        if gpu is None
-        else stand_in.kernels_of_a_gpu(Facts(gpu.vendor, gpu.capability, installed=stand_in.INSTALLED)),
+        two_blocks() if gpu is None else stand_in.kernels_of_a_gpu(Facts(gpu.vendor, gpu.capability)),
         use_kernels(kernels),
         Ledger(device.type) as ledger,
     ):

@@ -78,6 +78,12 @@ def search(
     candidates = list(shapes_of(config, gpu))
     with ThreadPool(os.cpu_count()) as pool:  # threads wait for processes that plan, and are not joined at Ctrl-C
         for _ in range(1 + ROUNDS):
+            if ranked:
+                candidates = [
+                    _replaced(layout.overrides, change)
+                    for layout in ranked[:CHANGED]
+                    for change in changes(with_overrides(layout.overrides), gpu)
+                ]
             shapes = {shape: overrides for overrides in candidates if (shape := _shape(overrides)) not in tried}
             total = len(tried) + len(shapes)
             for shape, layout in zip(shapes, pool.imap(best, shapes.values())):
@@ -85,11 +91,6 @@ def search(
                 if report is not None:
                     report(len(tried), total)
             ranked = sorted((layout for layout in tried.values() if layout is not None), key=_order)
-            candidates = [
-                _replaced(layout.overrides, change)
-                for layout in ranked[:CHANGED]
-                for change in changes(with_overrides(layout.overrides), gpu)
-            ]
     if not ranked:
         raise InputError(f"--search: no layout of {config.parallelism.world_size} ranks suits this config: {refused}")
     return ranked
@@ -172,7 +173,7 @@ def shapes_of(config: Config, gpu: Gpu) -> Iterator[list[str]]:
 
 def changes(config: Config, gpu: Gpu) -> Iterator[list[str]]:
     """Yield overrides that change one setting of a layout; the model may not allow some of them."""
-    layout, experts = config.parallelism, getattr(config.model.architecture, "experts", 0)
+    layout, experts = config.parallelism, config.model.decoder.experts
     cp, ep = layout.context_parallel_size, layout.expert_parallel_size
     copies = layout.dp * cp
     if layout.pp > 1:

@@ -34,8 +34,7 @@ from kenotron.kernels.attentions.choice import Facts
 from kenotron.optim import matrices, matrix_owners
 
 NAME = "standin"
-INSTALLED = frozenset({"triton", "flash_3", "flash_4"})
-"""What runs on such a GPU are taken to have installed, wherever they are planned."""
+INSTALLED = frozenset({"triton", "flash_3", "flash_4"})  # on the GPU, wherever it is planned for
 FLEX = choice.IMPLEMENTATIONS["flex_attention"]._replace(function=f"{__name__}.flex")
 
 
@@ -206,7 +205,7 @@ def kernels_of_a_gpu(facts: Facts) -> Iterator[None]:
     vars(triton).update(next_power_of_2=lambda number: 1 << (number - 1).bit_length())
     with (
         _modules({"triton": triton, "triton.language": language}, "kenotron.kernels.triton."),
-        patch.object(choice, "facts_of", lambda device: facts),
+        patch.object(choice, "facts_of", lambda device: facts._replace(installed=INSTALLED)),
         patch.object(F, "scaled_dot_product_attention", _flash),
         patch.object(shapes, "_meta_grouped_mm_common", _grouped_of_any_dtype),
         patch.dict(choice.IMPLEMENTATIONS, flex_attention=FLEX),
