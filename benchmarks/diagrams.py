@@ -1,7 +1,7 @@
 """The pictures of the docs that need no long run, from the code or from a run of seconds: `make pictures` (a minute).
 
     python benchmarks/diagrams.py                  draws all of them into docs/pictures
-    python benchmarks/diagrams.py --only mesh      one of zero, mesh, mixture, lazy, schedules, badges
+    python benchmarks/diagrams.py --only mesh      one of zero, mesh, mixture, lazy, schedules, badges, plan
 
 zero       what a rank of dp 8 holds at each `zero_stage`, at the peak of a step, as the planner predicts it
 mesh       the ranks of two machines and the groups that they form, as `parallel.mesh` makes them
@@ -9,6 +9,7 @@ mixture    the samples of every step of two stages, as `data.provenance` looks t
 lazy       a checkpoint of the engine `datastates` beside the steps of a run, timed
 schedules  pipeline schedules, as torch orders the work of their ranks
 badges     license and versions of Python, as pyproject.toml has them
+plan       the page of `kenotron plan` in Chromium, which must be installed
 
 `pictures.py` draws those that need long runs, and has the style of all.
 """
@@ -19,6 +20,8 @@ import argparse
 import functools
 import os
 import re
+import shutil
+import subprocess
 import tempfile
 import time
 import tomllib
@@ -32,7 +35,7 @@ from unittest import mock
 import numpy as np
 
 from kenotron.checkpoint.durable import HashedFile
-from pictures import COLOURS, QUICKSTART, ROOT, THEMES, draw_chosen, drawing
+from pictures import COLOURS, QUICKSTART, ROOT, THEMES, draw_chosen, drawing, kenotron
 from slow_disk import RATE, slow_file
 
 if TYPE_CHECKING:
@@ -554,7 +557,27 @@ def badge(name: str, value: str) -> str:
 """
 
 
-DRAWN = {draw.__name__: draw for draw in (zero, mesh, mixture, lazy, schedules, badges)}
+# ---- plan --------------------------------------------------------------------------------------------------
+
+PLANNED = ("examples/models/llama-3.1-8b.yaml", "--gpu", "h100", "parallelism.dp=2", "parallelism.pp=4")
+
+
+def plan(out: Path) -> None:
+    """Draw the page of four pipeline stages, as a browser shows it."""
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        print("plan: skipped, no Chromium here")
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        page = Path(folder) / "plan.html"
+        more = ("parallelism.pp_engine=1f1b", "tokens.batch_accumulation_per_replica=16", "optimizer.zero_stage=1")
+        kenotron("plan", *PLANNED, *more, "--html", str(page), folder=ROOT)
+        options = ("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--user-data-dir={folder}/user")
+        shot = f"--screenshot={out / 'plan.png'}"
+        subprocess.run([browser, *options, "--window-size=1240,880", shot, page.as_uri()], check=True)
+
+
+DRAWN = {draw.__name__: draw for draw in (zero, mesh, mixture, lazy, schedules, badges, plan)}
 
 
 def main() -> None:

@@ -49,11 +49,12 @@ def test_a_run_that_fits_is_a_table_with_what_is_largest(tmp_path: Path, capsys:
     assert sizes[0] == pytest.approx(sum(sizes[1:]), rel=0.01)
     fits = r"It fits: the largest rank needs \S+ GiB of 79.1, of which 67 can be planned for."
     verdict = next(number for number, line in enumerate(lines) if re.fullmatch(fits, line))
-    assert lines[verdict + 1] == "Milliseconds of a step:"
-    assert lines[verdict + 2].split()[:4] == ["rank", "stage", "step", "products"]
-    step, *spent = (float(each.replace(",", "")) for each in lines[verdict + 3].split()[2:])
+    assert re.fullmatch(r"A checkpoint has \S+ GiB: weights and the optimizer's state\.", lines[verdict + 1])
+    assert lines[verdict + 2] == "Milliseconds of a step:"
+    assert lines[verdict + 3].split()[:4] == ["rank", "stage", "step", "products"]
+    step, *spent = (float(each.replace(",", "")) for each in lines[verdict + 4].split()[2:])
     assert step == pytest.approx(sum(spent), rel=0.02)
-    speed = r"[\d,]+ tokens/s, [\d,]+ a GPU, MFU \d\.\d%; 3 steps: \S+ seconds, \S+ GPU-hours, \S+ kWh"
+    speed = r"[\d,]+ tokens/s, [\d,]+ a GPU, MFU \d\.\d%; 3 steps, 192 tokens: \S+ seconds, \S+ GPU-hours, \S+ kWh"
     assert re.fullmatch(speed, lines[-1])
 
 
@@ -71,7 +72,7 @@ def test_a_gpu_is_measured_and_planned_for(
     assert plan(file, "--measure", measured) == 0
     first = capsys.readouterr().out
     assert first.splitlines()[0] == "1 rank on Mine. GiB at the peak of a step:"
-    assert re.search(r"MFU \d+\.\d%; 3 steps: \S+ \w+, \S+ GPU-hours$", first.splitlines()[-1])
+    assert re.search(r"MFU \d+\.\d%; 3 steps, 192 tokens: \S+ \w+, \S+ GPU-hours$", first.splitlines()[-1])
     assert plan(file, "--gpu", measured) == 0
     assert capsys.readouterr().out == first
 
@@ -103,6 +104,18 @@ def test_a_slow_network_between_machines_is_in_the_time(tmp_path: Path, capsys: 
         step = json.loads(capsys.readouterr().out)["step"]
         waits.append(step["ranks"][0]["of"]["waits for dp"])
     assert waits[1] > 10 * waits[0]
+
+
+def test_days_and_cost_are_those_of_the_tokens_of_all_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The batch grows from 1 to 4 sequences within 10 samples: steps of 1 (4 times), 2 (twice), 3, 4, …"""
+    ramp = "batch_size_ramp: {start: 1, increment: 1, samples: 10}"
+    batch = "tokens.train_steps=10", "tokens.micro_batch_size=1", "tokens.batch_accumulation_per_replica=4"
+    stages = f"data_stages=[{{name: all, start_training_step: 1, data: {{dataset: null, seed: 1}}, {ramp}}}]"
+    assert plan(tiny_yaml(tmp_path), "--gpu", "h100", "--price", 2.5, "--json", *batch, stages) == 0
+    step = json.loads(capsys.readouterr().out)["step"]
+    assert step["tokens"] == 16 * sum((1, 1, 1, 1, 2, 2, 3, 4, 4, 4))
+    assert step["gpu_hours"] == pytest.approx(step["tokens"] / step["tokens_per_second"] / 3600)
+    assert step["cost"] == pytest.approx(2.5 * step["gpu_hours"])
 
 
 @pytest.mark.budget(25, reason="plans several layouts")
@@ -361,6 +374,9 @@ def test_no_time_is_told_of_updates_on_the_host(tmp_path: Path, capsys: pytest.C
         (("--search",), r"error: --search: it needs a kind of GPU whose speed is known; give --gpu rtx4090 \| .*"),
         (("--gpu", "h100", "--search", *OFFLOAD), r"error: --search: no time is known of updates on the host .*"),
         (("--serve", "--port", "70000"), "error: Invalid value for '--port': .* less than or equal to 65535\n.*"),
+        (("--port", "80"), "error: --port: expected --serve beside it"),
+        (("--html", "no/such/page.html"), "error: --html: cannot write no/such/page.html: .*"),
+        (("--price", "2"), "error: --gpus-per-machine, --network, --price: expected --gpu beside them: .*"),
         (("--gpu", "h10"), r"error: --gpu: expected rtx4090, .*, found 'h10'; did you mean 'h100'\?"),
         (("model.loss={name: distillation, teacher: x}",), r"error: model.loss: the memory and time of a teacher .*"),
     ],

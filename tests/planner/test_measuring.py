@@ -65,6 +65,8 @@ def test_flops_of_attention_are_half_of_those_that_torch_counts(monkeypatch: pyt
         ({"link": 0}, "link: Input should be greater than 0"),
         ({"in_machine": 0}, "in_machine: Input should be greater than 0"),
         ({"attention": {}}, "attention: Dictionary should have at least 1 item"),
+        ({"products": 75}, "products: Input should be less than or equal to 1.5"),
+        ({"vendor": "intel"}, "vendor: Input should be 'nvidia' or 'amd'"),
         ({"network": None}, "expected fp32, bandwidth, link and network beside flops"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,10 +16,11 @@ from kenotron.planner import verdict
 from kenotron.planner.hardware import GPUS
 from kenotron.planner.ledger import Peak
 from kenotron.planner.memory import RankPlan, first_ranks, plan_memory
+from kenotron.planner.planning import plan_run
 from kenotron.planner.verdict import nearest_that_fits
 from support.plans import allocated, config_of, measure, predict
 from support.ranks import run_ranks
-from support.tiny_run import REPOSITORY, tiny_config
+from support.tiny_run import REPOSITORY, tiny_config, train_quietly
 
 # Of every family, axis, engine, stage, optimizer and kind of recomputation; quick tests take some of them.
 QUICK = ("llama|dp=2 zero=3", "llama|pp=2 engine=interleaved_1f1b accum=8")
@@ -142,6 +144,38 @@ def test_torchs_allocator_says_the_same(case: str) -> None:
     assert [peak for peak, _ in predict(case)] == pytest.approx(measured, rel=0.005)
 
 
+MUON = "optimizer.optimizer_factory={name: muon}"
+
+
+def planned_checkpoint(config: Config) -> int:
+    saved = plan_run(config, lambda overrides: config, None, None).saved
+    assert saved is not None
+    return saved
+
+
+def test_a_checkpoint_is_as_large_as_planned(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, "model.model_config.vocab_size=61", "optimizer.ema_decay=0.9")
+    train_quietly(config)
+    indexes = [json.loads(path.read_text()) for path in (tmp_path / "checkpoints/3").rglob("index.json")]
+    files = list((tmp_path / "checkpoints/3").rglob("*.safetensors"))
+    headers = sum(8 + int.from_bytes(path.read_bytes()[:8], "little") for path in files)
+    assert len(indexes) == 2
+    assert sum(path.stat().st_size for path in files) - headers == planned_checkpoint(config)
+
+
+@pytest.mark.budget(30, reason="five plans")
+@pytest.mark.parametrize(
+    ("whole", "parts"),
+    [
+        ("mixtral|dp=1", "mixtral|pp=2 dp=2 ep=2 engine=1f1b accum=4"),
+        (f"llama|dp=1|{MUON}", f"llama|tp=2 dp=2 zero=3|{MUON}"),
+    ],
+)
+def test_a_checkpoint_is_as_large_on_every_layout(whole: str, parts: str) -> None:
+    """On tp ranks the vocabulary is padded, with pp tied weights are on two stages."""
+    assert planned_checkpoint(config_of(parts)) == planned_checkpoint(config_of(whole))
+
+
 # ---- by hand -----------------------------------------------------------------------------------------------------
 
 
@@ -224,7 +258,9 @@ def test_what_is_named_as_fitting_fits_on_every_stage(tmp_path: Path) -> None:
     def planned(config: Config, gpu: object, ranks: Sequence[int]) -> list[RankPlan]:
         engine, recomputes = config.parallelism.pp_engine, config.parallelism.recompute_layer is not False
         sizes = [peaks[engine][rank] // (1 + recomputes) for rank in ranks]
-        return [RankPlan(rank, rank, Peak(size, {}, [], {}), 0, []) for rank, size in zip(ranks, sizes, strict=True)]
+        return [
+            RankPlan(rank, rank, Peak(size, {}, [], {}), 0, [], {}) for rank, size in zip(ranks, sizes, strict=True)
+        ]
 
     def changed(overrides: list[str]) -> Config:
         return tiny_config(tmp_path, "parallelism.pp=2", "tokens.batch_accumulation_per_replica=4", *overrides)

@@ -108,6 +108,17 @@ def test_micro_batches_that_were_not_followed_take_what_the_slowest_stage_needs(
     assert followed == pytest.approx(every, rel=0.001)
 
 
+def test_micro_batches_that_were_not_followed_wait_for_a_slow_host() -> None:
+    def of_small_kernels(traces: list[list[Event]]) -> list[list[Event]]:
+        """Each operator as 100 that a host asks for more slowly than they run."""
+        small = [ran(1e-9)] * 100
+        return [[each for old in trace for each in (small if isinstance(old, Ran) else [old])] for trace in traces]
+
+    (followed,) = {each.seconds for each in play(of_small_kernels(pipeline(4, 8)), SLOW, 40)}
+    (every,) = {each.seconds for each in play(of_small_kernels(pipeline(4, 40)), SLOW, 40)}
+    assert followed == pytest.approx(every, rel=0.03)
+
+
 def test_stages_that_wait_for_each_other_are_an_error() -> None:
     group = Group("pp", 2, 2)
     waiting = [[MICRO, Communicated(0, "receive", 0.0, group, 1, peer), Waited(0, 1), UPDATE] for peer in (1, 0)]

@@ -41,6 +41,7 @@ def plan(
     network: Annotated[
         float | None, typer.Option(min=0.01, help="GB/s that a GPU sends to other machines; default: the usual rate.")
     ] = None,
+    price: Annotated[float | None, typer.Option(min=0, help="Of a GPU for an hour, to see what the run costs.")] = None,
     search: Annotated[
         bool, typer.Option("--search", help="Rank layouts of as many GPUs and the same global batch by their speed.")
     ] = False,
@@ -53,7 +54,9 @@ def plan(
     serve: Annotated[
         bool, typer.Option("--serve", help="Serve a page on which the YAML and its layout can be changed.")
     ] = False,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of --serve; 0: any free port.")] = 8420,
+    port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="Port of --serve; 0: any free port; default: 8420.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object; bytes and seconds.")] = False,
 ) -> None:
     """Predict memory and time of a run: its own code builds and steps ranks, without real memory or other ranks.
@@ -71,31 +74,35 @@ def plan(
     config = _load_resolved(file, overrides or [], to_stderr)
     if measure is not None:
         gpu = _measure(measure, gpu)
-    device = _device(gpu, in_machine, network)
+    cluster: dict[str, Any] = {"in_machine": in_machine, "network": network and 1e9 * network, "price": price}
+    device = _device(gpu, cluster)
     ranks, memory = config.parallelism.world_size, _memory(config, device)
     if not set(rank or ()) <= set(range(ranks)):
         raise InputError(f"--rank: expected ranks from 0 to {ranks - 1}, found {', '.join(map(str, rank or ()))}")
-    if device is None and (in_machine or network) and not serve:
-        raise InputError("--gpus-per-machine, --network: expected --gpu beside them: no time is known of CPUs")
+    if device is None and any(cluster.values()) and not serve:
+        raise InputError("--gpus-per-machine, --network, --price: expected --gpu beside them: no time is known of CPUs")
     if search and (serve or rank or html):
         raise InputError("--search: expected without --serve, --rank and --html, which are for one layout")
+    if port is not None and not serve:
+        raise InputError("--port: expected --serve beside it")
     if serve and (rank or html or as_json):
         raise InputError("--serve: expected without --rank, --html and --json: the page has its own fields")
     if explain and (search or serve or as_json):
         raise InputError("--explain: expected without --search, --serve and --json: it is for people, of one layout")
     if serve:
-        _serve(file, overrides or [], gpu, lambda kind: _device(kind, in_machine, network), port)
+        _serve(file, overrides or [], gpu, lambda kind: _device(kind, cluster), 8420 if port is None else port)
         return
     if search:
         with progress_bar("Planning layouts") as report:
             layouts = find_layouts(config, changed, device, report)
         _print_layouts(layouts, device.name if device else "", ranks, as_json)
         raise typer.Exit(1 if layouts[0].speed is None else 0)
+    if html is not None:
+        _check_writable("--html", html)
     with progress_bar("Following ranks") as report:
         planned = plan_run(config, changed, device, memory, rank, report, to_stderr)
     if html is not None:
-        with os_errors(f"--html: cannot write {html}"):
-            html.write_text(page_of(page_data(planned, Path(file).stem)), encoding="utf-8")
+        html.write_text(page_of(page_data(planned, Path(file).stem)), encoding="utf-8")
     if as_json:
         print(json.dumps(_to_json(planned), indent=2))
     else:
@@ -114,12 +121,11 @@ def _load_resolved(file: str, overrides: list[str], say: Callable[[str], None]) 
     return resolve_architecture(config)
 
 
-def _device(gpu: str | None, in_machine: int | None, network: float | None) -> Gpu | None:
-    """Return the GPU to plan for, with the cluster's `in_machine` and `network` in GB/s, or None for CPUs."""
+def _device(gpu: str | None, cluster: dict[str, Any]) -> Gpu | None:
+    """Return the GPU to plan for, with fields of the `cluster` that are not None or 0, or None for CPUs."""
     from kenotron.planner.hardware import gpu_called, gpu_here
 
     device = gpu_here() if gpu is None else gpu_called(gpu)
-    cluster: dict[str, Any] = {"in_machine": in_machine, "network": network and 1e9 * network}
     return device and device._replace(**{name: value for name, value in cluster.items() if value})
 
 
@@ -132,9 +138,16 @@ def _measure(path: Path, gpu: str | None) -> str:
 
     if gpu is not None or path.suffix != ".yaml" or (here := gpu_here()) is None:
         raise InputError(f"--measure: expected a machine with a GPU, a .yaml file, and no --gpu; found {path}")
+    _check_writable("--measure", path)
     with progress_bar("Measuring") as report:
         write_gpu(path, measure(here, torch.device("cuda", 0), report, torch.cuda.device_count()))
     return str(path)
+
+
+def _check_writable(option: str, path: Path) -> None:
+    """Raise InputError before minutes of work if their file cannot be written."""
+    with os_errors(f"{option}: cannot write {path}"), path.open("a"):
+        pass
 
 
 def _memory(config: Config, gpu: Gpu | None) -> int | None:
@@ -183,15 +196,18 @@ def _serve(
 
 
 def _to_json(plan: Plan) -> dict[str, Any]:
-    ranks = [rank._asdict() | {"peak": rank.peak._asdict(), "events": len(rank.events)} for rank in plan.ranks]
+    ranks = [
+        rank._asdict() | {"peak": rank.peak._asdict(), "events": len(rank.events), "saved": sum(rank.saved.values())}
+        for rank in plan.ranks
+    ]
     speed = plan.speed
     step = None if speed is None else speed._asdict() | {"ranks": [rank._asdict() for rank in speed.ranks]}
-    return {"ranks": ranks, "step": step} | plan.verdict._asdict() | {"nearest": plan.nearest}
+    return {"ranks": ranks, "step": step} | plan.verdict._asdict() | {"nearest": plan.nearest, "saved": plan.saved}
 
 
 def _print(plan: Plan) -> None:
     from kenotron.planner.hardware import GIB
-    from kenotron.planner.planning import headline
+    from kenotron.planner.planning import headline, saved_in_words
     from kenotron.planner.verdict import COLUMNS, by_column, in_words
 
     print(f"{headline(plan.config, plan.gpu)}. GiB at the peak of a step:")
@@ -208,6 +224,8 @@ def _print(plan: Plan) -> None:
     if plan.verdict.fits is False:
         nearest = plan.nearest
         print(f"The nearest that fits: {' '.join(nearest)}" if nearest else "Nothing tried fits; it takes more ranks.")
+    if plan.saved is not None:
+        print(saved_in_words(plan.saved))
     if plan.speed is not None:
         _print_speed(plan, plan.speed)
     elif plan.config.parallelism.cpu_offload:

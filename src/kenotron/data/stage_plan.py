@@ -124,41 +124,46 @@ class StagePlan:
         return [max((weight / max(found)) ** (1 / temperature), 1e-300) for weight in found]
 
 
+def stages_without_sources(config: Config) -> Iterator[StagePlan]:
+    """Yield the stages of `config`, which has them in order of their start, without a look at their data."""
+    tokens, stages = config.tokens, config.data_stages
+    ends = [stage.start_training_step for stage in stages[1:]] + [tokens.train_steps + 1]
+    for number, (stage, end) in enumerate(zip(stages, ends)):
+        yield StagePlan(
+            number=number,
+            name=stage.name,
+            start=stage.start_training_step,
+            stop=max(stage.start_training_step, min(end, tokens.train_steps + 1)),
+            sequence_length=stage.sequence_length or tokens.sequence_length,
+            levels=levels(stage.batch_size_ramp, config.global_batch_size),
+            data=stage.data,
+            sources=(),
+        )
+
+
 def plan_stages(config: Config) -> list[StagePlan]:
-    """Return the stages of `config`, which has them in order of their start.
+    """Return the stages of `config` with their sources.
 
     Raises InputError for a restart of a source that no earlier stage reads, or an unreadable mix file.
     """
-    tokens, stages = config.tokens, config.data_stages
-    ends = [stage.start_training_step for stage in stages[1:]] + [tokens.train_steps + 1]
-    described = [_sources_of(datasets_of(stage.data, number)) for number, stage in enumerate(stages)]
+    stages = list(stages_without_sources(config))
+    described = [_sources_of(datasets_of(stage.data, stage.number)) for stage in stages]
     labels = iter(short_labels([[source.spec for source in those] for those in described]))
     numbers: dict[str, int] = {}
     planned: list[StagePlan] = []
-    for number, (stage, those, end) in enumerate(zip(stages, described, ends)):
-        start, length, data = stage.start_training_step, stage.sequence_length or tokens.sequence_length, stage.data
-        names = identities([source.spec for source in those], data.seed, length)
+    for stage, those in zip(stages, described):
+        names = identities([source.spec for source in those], stage.data.seed, stage.sequence_length)
         # Shuffling depends on the position of a source in the config, not on its path: data may move.
-        keys = [derive_key("order", data.seed, numbers.setdefault(name, len(numbers))) for name in names]
+        keys = [derive_key("order", stage.data.seed, numbers.setdefault(name, len(numbers))) for name in names]
         sources = tuple(
             replace(source, name=name, label=next(labels), key=key) for name, key, source in zip(names, keys, those)
         )
-        earlier = {source.label for stage in planned for source in stage.sources}
-        if data.restart and earlier.isdisjoint(source.label for source in sources):
+        earlier = {source.label for before in planned for source in before.sources}
+        if stage.data.restart and earlier.isdisjoint(source.label for source in sources):
             raise InputError(
-                f"data_stages.{number}.data.restart: expected false: no earlier stage reads any of its sources"
+                f"data_stages.{stage.number}.data.restart: expected false: no earlier stage reads any of its sources"
             )
-        plan = StagePlan(
-            number=number,
-            name=stage.name,
-            start=start,
-            stop=max(start, min(end, tokens.train_steps + 1)),
-            sequence_length=length,
-            levels=levels(stage.batch_size_ramp, config.global_batch_size),
-            data=data,
-            sources=sources,
-        )
-        planned.append(plan)
+        planned.append(replace(stage, sources=sources))
     return planned
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 import yaml
@@ -14,19 +14,21 @@ from kenotron.config.parallelism import stays_on_cpu
 
 GIB = 1 << 30
 Positive = Annotated[float, Field(gt=0)]  # checked only in files
+Share = Annotated[float, Field(gt=0, le=1.5)]  # some GPUs run faster than their data sheets
 
 
 class Gpu(NamedTuple):
     """A GPU as torch sees it, with the fields of parallel/gpus.yaml; an unknown kind has only the memory.
 
     The shares of the peaks that are reached: `products` of `flops` and `fp32` in large products, `attention` of `flops`
-    by head_dim, `memory` of `bandwidth`. The defaults were measured on one H200 (docs/benchmarks.md).
+    by head_dim, `memory` of `bandwidth`. The defaults were measured on one H200 (docs/benchmarks.md). `price` is that
+    of an hour.
     """
 
     name: str
     device: str
     memory_gib: Positive
-    vendor: str
+    vendor: Literal["nvidia", "amd"]
     capability: tuple[int, int] = (0, 0)
     flops: Positive = 0.0
     fp32: Positive = 0.0
@@ -34,11 +36,12 @@ class Gpu(NamedTuple):
     processors: Annotated[int, Field(gt=0)] = 1
     link: Positive = 0.0
     network: Positive = 0.0
-    watts: float = 0.0
+    watts: Annotated[float, Field(ge=0)] = 0.0
+    price: Annotated[float, Field(ge=0)] = 0.0
     in_machine: Annotated[int, Field(gt=0)] = 8
-    products: Positive = 0.75
-    attention: Annotated[Mapping[int, Positive], Field(min_length=1)] = {64: 0.31, 128: 0.44}
-    memory: Positive = 0.71
+    products: Share = 0.75
+    attention: Annotated[Mapping[int, Share], Field(min_length=1)] = {64: 0.31, 128: 0.44}
+    memory: Share = 0.71
 
 
 GPUS = {
@@ -75,9 +78,9 @@ def gpu_here() -> Gpu | None:
     if stays_on_cpu() or not torch.cuda.is_available():
         return None
     device = torch.cuda.get_device_properties(0)
-    vendor, capability = ("amd", (0, 0)) if torch.version.hip else ("nvidia", (device.major, device.minor))
-    memory = device.total_memory / GIB
-    candidates = [gpu for gpu in GPUS.values() if gpu.device in device.name] or [Gpu("", "", memory, vendor)]
+    memory, capability = device.total_memory / GIB, (0, 0) if torch.version.hip else (device.major, device.minor)
+    unknown = Gpu("", "", memory, "amd" if torch.version.hip else "nvidia")
+    candidates = [gpu for gpu in GPUS.values() if gpu.device in device.name] or [unknown]
     gpu = min(candidates, key=lambda gpu: abs(gpu.memory_gib - memory))
     processors = device.multi_processor_count
     return gpu._replace(name=device.name, memory_gib=memory, capability=capability, processors=processors)

@@ -9,6 +9,7 @@ followed. Only as many micro-batches are done as it takes until a rank holds the
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import signal
@@ -26,6 +27,7 @@ from kenotron.config.errors import InputError, RunFailed
 from kenotron.kernels.attentions.choice import Facts, attention_of_run
 from kenotron.kernels.fused import use_kernels
 from kenotron.models import named_parameters
+from kenotron.optim.state import state_tensors
 from kenotron.planner import stand_in
 from kenotron.planner.ledger import Ledger, Peak
 from kenotron.planner.rehearsal import (
@@ -38,6 +40,7 @@ from kenotron.planner.rehearsal import (
 )
 from kenotron.planner.trace import Event, Trace
 from kenotron.storage.hub import first_line
+from kenotron.training.saved_state import model_tensors, optimizer_tensors
 from kenotron.training.step import train_step
 
 if TYPE_CHECKING:
@@ -47,13 +50,17 @@ if TYPE_CHECKING:
 
 
 class RankPlan(NamedTuple):
-    """What a rank holds at its peak within a step, and in bytes between two steps; what the step asks of a GPU."""
+    """What a rank holds at its peak within a step, and in bytes between two steps; what the step asks of a GPU.
+
+    `saved`: name → bytes of every tensor that this rank holds a part of and a checkpoint has, whole.
+    """
 
     rank: int
     stage: int
     peak: Peak
     between_steps: int
     events: list[Event]
+    saved: dict[str, int]
 
 
 def plan_memory(
@@ -118,7 +125,15 @@ def follow_rank(config: Config, gpu: Gpu | None, rank: int) -> RankPlan:
         naming = Naming(ledger, run)
         trace = None if gpu is None else Trace(mesh, ranks_on_machine)
         peak = follow_steps(run, ledger, naming, trace)
-        return RankPlan(rank, mesh.rank("pp"), peak, ledger.bytes, [] if trace is None else trace.events)
+        events = [] if trace is None else trace.events
+        return RankPlan(rank, mesh.rank("pp"), peak, ledger.bytes, events, saved_by(run))
+
+
+def saved_by(run: Run) -> dict[str, int]:
+    """Name → bytes of every tensor of which `run` saves a part: of all of it, without vocabulary padding."""
+    moments = state_tensors(named_parameters(*run.parts), run.optimizer)
+    shards = model_tensors(*run.parts) | optimizer_tensors(moments, run.parts)
+    return {name: math.prod(shard.shape) * shard.tensor.element_size() for name, shard in shards.items()}
 
 
 def follow_steps(run: Run, ledger: Ledger, naming: Naming, trace: Trace | None = None) -> Peak:

@@ -11,7 +11,7 @@ from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kenotron.planner.planning import headline, speed_in_words
+from kenotron.planner.planning import headline, saved_in_words, speed_in_words
 from kenotron.planner.verdict import COLUMNS, by_column, in_words
 
 if TYPE_CHECKING:
@@ -43,6 +43,8 @@ def page_data(plan: Plan, name: str) -> dict[str, Any]:
     """Return the data that the page draws."""
     speed = plan.speed
     lines = [] if speed is None else [speed_in_words(plan.config, speed)]
+    if plan.saved is not None:
+        lines.append(saved_in_words(plan.saved))
     if plan.nearest:
         lines.append(f"The nearest that fits: {' '.join(plan.nearest)}")
     spent: Sequence[Spent | None] = [None] * len(plan.ranks) if speed is None else speed.ranks

@@ -52,6 +52,7 @@ class Rank:
 
     stage: int
     host: float = 0.0
+    asked: float = 0.0  # time of the host for all micro-batches, without its waits
     queues: defaultdict[int, float] = field(default_factory=seconds_by)
     channels: defaultdict[object, float] = field(default_factory=seconds_by)
     marks: dict[int, tuple[float, str]] = field(default_factory=dict)  # mark → its time, and the reason of its wait
@@ -89,7 +90,7 @@ def _steps(rank: Rank, trace: Sequence[Event], gpu: Gpu, arrived: defaultdict[Wi
     for event in trace:
         match event:
             case Ran(queue, operator, backward):
-                rank.host += HOST
+                _ask(rank)
                 _wait(rank, queue, rank.host, "host")
                 seconds = seconds_of(operator, gpu)
                 rank.queues[queue] += seconds
@@ -112,11 +113,18 @@ def _steps(rank: Rank, trace: Sequence[Event], gpu: Gpu, arrived: defaultdict[Wi
                 else:
                     _wait(rank, queue, moment, reason)
             case Communicated():
-                rank.host += HOST
+                _ask(rank)
                 _communicate(rank, event, gpu, arrived)
             case Began(what):
                 rank.updates = what == "update"
                 rank.began.append(dict(rank.of))
+
+
+def _ask(rank: Rank) -> None:
+    """Let the host ask for a kernel or a transfer."""
+    rank.host += HOST
+    if not rank.updates:
+        rank.asked += HOST
 
 
 def _draw(rank: Rank, seconds: float, which: str) -> None:
@@ -156,14 +164,20 @@ def _communicate(rank: Rank, event: Communicated, gpu: Gpu, arrived: defaultdict
 
 
 def _of_a_micro_batch(rank: Rank, stages: int) -> dict[str, float]:
-    """Return the times of an additional micro-batch: the last complete one without pp, else the mean without waits."""
+    """Return the times of an additional micro-batch: the last complete one without pp, else the mean without waits.
+
+    Where the host is slower than the GPU, the GPU waits for it in each.
+    """
     update = rank.began[-1]
     if stages == 1:
         before, last = rank.began[-3:-1] if len(rank.began) > 2 else (update, update)
         return {name: seconds - before.get(name, 0.0) for name, seconds in last.items()}
     count = len(rank.began) - 1
     waits = ("waits for pp", "waits for host")
-    return {name: seconds / count for name, seconds in update.items() if name not in waits}
+    parts = {name: seconds / count for name, seconds in update.items() if name not in waits}
+    if (idle := rank.asked / count - sum(parts.values())) > 0:
+        parts["waits for host"] = idle
+    return parts
 
 
 def _spent(rank: Rank, of_a_micro_batch: dict[str, float], missing: int, seconds: float) -> Spent:
