@@ -559,22 +559,25 @@ def badge(name: str, value: str) -> str:
 
 # ---- plan --------------------------------------------------------------------------------------------------
 
-PLANNED = ("examples/models/llama-3.1-8b.yaml", "--gpu", "h100", "parallelism.dp=2", "parallelism.pp=4")
+PLANNED = "parallelism.dp=2 parallelism.pp=4 parallelism.pp_engine=1f1b parallelism.recompute_layer=selective"
 
 
 def plan(out: Path) -> None:
-    """Draw the page of four pipeline stages, as a browser shows it."""
+    """Draw the page of four pipeline stages, as a browser shows it, without the memory of three."""
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
         print("plan: skipped, no Chromium here")
         return
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "plan.html"
-        more = ("parallelism.pp_engine=1f1b", "tokens.batch_accumulation_per_replica=16", "optimizer.zero_stage=1")
-        kenotron("plan", *PLANNED, *more, "--html", str(page), folder=ROOT)
+        more = ("optimizer.zero_stage=1", "tokens.batch_accumulation_per_replica=16", "--gpu", "h100", "--html", page)
+        kenotron("plan", "examples/models/llama-3.1-8b.yaml", *PLANNED.split(), *map(str, more), folder=ROOT)
+        page.write_text(page.read_text().replace("plan.ranks.map(memory)", "plan.ranks.slice(0, 1).map(memory)"))
         options = ("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--user-data-dir={folder}/user")
         shot = f"--screenshot={out / 'plan.png'}"
-        subprocess.run([browser, *options, "--window-size=1240,880", shot, page.as_uri()], check=True)
+        command = [browser, *options, "--window-size=1240,836", shot, page.as_uri()]
+        subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
+        print(f"wrote {out / 'plan.png'}")
 
 
 DRAWN = {draw.__name__: draw for draw in (zero, mesh, mixture, lazy, schedules, badges, plan)}

@@ -49,7 +49,7 @@ def page_data(plan: Plan, name: str) -> dict[str, Any]:
         lines.append(f"The nearest that fits: {' '.join(plan.nearest)}")
     spent: Sequence[Spent | None] = [None] * len(plan.ranks) if speed is None else speed.ranks
     return {
-        "title": f"{name} on {headline(plan.config, plan.gpu)}",
+        "title": f"{name}: {headline(plan.config, plan.gpu)}",
         "verdict": in_words(plan.verdict),
         "fits": plan.verdict.fits,
         "usable": plan.verdict.usable,
