@@ -10,10 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 # Key → its values for off. Parents come after their children, which are removed first.
-_OFF: dict[str, tuple[Any, ...]] = {
-    "checkpoints.local.copy_to_next_machine": (False,),
-    "lighteval": (None,),
-}
+_OFF: dict[str, tuple[Any, ...]] = {"checkpoints.local.copy_to_next_machine": (False,), "lighteval": (None,)}
 
 Keys = tuple[str, ...]
 

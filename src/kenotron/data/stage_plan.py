@@ -129,16 +129,10 @@ def stages_without_sources(config: Config) -> Iterator[StagePlan]:
     tokens, stages = config.tokens, config.data_stages
     ends = [stage.start_training_step for stage in stages[1:]] + [tokens.train_steps + 1]
     for number, (stage, end) in enumerate(zip(stages, ends)):
-        yield StagePlan(
-            number=number,
-            name=stage.name,
-            start=stage.start_training_step,
-            stop=max(stage.start_training_step, min(end, tokens.train_steps + 1)),
-            sequence_length=stage.sequence_length or tokens.sequence_length,
-            levels=levels(stage.batch_size_ramp, config.global_batch_size),
-            data=stage.data,
-            sources=(),
-        )
+        start, length = stage.start_training_step, stage.sequence_length or tokens.sequence_length
+        stop = max(start, min(end, tokens.train_steps + 1))
+        rising = levels(stage.batch_size_ramp, config.global_batch_size)
+        yield StagePlan(number, stage.name, start, stop, length, rising, stage.data, ())
 
 
 def plan_stages(config: Config) -> list[StagePlan]:

@@ -56,12 +56,7 @@ class KVCache:
         last = torch.tensor(borders[1:], device=self.device) - 1
         self.states.prefill(lengths)
         return Context(
-            (1, borders[-1]),
-            self._position,
-            self,
-            cu_seqlens=tuple(borders),
-            states=self.states,
-            logits_to_keep=last,
+            (1, borders[-1]), self._position, self, cu_seqlens=tuple(borders), states=self.states, logits_to_keep=last
         )
 
     def step(self, positions: Sequence[int]) -> Context:

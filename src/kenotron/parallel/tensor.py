@@ -262,13 +262,7 @@ class _ColumnProducts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        group: dist.ProcessGroup,
-        sequence: bool,
-        asynchronous: bool,
-        keep: bool,
-        *parameters: Any,
+        ctx: Any, x: Tensor, group: dist.ProcessGroup, sequence: bool, asynchronous: bool, keep: bool, *parameters: Any
     ) -> Any:
         weights, biases = parameters[: len(parameters) // 2], parameters[len(parameters) // 2 :]
         whole = finish(start_gather(x, group)) if sequence else x

@@ -21,14 +21,7 @@ from kenotron.config.errors import InputError
 from kenotron.data.formats import SUFFIX, TokenFile, open_token_files
 from kenotron.data.formats.datatrove import WIDTHS, TokenWriter
 from kenotron.data.formats.token_file import checked_loss, document_blocks
-from kenotron.data.manifest import (
-    MANIFEST,
-    Json,
-    checksums,
-    manifests_beside,
-    sums_of_files,
-    write_json,
-)
+from kenotron.data.manifest import MANIFEST, Json, checksums, manifests_beside, sums_of_files, write_json
 from kenotron.prepare.scratch import new_token_files
 from kenotron.prepare.shuffle import Documents, DocumentShuffle, Loss, some_documents
 from kenotron.storage.arrays import release

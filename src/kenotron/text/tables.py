@@ -195,10 +195,7 @@ def _parquet(file: AnyPath) -> Iterator[Any]:
     """Open the file as pyarrow's `ParquetFile`."""
     from pyarrow import parquet
 
-    with (
-        file.open("rb") as stream,
-        parquet.ParquetFile(stream, buffer_size=READ_BYTES, pre_buffer=False) as opened,
-    ):
+    with file.open("rb") as stream, parquet.ParquetFile(stream, buffer_size=READ_BYTES, pre_buffer=False) as opened:
         yield opened
 
 

@@ -104,15 +104,7 @@ class MambaMixer(nn.Module):
     """Mamba's mixer of x ``[tokens, hidden]``. `inner`: channels; `rank`: width of the time steps' projection."""
 
     def __init__(
-        self,
-        hidden_size: int,
-        inner: int,
-        state_size: int,
-        rank: int,
-        width: int,
-        *,
-        bias: bool,
-        conv_bias: bool,
+        self, hidden_size: int, inner: int, state_size: int, rank: int, width: int, *, bias: bool, conv_bias: bool
     ) -> None:
         super().__init__()
         self.split, self.reach = (rank, state_size, state_size), width - 1

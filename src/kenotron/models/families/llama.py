@@ -65,11 +65,7 @@ class LlamaStyle(Family[C]):
         kv=tuple(f"{ATTENTION}.{part}_proj" for part in "kv"),
         row=(f"{ATTENTION}.o_proj", f"{MLP}.down_proj"),
         vocab=("model.embed_tokens", "lm_head"),
-        sequence=(
-            "model.layers.*.input_layernorm",
-            "model.layers.*.post_attention_layernorm",
-            "model.norm",
-        ),
+        sequence=("model.layers.*.input_layernorm", "model.layers.*.post_attention_layernorm", "model.norm"),
     )
 
     def attention(self, layer: int) -> nn.Module:

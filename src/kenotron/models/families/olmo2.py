@@ -34,11 +34,7 @@ class Olmo2(LlamaStyle[Olmo2Architecture]):
         LlamaStyle.plan,
         column=(*LlamaStyle.plan.column, Q_NORM, K_NORM),
         kv=(*LlamaStyle.plan.kv, K_NORM),
-        sequence=(
-            "model.layers.*.post_attention_layernorm",
-            "model.layers.*.post_feedforward_layernorm",
-            "model.norm",
-        ),
+        sequence=("model.layers.*.post_attention_layernorm", "model.layers.*.post_feedforward_layernorm", "model.norm"),
     )
     hf_model_type = "olmo2"
     hf_class = "Olmo2ForCausalLM"

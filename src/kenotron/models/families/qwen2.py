@@ -33,9 +33,7 @@ class NanotronExperts(Section):
     enable_shared_expert: bool = key("A shared expert for every token, weighted by a gate.", False)
     shared_expert_intermediate_size: int = key("Width inside the shared expert.", 5632, ge=1)
     router_aux_loss_coef: float = key(
-        "Weight of the load-balancing loss; nanotron has the key and never reads it.",
-        0.01,
-        ge=0,
+        "Weight of the load-balancing loss; nanotron has the key and never reads it.", 0.01, ge=0
     )
     layers: list[int] = key("Layers with experts; [-1]: all.", [-1])
     token_dispatcher_type: Literal["alltoall", "allgather"] = key("Accepted for old files.", "alltoall", mark=NO_EFFECT)
