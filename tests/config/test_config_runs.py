@@ -54,10 +54,21 @@ from kenotron.config.runs import same_batch_overrides
             "optimizer.zero_stage=2",
         ],
         ["data_stages.0.data.num_loading_workers=4", "model.ddp_bucket_cap_mb=1"],
+        ["general.project=renamed", "optimizer.skip_nonfinite_steps=100"],
+        [
+            *("model.kernels=torch", "model.model_config._attn_implementation=sdpa"),
+            "optimizer.optimizer_factory.torch_adam_is_fused=false",
+        ],
     ],
 )
 def test_a_run_may_change_its_length_layout_and_what_it_reports(minimal: dict[str, Any], overrides: list[str]) -> None:
     assert same_run_difference(load(minimal), load(minimal, overrides)) is None
+
+
+def test_the_answers_of_a_teacher_may_move(minimal: dict[str, Any]) -> None:
+    loss = "model.loss={name: distillation, teacher: t, top_k: 2, cache: %s}"
+    assert same_run_difference(load(minimal, [loss % "here"]), load(minimal, [loss % "there"])) is None
+    assert same_run_difference(load(minimal, [loss % "here"]), load(minimal, [loss % "null"])) is None
 
 
 def test_a_run_that_met_a_bad_document_may_leave_it_out(minimal: dict[str, Any]) -> None:

@@ -24,8 +24,8 @@ from kenotron.config.errors import InputError
 from kenotron.config.writing import diff, differences, flatten, to_dict
 
 KEYS_THAT_MAY_CHANGE = """
-    general.run general.step general.consumed_train_samples general.benchmark_csv_path general.kill_switch_path
-    general.ignore_sanity_checks general.deterministic general.hooks*
+    general.project general.run general.step general.consumed_train_samples general.benchmark_csv_path
+    general.kill_switch_path general.ignore_sanity_checks general.deterministic general.hooks*
     tokens.train_steps tokens.val_check_* tokens.limit_val_batches tokens.val_samples tokens.val_datasets*
     tokens.limit_test_batches tokens.test_datasets*
     checkpoints.checkpoints_path* checkpoints.staging_path checkpoints.remove_after_upload
@@ -35,7 +35,8 @@ KEYS_THAT_MAY_CHANGE = """
     data_stages.*.num_loading_workers data_stages.*.dataset_processing_num_proc_per_process
     data_stages.*.dataset_overwrite_cache data_stages.*.on_bad_document
     parallelism.* tokens.micro_batch_size tokens.batch_accumulation_per_replica optimizer.zero_stage optimizer.spikes*
-    model.compile model.ddp_bucket_cap_mb model.make_vocab_size_divisible_by
+    optimizer.skip_nonfinite_steps optimizer*.torch_adam_is_fused model.compile model.kernels model.loss.cache
+    model.model_config._attn_implementation model.ddp_bucket_cap_mb model.make_vocab_size_divisible_by
 """
 _FREE = KEYS_THAT_MAY_CHANGE.split()  # when a run is resumed
 
