@@ -9,6 +9,7 @@ import pytest
 import torch
 from test_matrix import expect_the_same
 
+import kenotron as kn
 from kenotron.config.errors import InputError
 from kenotron.config.model import Distillation
 from kenotron.generation.load import load_for_generation
@@ -178,6 +179,20 @@ def test_a_teacher_is_asked_once(teacher: Path, tmp_path: Path, monkeypatch: pyt
     (tmp_path / "answers" / "top_k.json").write_text("{")
     with pytest.raises(InputError, match=r"answers/top_k\.json is not JSON: "):
         loss("damaged")
+
+
+def test_a_missing_teacher_is_an_error_before_the_first_step_if_samples_are_left(teacher: Path, tmp_path: Path) -> None:
+    """A longer run, beyond the two steps whose answers there are."""
+    train_quietly(cached(tmp_path, teacher))
+    (tmp_path / "answers" / "top_k.json").write_text(
+        (tmp_path / "answers" / "top_k.json").read_text().replace(str(teacher), str(tmp_path / "gone"))
+    )
+    train_quietly(cached(tmp_path, tmp_path / "gone", f"checkpoints.checkpoints_path={tmp_path}/as-long"))
+    longer = cached(tmp_path, tmp_path / "gone", f"checkpoints.checkpoints_path={tmp_path}/longer")
+    longer = kn.load(longer, ["tokens.train_steps=3", "general.run=longer"])
+    with pytest.raises(InputError, match=r"^model\.loss\.teacher: .*gone"):
+        train_quietly(longer)
+    assert not (tmp_path / "logs" / "longer" / "metrics.jsonl").exists()
 
 
 def test_a_record_that_was_cut_is_written_again(teacher: Path, tmp_path: Path) -> None:

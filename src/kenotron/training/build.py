@@ -88,7 +88,7 @@ def build_run(
         teach = import_dotted(TEACHING, "model.loss")(config, parts, device)
     data = open_data(config, start)
     if isinstance(config.model.loss, Distillation):
-        raise_on_any_rank(lambda: teach and teach.check(data.tokenizer))
+        raise_on_any_rank(lambda: teach and teach.check(data))
     checkpoints.open()
     run = Run(
         config=config,

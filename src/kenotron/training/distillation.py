@@ -37,6 +37,7 @@ from kenotron.training.teacher_cache import distance as distance_of_top_k
 if TYPE_CHECKING:
     from kenotron.config import Config
     from kenotron.config.model import Distillation
+    from kenotron.data import RunData
     from kenotron.models import MicroBatch
     from kenotron.models.decoder import Decoder
 
@@ -83,14 +84,13 @@ class Teaching:
         if folder is not None:
             facts = settings.model_dump(include={"teacher", "temperature"}) | {"documents": config.masks_documents}
             self.cached = TeacherCache(Path(folder), k, config.tokens.sequence_length, self.vocab_size, facts)
-        self.runs_teacher = self.cached is None or not self.cached.begun
-        if self.runs_teacher:
-            self.load()  # so that its errors are raised before the first step
+        if self.cached is None or not self.cached.samples:
+            self.load()  # so that its errors are raised before the data are opened
 
-    def check(self, tokenizer: TextTokenizer | None) -> None:
-        """Raise InputError if the teacher has to run, and has other tokens than the run's `tokenizer`."""
-        if self.runs_teacher:
-            check_tokens(self.load()[1], tokenizer, f"model.loss.teacher: {self.settings.teacher}")
+    def check(self, data: RunData) -> None:
+        """Raise InputError if the cache has fewer samples than the run's data, and the teacher cannot give the rest."""
+        if self.cached is None or self.cached.samples < data.samples_before(data.config.tokens.train_steps + 1):
+            check_tokens(self.load()[1], data.tokenizer, f"model.loss.teacher: {self.settings.teacher}")
 
     def __call__(self, micro_batch: MicroBatch) -> MicroBatch:
         """Return `micro_batch` with this loss."""

@@ -72,12 +72,12 @@ class TeacherCache:
             for name, value in read_json(settings).items():
                 if value != facts.get(name):
                     raise InputError(f"{AT}: {folder} was made with {name} {value}; expected {facts.get(name)}")
-            self.begun = file.exists()
             self._file = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
         self._ids = np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
         self._shapes = (length, k), (length, k + 1)
         self._ids_end = length * k * self._ids.itemsize
         self._bytes = self._ids_end + 2 * length * (k + 1) + HASH_BYTES
+        self.samples = os.fstat(self._file).st_size // self._bytes  # at the start of the run
 
     def read(self, micro_batch: MicroBatch) -> TopK | None:
         """Return the answers for the samples, or None if one is missing. Raises InputError if their tokens differ."""
