@@ -130,6 +130,26 @@ def test_runs_are_listed_with_their_numbers(tmp_path: Path, shell: Shell) -> Non
     assert re.search(r"^b +failed +2 +20 +0.5 .*no disk$", out, re.MULTILINE)
 
 
+def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path: Path, shell: Shell) -> None:
+    runs = [written(tmp_path / "logs" / name, steps(2)) for name in ("wide/a", "deep/a", "b")]
+    _, out, _ = shell("runs", tmp_path / "logs")
+    assert sorted(line.split()[0] for line in out.splitlines()[1:]) == ["b", "deep/a", "wide/a"]
+    _, out, _ = shell("plot", *runs)
+    assert "o deep/a: 0.5" in out
+    shell("report", *runs, "-o", tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert [run["name"] for run in data_of(page)] == ["wide/a", "deep/a", "b"]
+    assert "<title>wide/a, deep/a, b</title>" in page
+
+
+def test_the_run_of_the_working_folder_has_its_name(
+    tmp_path: Path, shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(written(tmp_path / "mine", steps(2)))
+    _, out, _ = shell("plot", ".")
+    assert out.splitlines()[-1] == "* mine: 0.5"
+
+
 def test_the_page_has_every_step_of_a_short_run_and_what_differs_between_runs(tmp_path: Path, shell: Shell) -> None:
     rates = (0.01, 0.02)
     overrides = ("tokens.train_steps=3", "checkpoints.save_final_state=true")

@@ -45,10 +45,10 @@ def plot(
     runs: Annotated[list[Path], typer.Argument(help="Folders of runs, such as logs/my_run, or metrics.jsonl files.")],
 ) -> None:
     """Plot the losses of runs over tokens in the terminal; `kenotron report` draws them, and more, on a page."""
-    from kenotron.runs.logged import read_run
+    from kenotron.runs.logged import read_runs
     from kenotron.runs.plot import loss_plot
 
-    typer.echo(loss_plot([read_run(run) for run in runs]))
+    typer.echo(loss_plot(read_runs(runs)))
 
 
 def report(
@@ -56,10 +56,10 @@ def report(
     output: Annotated[Path, typer.Option("--output", "-o", help="The HTML file.")] = Path("report.html"),
 ) -> None:
     """Write one HTML page of runs: curves, samples, configs, and what differs between them. It needs no network."""
-    from kenotron.runs.logged import read_run
+    from kenotron.runs.logged import read_runs
     from kenotron.runs.report import report_page
 
-    page = report_page([read_run(run) for run in runs])
+    page = report_page(read_runs(runs))
     if not output.absolute().parent.is_dir():
         raise no_such_path("--output", output.parent)
     with os_errors(f"--output: cannot write {output}"):

@@ -119,3 +119,10 @@ def counted(number: int, noun: str) -> str:
     """Format a count with its noun in the singular or plural: ``1 file``, ``1,200 files``, ``2 processes``."""
     plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
     return f"{number:,} {noun if number == 1 else plural}"
+
+
+def shortest_end(path: str, others: Iterable[str]) -> str:
+    """Return the fewest last parts of `path` that none of `others` ends with: ``b/r`` beside ``a/r``."""
+    parts, taken = path.rstrip("/").split("/"), ["/" + other.rstrip("/") for other in others]
+    ends = ("/" + "/".join(parts[-length:]) for length in range(1, len(parts) + 1))
+    return next((end for end in ends if not any(other.endswith(end) for other in taken)), path).removeprefix("/")

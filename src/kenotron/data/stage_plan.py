@@ -18,7 +18,7 @@ from typing import Literal
 
 from kenotron.config import Config
 from kenotron.config.data import Data, MixtureDataset, PlainDataset
-from kenotron.config.errors import InputError, no_such_path
+from kenotron.config.errors import InputError, no_such_path, shortest_end
 from kenotron.config.remote import is_remote
 from kenotron.data.ramps import Level, level_of_sample, level_of_step, levels
 from kenotron.data.source import SourceSpec
@@ -272,16 +272,10 @@ def short_labels(stages: Sequence[Sequence[SourceSpec]]) -> list[str]:
     The same data have one label in all stages, for any seed and sequence length.
     """
     names = [name for specs in stages for name in identities(specs, 0, 0)]
-    full = dict(zip(names, (spec.title.rstrip("/").split("/") for specs in stages for spec in specs)))
+    full = dict(zip(names, (spec.title for specs in stages for spec in specs)))
     labels: dict[str, str] = {}
-    for name, parts in full.items():
-        others = [other for known, other in full.items() if known != name and other != parts]
-        size = next(
-            n for n in range(1, len(parts) + 1) if n == len(parts) or parts[-n:] not in (o[-n:] for o in others)
-        )
-        label = "/".join(parts[-size:])
-        taken = list(labels.values())
-        labels[name] = next(
-            new for n in range(1, len(full) + 1) if (new := label if n == 1 else f"{label}-{n}") not in taken
-        )
+    for name, title in full.items():
+        label = shortest_end(title, [other for other in full.values() if other != title])
+        numbered = (f"{label}-{number}" for number in range(2, len(full) + 1))
+        labels[name] = next(new for new in (label, *numbered) if new not in labels.values())
     return [labels[name] for name in names]

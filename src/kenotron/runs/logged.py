@@ -1,13 +1,14 @@
 """Read a run's folder: metrics, history, samples and config."""
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from kenotron.config.errors import InputError, no_such_path, os_errors
+from kenotron.config.errors import InputError, no_such_path, os_errors, shortest_end
 from kenotron.runs.files import HISTORY, METRICS, SAMPLES, logged_lines, logged_steps
 
 GROUPS = {
@@ -78,7 +79,13 @@ def read_run(path: Path) -> LoggedRun:
     if not steps and not empty:
         raise InputError(f"{metrics}: expected the {METRICS} of a run")
     folder = metrics.absolute().parent
-    return LoggedRun(folder, path.name if path.is_dir() else folder.name, steps, plain_config(folder))
+    return LoggedRun(folder, folder.name, steps, plain_config(folder))
+
+
+def read_runs(paths: Iterable[Path]) -> list[LoggedRun]:
+    """Read several runs; each is named by the shortest end of its path that no other has, such as ``r``, or ``a/r``."""
+    runs = {str(run.folder): run for run in map(read_run, paths)}
+    return [replace(run, name=shortest_end(folder, runs.keys() - {folder})) for folder, run in runs.items()]
 
 
 def plain_config(folder: Path) -> dict[str, Any]:

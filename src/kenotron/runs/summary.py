@@ -10,7 +10,7 @@ from typing import Any, TypeGuard
 
 from kenotron.config.errors import InputError, no_such_path
 from kenotron.runs.files import METRICS
-from kenotron.runs.logged import LoggedRun, read_run
+from kenotron.runs.logged import LoggedRun, read_runs
 
 SILENT_STEPS, SILENT_S = 20, 120
 """A started run without an end counts as killed after this many steps and seconds without a line."""
@@ -80,12 +80,12 @@ def is_number(value: object) -> TypeGuard[float]:
 
 def find_runs(folders: Iterable[Path]) -> list[LoggedRun]:
     """Find the runs below `folders`, the newest last. Raises InputError if a folder is missing or has no runs."""
-    all_runs: dict[Path, LoggedRun] = {}
+    files: dict[Path, None] = {}
     for folder in folders:
         if not folder.exists():
             raise no_such_path("FOLDER", folder)
-        runs = [read_run(file.parent) for file in sorted(folder.rglob(METRICS))]
-        if not runs:
+        found = [file.absolute() for file in sorted(folder.rglob(METRICS))]
+        if not found:
             raise InputError(f"{folder}: expected runs, folders with {METRICS}, such as logging.log_dir has them")
-        all_runs |= {run.folder: run for run in runs}
-    return sorted(all_runs.values(), key=lambda run: (run.folder / METRICS).stat().st_mtime)
+        files |= dict.fromkeys(found)
+    return sorted(read_runs(files), key=lambda run: (run.folder / METRICS).stat().st_mtime)
