@@ -136,6 +136,8 @@ def _value(kind: Any, bounds: dict[str, Any]) -> st.SearchStrategy[Any]:
 def _agree(config: dict[str, Any]) -> dict[str, Any]:
     """Put right what fields must agree on."""
     _heads(config["model"]["model_config"])
+    if "use_mup" in config["model"]["init_method"] or config["model"].get("parametrization"):
+        _parametrization(config)
     config.setdefault("parallelism", None)
     if config["parallelism"]:
         _layout(config)
@@ -220,6 +222,15 @@ def _recurrent(model: dict[str, Any]) -> bool:
 def _hybrid(model: dict[str, Any]) -> bool:
     """Whether it has attention beside Mamba-2."""
     return "is_nemotron_h_config" in model or model.get("family") == "nemotron_h"
+
+
+def _parametrization(config: dict[str, Any]) -> None:
+    model, optimizer = config["model"], config["optimizer"]
+    optimizer.update(optimizer_factory={"name": "adamW"}, param_groups=None, stochastic_rounding=False)
+    model["model_config"]["tie_word_embeddings"] = False
+    if chosen := model.get("parametrization"):
+        model.update(init_method={"std": 0.02})
+        chosen["base_depth"] = 4 if chosen["kind"] == "completep" else None
 
 
 def _heads(model: dict[str, Any]) -> None:

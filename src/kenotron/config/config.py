@@ -15,7 +15,7 @@ from kenotron.config.errors import nearest
 from kenotron.config.evaluation import Evaluation
 from kenotron.config.general import General
 from kenotron.config.logging import Logging, MetricsLogging
-from kenotron.config.model import Distillation, ExistingCheckpointInit, Headless, Model
+from kenotron.config.model import Distillation, ExistingCheckpointInit, Headless, Model, SpectralInit
 from kenotron.config.optimizer import Optimizer
 from kenotron.config.parallelism import CONTIGUOUS_METHODS, STRATEGIES, V_ENGINES, ZERO_BUBBLE_ENGINES, Parallelism
 from kenotron.config.profiler import Profiler
@@ -148,10 +148,10 @@ def problems_of(config: Config) -> list[Problem]:
     checks = (
         _check_decoder,
         _check_initial_weights,
+        _check_parametrization,
         _check_headless,
         _check_loss,
-        _check_float16,
-        _check_rounding,
+        _check_precision,
         _check_documents,
         _check_layout,
         _check_ramps,
@@ -181,6 +181,28 @@ def _check_initial_weights(config: Config) -> Iterator[Problem]:
         if group.init_std_scale != 1 and isinstance(config.model.init_method, ExistingCheckpointInit):
             at = f"optimizer.param_groups.{number}.init_std_scale"
             yield at, "has no effect: model.init_method.path has the weights; remove it"
+
+
+def _check_parametrization(config: Config) -> Iterator[Problem]:
+    init, chosen, model = config.model.init_method, config.model.parametrization, config.model.architecture
+    at, rules = "model.parametrization", ["adamW", "muon", "normuon"]
+    if isinstance(init, SpectralInit):
+        if chosen is not None:
+            yield at, "expected null with init_method.use_mup, which is another one"
+        at, rules = "model.init_method.use_mup", ["adamW"]
+    elif chosen is None:
+        return
+    elif chosen.kind == "completep" and chosen.base_depth is None:
+        yield f"{at}.base_depth", "missing: completep needs the depth of the model whose learning rate it is"
+    elif chosen.kind == "completep" and getattr(init, "scaling_method", None) == "LAYER_INDEX":
+        yield "model.init_method.scaling_method", "expected NUM_LAYERS or NONE with completep, found LAYER_INDEX"
+    elif chosen.kind == "mup" and (base := chosen.base_depth) and base != getattr(model, "num_hidden_layers", base):
+        yield f"{at}.base_depth", f"expected null or this model's depth; completep is for another one; found {base}"
+    used = [factory.name for _, factory in config.optimizer.factories]
+    if used[0] not in rules or len(used) > 1:
+        yield at, f"its factors are those of {' or '.join(rules)}; found {', '.join(used)}"
+    if getattr(model, "tie_word_embeddings", False):
+        yield at, "embedding and head learn at different rates; expected tie_word_embeddings false"
 
 
 def _check_headless(config: Config) -> Iterator[Problem]:
@@ -217,15 +239,10 @@ def _check_loss(config: Config) -> Iterator[Problem]:
             yield "model.loss.cache", "expected null where stages have sequences of different lengths"
 
 
-def _check_float16(config: Config) -> Iterator[Problem]:
+def _check_precision(config: Config) -> Iterator[Problem]:
     if config.kept_dtype == "float16":
-        yield (
-            "optimizer.accumulate_grad_in_fp32",
-            "expected true with model.dtype float16: its weights and Adam's second moments would be rounded to zero",
-        )
-
-
-def _check_rounding(config: Config) -> Iterator[Problem]:
+        reason = "its weights and Adam's second moments would be rounded to zero"
+        yield "optimizer.accumulate_grad_in_fp32", f"expected true with model.dtype float16: {reason}"
     if not config.optimizer.stochastic_rounding:
         return
     where = "optimizer.stochastic_rounding"
@@ -287,10 +304,7 @@ def _check_layout(config: Config) -> Iterator[Problem]:
     if layout.dp_shard is not None and layout.dp % layout.dp_shard:
         yield "parallelism.dp_shard", f"expected a divisor of dp {layout.dp}, found {layout.dp_shard}"
     elif layout.dp_shard not in (None, layout.dp) and config.zero_stage == 0:
-        yield (
-            "parallelism.dp_shard",
-            f"expected a zero_stage above 0 with dp_shard {layout.dp_shard} (at 0 nothing is sharded)",
-        )
+        yield "parallelism.dp_shard", f"expected a zero_stage above 0, which shards, found 0 beside {layout.dp_shard}"
     if layout.context_parallel_size > 1:
         yield from _check_context_parallel(config)
     for length in dict.fromkeys(config.sequence_lengths.values()):
@@ -334,10 +348,7 @@ def _check_pipeline(config: Config) -> Iterator[Problem]:
     if layout.pp_layers is not None:
         split = layout.pp_layers
         if len(split) != stages or min(split, default=0) < 1:
-            yield (
-                "parallelism.pp_layers",
-                f"expected {stages} numbers of at least 1 (pp x stages per rank), found {split}",
-            )
+            yield "parallelism.pp_layers", f"expected {stages} numbers of at least 1, one a stage, found {split}"
         elif layers is not None and sum(split) != layers:
             yield "parallelism.pp_layers", f"expected a sum of num_hidden_layers {layers}, found {sum(split)}"
     elif layers is not None and layers < stages:
@@ -394,12 +405,9 @@ def _check_ramps(config: Config) -> Iterator[Problem]:
                     yield at + name, f"expected a multiple of {product}, found {getattr(ramp, name)}"
             if ramp.start >= size:
                 yield at + "start", f"expected fewer than the global batch of {size} samples, found {ramp.start}"
-            elif (size - ramp.start) % ramp.increment:
-                yield (
-                    at + "increment",
-                    f"expected a divisor of {size - ramp.start}, the global batch of {size} samples minus start "
-                    f"{ramp.start}, found {ramp.increment}",
-                )
+            elif (rest := size - ramp.start) % ramp.increment:
+                difference = f"{rest}, the global batch of {size} samples minus start {ramp.start}"
+                yield at + "increment", f"expected a divisor of {difference}, found {ramp.increment}"
 
 
 def _check_tokenizer(config: Config) -> Iterator[Problem]:
@@ -408,10 +416,7 @@ def _check_tokenizer(config: Config) -> Iterator[Problem]:
         if not any(isinstance(dataset, TEXT_DATASETS) for dataset in first.data.datasets):
             yield "tokenizer.train", f"expected the first stage, '{first.name}', to read text to train on"
         if any(isinstance(dataset, SFT_DATASETS) for dataset in first.data.datasets):
-            yield (
-                "tokenizer.train",
-                "expected tokenizer_name_or_path instead: a tokenizer cannot be trained on fine-tuning data",
-            )
+            yield "tokenizer.train", "expected tokenizer_name_or_path instead: fine-tuning data cannot train one"
     elif not tokenizer.tokenizer_name_or_path:
         at = "tokenizer.tokenizer_name_or_path"
         for stage in config.data_stages:
@@ -424,21 +429,16 @@ def _check_tokenizer(config: Config) -> Iterator[Problem]:
     architecture = config.model.architecture
     entries = tokenizer.train.vocab_size if tokenizer.train else 0
     if isinstance(architecture, DecoderArchitecture) and entries > architecture.vocab_size:
-        yield (
-            "tokenizer.train.vocab_size",
-            f"expected at most the model's vocab_size {architecture.vocab_size}, found {entries}",
-        )
+        most = f"the model's vocab_size {architecture.vocab_size}"
+        yield "tokenizer.train.vocab_size", f"expected at most {most}, found {entries}"
 
 
 def _check_steps(config: Config) -> Iterator[Problem]:
     for at, schedule in config.optimizer.schedules:
         if schedule.lr_decay_style == "step" and schedule.lr_step_size is None:
             yield f"{at}.lr_step_size", "missing: lr_decay_style step needs it"
-        if schedule.decay_start < schedule.lr_warmup_steps:
-            yield (
-                f"{at}.lr_decay_starting_step",
-                f"expected at least lr_warmup_steps {schedule.lr_warmup_steps}, found {schedule.decay_start}",
-            )
+        if (start := schedule.decay_start) < (warmup := schedule.lr_warmup_steps):
+            yield f"{at}.lr_decay_starting_step", f"expected at least lr_warmup_steps {warmup}, found {start}"
         if schedule.final_lr > (peak := schedule.learning_rate):
             yield f"{at}.min_decay_lr", f"expected at most learning_rate {peak}, found {schedule.final_lr}"
     profiler, steps = config.profiler, config.tokens.train_steps

@@ -60,7 +60,7 @@ class Parametrization(Section):
 
     kind: Literal["mup", "completep"] = our_key("mup: for another width; completep: for another depth as well.")
     base_width: int = our_key("hidden_size of the model that the learning rate was found with.", ge=1)
-    base_depth: int = our_key("num_hidden_layers of that model.", ge=1)
+    base_depth: int | None = our_key("num_hidden_layers of that model, for completep.", None, ge=1)
 
 
 class Headless(Section):

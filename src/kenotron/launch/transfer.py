@@ -146,7 +146,7 @@ def at_size(config: Config, base: Parametrization, kind: str, width: int = 1, de
     Raises InputError if a number of heads, or the MLP's width, would not be an integer.
     """
     model, hidden_size = config.model.decoder, base.base_width * width
-    keys = {"hidden_size": hidden_size, "num_hidden_layers": base.base_depth * depth}
+    keys = {"hidden_size": hidden_size, "num_hidden_layers": (base.base_depth or model.num_hidden_layers) * depth}
     for name in filter(lambda name: getattr(model, name, None), SCALED):
         keys[name], rest = divmod(getattr(model, name) * hidden_size, model.hidden_size)
         if rest:

@@ -1,7 +1,7 @@
 """Scale initial weights and optimizer steps with width and depth, so that learning rates transfer between sizes.
 
     model.init_method: {use_mup: true}                                              spectral: nanotron's absolute rule
-    model.parametrization: {kind: mup, base_width: 256, base_depth: 4}              relative to a model of that size
+    model.parametrization: {kind: mup, base_width: 256}                             relative to a model of that size
     model.parametrization: {kind: completep, base_width: 256, base_depth: 4}
 
 With m = width / base_width and l = depth / base_depth, AdamW's settings are multiplied by
@@ -61,22 +61,19 @@ def factors(model: Decoder, config: Config) -> dict[str, Factors]:
     chosen = config.model.parametrization
     if not spectral and chosen is None:
         return {}
-    if spectral and chosen is not None:
-        raise InputError("model.parametrization: expected none with init_method.use_mup, which is another one")
     key = "model.init_method.use_mup" if spectral else "model.parametrization"
-    _check(model, config, key, ("adamW",) if spectral else ("adamW", "muon", "normuon"))
+    if model.plan.experts or model.plan.channels or model.plan.inner_row or not model.plan.row:
+        raise InputError(f"{key}: expected a model of attention and dense MLPs, found {model.config.family}")
     shapes = {name: tuple(parameter.shape) for name, parameter in named_parameters(model)}
     if chosen is None:
         return _spectral(model, shapes, fused=config.model.init_method.mup_factors == "fused")  # type: ignore[union-attr]
-    wide, deep = model.config.hidden_size / chosen.base_width, model.config.num_hidden_layers / chosen.base_depth
-    completep, scale = chosen.kind == "completep", getattr(config.optimizer.optimizer_factory, "muon_scale", None)
+    wide, completep = model.config.hidden_size / chosen.base_width, chosen.kind == "completep"
+    deep = model.config.num_hidden_layers / (chosen.base_depth or 1)
+    scale = getattr(config.optimizer.optimizer_factory, "muon_scale", None)
     if completep and any(name.endswith("post_feedforward_layernorm.weight") for name in shapes):
         raise InputError(f"{key}.kind: expected mup: the norms after branches of {model.config.family} undo 1 / depth")
     found = _relative(model, shapes, wide, deep if completep else None, scale)
-    scaling = getattr(config.model.init_method, "scaling_method", "NONE")
-    if completep and scaling == "LAYER_INDEX":
-        raise InputError("model.init_method.scaling_method: completep expects NUM_LAYERS or NONE, found LAYER_INDEX")
-    if completep and scaling == "NUM_LAYERS":
+    if completep and getattr(config.model.init_method, "scaling_method", None) == "NUM_LAYERS":
         for name in _residual_writers(model) & found.keys():  # their rule uses this depth, not the base's
             found[name] = replace(found[name], std=found[name].std * math.sqrt(deep))
     return found
@@ -124,16 +121,6 @@ def _relative(
             factor = factor.with_output_times(1 / deep)
         found[name] = factor
     return found
-
-
-def _check(model: Decoder, config: Config, key: str, optimizers: tuple[str, ...]) -> None:
-    used, plan = [factory.name for _, factory in config.optimizer.factories], model.plan
-    if used[0] not in optimizers or len(used) > 1:
-        raise InputError(f"{key}: its factors are those of {' or '.join(optimizers)}; found {', '.join(used)}")
-    if model.config.tie_word_embeddings:
-        raise InputError(f"{key}: embedding and head learn at different rates; expected tie_word_embeddings false")
-    if plan.experts or plan.channels or plan.inner_row or not plan.row:
-        raise InputError(f"{key}: expected a model of attention and dense MLPs, found {model.config.family}")
 
 
 def _head_dim(model: Decoder) -> int:
