@@ -249,7 +249,8 @@ def _check_precision(config: Config) -> Iterator[Problem]:
     if config.kept_dtype != "bfloat16":
         yield where, "expected weights in bf16: model.dtype bfloat16 and optimizer.accumulate_grad_in_fp32 false"
     if other := {factory.name for _, factory in config.optimizer.factories} - {"adamW"}:
-        yield where, f"expected the optimizer adamW, found {', '.join(sorted(other))}"
+        found = ", ".join(sorted(other))
+        yield where, f"is for adamW; expected false, and accumulate_grad_in_fp32 true, with {found}"
 
 
 def _check_domains(config: Config) -> Iterator[Problem]:

@@ -50,7 +50,7 @@ def _numbers(document: Document, text: str, names: Any) -> list[float]:
     except (ValueError, KeyError, TypeError):
         raise InputError(f"{key}: {text}: expected the doremi.json that a proxy run writes") from None
     if domains != names:
-        raise InputError(f"{key}: {text} is of the domains {', '.join(domains)}, but doremi.domain_names are others")
+        raise InputError(f"{key}: {text} is of the domains {', '.join(domains)}; found doremi.domain_names {names}")
     return weights
 
 
