@@ -1,4 +1,4 @@
-"""A process that imports torch once and forks a fresh child for every ``kenotron`` command.
+"""A process that has imported torch and forks a fresh child for every ``kenotron`` command.
 
 A child is a process of its own: it can be killed, sent signals, and its exit code read, but it starts in
 milliseconds instead of seconds.
@@ -17,9 +17,6 @@ The ranks that a child starts are its forks, too, where the command starts inter
 
 from __future__ import annotations
 
-import gc
-import importlib
-import json
 import os
 import runpy
 import signal
@@ -29,11 +26,12 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self
 
 from kenotron.launch.environment import end_with_parent
-from support.preload import PRELOAD
+from support.preload import fork_server
 from support.tiny_run import REPOSITORY, environment
 
 EVENTS = ("os.rename", "os.mkdir", "os.rmdir", "os.remove", "shutil.rmtree")
@@ -61,9 +59,9 @@ class Child:
         return True
 
     def wait(self) -> Finished:
-        answer = self.nursery.read()
+        code = self.nursery.pipe.recv()
         said = [(self.folder / name).read_text() for name in ("stdout.txt", "stderr.txt")]
-        return Finished(answer["code"], *said)
+        return Finished(code, *said)
 
 
 class Nursery:
@@ -72,21 +70,19 @@ class Nursery:
     def __init__(self, **more: str) -> None:
         here, outer = str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")  # a checkout that is not installed
         paths = os.pathsep.join(filter(None, [here, outer]))
-        self.process = subprocess.Popen(
-            [sys.executable, __file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment(Path.cwd(), **more) | {"PYTHONPATH": paths},
-        )
+        env = environment(Path.cwd(), **more) | {"PYTHONPATH": paths}
+        context = fork_server()
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=serve, args=(theirs, env))
+        self.process.start()
+        theirs.close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait(timeout=60)
+        self.pipe.close()
+        self.process.join(timeout=60)
 
     def start(
         self,
@@ -100,10 +96,8 @@ class Nursery:
         """``kenotron <arguments>`` in `folder`; its output goes to stdout.txt and stderr.txt there."""
         options = {"folder": str(folder), "die_at": die_at, "env": env or {}, "fork_ranks": fork_ranks}
         request = {"arguments": [str(a) for a in arguments], "torchrun": torchrun, **options}
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(request) + "\n")
-        self.process.stdin.flush()
-        return Child(self, self.read()["pid"], folder)
+        self.pipe.send(request)
+        return Child(self, self.pipe.recv(), folder)
 
     def run(self, *arguments: str | Path, folder: Path, **options: Any) -> Finished:
         return self.start(*arguments, folder=folder, **options).wait()
@@ -112,25 +106,26 @@ class Nursery:
         given = ("--standalone", f"--nproc_per_node={ranks}", REPOSITORY / script, *arguments)
         return self.run(*given, folder=folder, torchrun=True, **options)
 
-    def read(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line, "the nursery has died"
-        return json.loads(line)
-
 
 # ---- below: the nursery's own process ----------------------------------------------------------------------
 
 
-def serve() -> None:
-    for line in sys.stdin:
-        request = json.loads(line)
+def serve(pipe: Connection, env: dict[str, str]) -> None:
+    end_with_parent()
+    os.environ.clear()
+    os.environ.update(env)
+    while True:
+        try:
+            request = pipe.recv()
+        except EOFError:
+            return
         pid = os.fork()
         if pid == 0:
+            pipe.close()
             live(request)
-        print(json.dumps({"pid": pid}), flush=True)
+        pipe.send(pid)
         _, status = os.waitpid(pid, 0)
-        print(json.dumps({"code": os.waitstatus_to_exitcode(status)}), flush=True)
+        pipe.send(os.waitstatus_to_exitcode(status))
 
 
 def live(request: dict[str, Any]) -> None:
@@ -143,6 +138,9 @@ def live(request: dict[str, Any]) -> None:
     try:
         os.chdir(request["folder"])
         os.environ.update(request["env"])
+        if "HF_HOME" in request["env"]:  # which is read on import
+            for name in [name for name in sys.modules if name.startswith(("huggingface_hub", "transformers"))]:
+                del sys.modules[name]
         for folder in request["env"].get("PYTHONPATH", "").split(os.pathsep):  # as an interpreter does when it starts
             if (path := Path(folder, "sitecustomize.py")).exists():
                 runpy.run_path(str(path))
@@ -238,7 +236,8 @@ def _live_as_rank(args: tuple[str, ...], env: dict[str, str], stdout: Any, stder
             signal.signal(getattr(signal, name), signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if args[1] == "-u":
-            sys.argv, sys.path[0] = list(args[2:]), str(Path(args[2]).parent)
+            sys.argv = list(args[2:])
+            sys.path.insert(0, str(Path(args[2]).parent))
             code = _exit_code(lambda: runpy.run_path(args[2], run_name="__main__"))
         else:
             sys.argv = [rank.__file__, args[-1]]
@@ -250,11 +249,3 @@ def _live_as_rank(args: tuple[str, ...], env: dict[str, str], stdout: Any, stder
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
-
-
-if __name__ == "__main__":
-    end_with_parent()
-    for module in PRELOAD:
-        importlib.import_module(module)
-    gc.freeze()  # a child's garbage collection would touch, and so copy, every page
-    serve()

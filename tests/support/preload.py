@@ -1,7 +1,11 @@
-"""What processes of tests import once, before they fork children that train: a child then starts in half a second.
+"""One process a session that has imported torch and done nothing else: ranks and the nursery are its forks.
 
-Torch's compiler is in it because every optimizer imports it, for a second and a half.
+A fork of a test process instead would inherit its threads' locks, torch's caches and every open file. Torch's compiler
+is imported because every optimizer does, for a second and a half.
 """
+
+import multiprocessing
+from multiprocessing.context import ForkServerContext
 
 PRELOAD = (
     "kenotron.checkpoint.tensor_writer",
@@ -17,3 +21,11 @@ PRELOAD = (
     "torch.distributed.pipelining",
     "torch.distributed.tensor",
 )
+IN_TESTS = ("pytest", "transformers.models.llama.modeling_llama")  # 4 s of each rank that has to import it
+
+
+def fork_server() -> ForkServerContext:
+    """Processes of this context start in milliseconds."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*PRELOAD, *IN_TESTS, "support.frozen"])
+    return context

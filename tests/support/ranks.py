@@ -6,8 +6,7 @@ Ranks keep their process group and its device meshes for the next job on as many
 worked out for each mesh (how DTensors move), which is a third of a small job's time. Jobs on another number of ranks
 have other processes: a group lives as long as its ranks, so no test depends on how well torch takes one down.
 
-Ranks are forked, at most eight of a job, from a server that has imported torch and done nothing else: a copy of a test
-process would inherit its threads' locks, torch's caches and every open file.
+Ranks are forked, at most eight of a job, from the server of `preload`.
 
 A rank that raises ends the job and its traceback is reported; the ranks are then killed, because others may hang in a
 collective, and the next job forks new ones.
@@ -17,7 +16,6 @@ import atexit
 import functools
 import io
 import itertools
-import multiprocessing
 import os
 import tempfile
 import time
@@ -33,13 +31,12 @@ import torch.distributed as dist
 from torch.distributed import device_mesh, distributed_c10d
 
 from kenotron.parallel.torch_internals import set_timeout_of_all_groups
-from support.preload import PRELOAD
+from support.preload import fork_server
 
 MOST_RANKS = 8
 TIMEOUT_S = 300
 COLLECTIVE_TIMEOUT_S = 120  # long: a machine may be busy with other work
 JOBS_PER_RANKS = 25  # then new ones are forked: groups that a job made, such as an optimizer's, are its own
-IN_TESTS = ("pytest", "transformers.models.llama.modeling_llama")  # 4 s of each rank that has to import it
 ROUNDING = 2e-6  # of a gradient or loss in fp32: both sides round, and every kind of processor in its own way
 
 
@@ -67,8 +64,7 @@ class Pool:
     def _fork(self) -> None:
         """New ranks instead of those that there are."""
         self.close()
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([*PRELOAD, *IN_TESTS, "support.frozen"])
+        context = fork_server()
         store = f"{self.folder.name}/{next(self.numbers)}"
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
