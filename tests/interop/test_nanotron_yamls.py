@@ -11,7 +11,6 @@ from pathlib import Path
 import boto3
 import pytest
 import yaml
-from moto.server import ThreadedMotoServer
 
 from kenotron.checkpoint.folders import verify
 from support.hub_cache import offline_environment
@@ -86,6 +85,8 @@ def test_the_engine_s_settings_in_checkpoints_and_weights_of_another_run(
 @pytest.fixture
 def s3(tmp_path: Path) -> Iterator[dict[str, str]]:
     """The environment of a process that finds a bucket, which is empty."""
+    from moto.server import ThreadedMotoServer
+
     server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     server.start()
     try:

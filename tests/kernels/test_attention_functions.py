@@ -9,7 +9,6 @@ import torch
 import torch._dynamo
 from hypothesis import given
 from hypothesis import strategies as st
-from torch._dynamo.testing import CompileCounterWithBackend
 
 from kenotron.kernels.attention import Borders, attention
 from kenotron.kernels.attentions import choice
@@ -134,6 +133,8 @@ def test_compiled_attention_over_documents_is_one_graph_for_every_batch(flash, n
     (q, k, v), grad = inputs()
     if name == "flex_attention":
         q, k, v = (x.detach() for x in (q, k, v))
+    from torch._dynamo.testing import CompileCounterWithBackend
+
     function = choice.by_documents(attention, choice.load(name))
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager" if name == "flash" else "eager")

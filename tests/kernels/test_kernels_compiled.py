@@ -5,9 +5,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch._dynamo
-from functorch.compile import make_boxed_func
-from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.testing import CompileCounter
 
 from kenotron.kernels import products
 from kenotron.kernels.attention import attention
@@ -68,6 +65,9 @@ def test_a_block_compiles_to_one_graph_with_the_same_numbers(dtype, tolerance):
 
 
 def test_the_explicit_backward_is_one_operator_in_the_compiled_graph(monkeypatch):
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
     monkeypatch.setattr(products, "EMULATED", False)
     targets = []
 
@@ -83,6 +83,8 @@ def test_the_explicit_backward_is_one_operator_in_the_compiled_graph(monkeypatch
 
 
 def test_new_document_borders_are_no_recompilation():
+    from torch._dynamo.testing import CompileCounter
+
     given = arguments(torch.float32)
     counter = CompileCounter()
     compiled = torch.compile(block, backend=counter)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from kenotron.planner import measuring
 from kenotron.planner.hardware import GPUS, Gpu, gpu_called
 from kenotron.planner.rates import LINK, seconds_between, seconds_of
 from kenotron.planner.trace import Group, Operator
+from support.preload import fork_server
 
 CPU = torch.device("cpu")
 UNKNOWN = Gpu("a GPU", "", 24.0, "nvidia")
@@ -84,8 +86,10 @@ def test_a_file_with_rates_that_nothing_can_have_is_refused(tmp_path: Path, chan
 
 @pytest.mark.usefixtures("quick")
 @pytest.mark.cases(1)
-def test_a_link_is_what_a_sum_over_ranks_needs() -> None:
-    """The time that is planned for such a sum is the one that was measured."""
+def test_a_link_is_what_a_sum_over_ranks_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time that is planned for such a sum is the one that was measured. Its ranks are forks, not interpreters."""
+    fork_server()
+    monkeypatch.setattr(measuring.mp, "spawn", partial(measuring.mp.start_processes, start_method="forkserver"))
     link = measuring.bytes_sent(2, 1 << 20, "cpu")
     gpu = UNKNOWN._replace(link=link)
     sent = 2 * 4 * (1 << 20) / 2

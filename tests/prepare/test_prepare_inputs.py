@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 
 from kenotron.config.errors import InputError
@@ -28,6 +27,8 @@ def test_what_an_input_does_not_have_is_refused(
 
 
 def test_rows_without_text_of_a_saved_dataset_are_skipped_and_counted(tmp_path: Path) -> None:
+    import datasets
+
     datasets.Dataset.from_dict({"text": ["a", None, "b"]}).save_to_disk(tmp_path / "saved")
     texts = open_input(str(tmp_path / "saved"), skip_bad=True)
     assert [chunk.text for chunk in texts.documents()] == ["a", "b"]

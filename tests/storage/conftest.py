@@ -10,7 +10,6 @@ from pathlib import Path
 import boto3
 import pytest
 import requests
-from moto.server import ThreadedMotoServer
 
 from kenotron.storage import drivers, fetching
 from kenotron.storage.blocks import block_store
@@ -63,6 +62,8 @@ class _Handler(QuietHandler):
 
 @pytest.fixture(scope="session")
 def proxy() -> Iterator[Proxy]:
+    from moto.server import ThreadedMotoServer
+
     moto = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     moto.start()
     with Proxy(moto.get_host_and_port()[1]) as made:

@@ -11,7 +11,6 @@ from typing import Any
 import boto3
 import numpy as np
 import pytest
-import s3fs
 
 from kenotron.checkpoint.engine import Keep
 from kenotron.checkpoint.remote import RemoteCheckpoints
@@ -103,7 +102,7 @@ def test_a_large_file_arrives_in_parts_whatever_breaks_on_the_way(
 def test_a_request_without_an_answer_times_out_and_is_sent_again(
     tmp_path: Path, store: Store, server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(s3fs.S3FileSystem, "read_timeout", 1)
+    monkeypatch.setattr("s3fs.S3FileSystem.read_timeout", 1)
     drivers.reset()
     file = tmp_path / "weights"
     np.random.default_rng(0).integers(0, 256, 6 * MIB, np.uint8).tofile(file)

@@ -9,7 +9,6 @@ from kenotron.data.formats import open_token_files
 from kenotron.data.formats.datatrove import TokenWriter
 from kenotron.data.sources.token_folder import TokenFolder
 
-tokenizer_module = pytest.importorskip("datatrove.pipeline.tokens.tokenizer")
 random = np.random.default_rng(0)
 
 
@@ -20,6 +19,7 @@ def documents(request: pytest.FixtureRequest) -> tuple[int, list[list[int]]]:
 
 
 def datatrove_file(folder: Path, size: int, docs: list[list[int]], tokenizer: str | None = "gpt2", name: str = "x.ds"):
+    tokenizer_module = pytest.importorskip("datatrove.pipeline.tokens.tokenizer")
     file = tokenizer_module.TokenizedFile(
         str(folder), name, save_loss_metadata=True, tokenizer_name_or_path=tokenizer, save_final_metadata=True,
         token_size=size,
