@@ -58,7 +58,7 @@ MUTANTS = [
         find="        self.tensors, self._wait = tensors, wait\n",
         replace="        self.tensors, self._wait = [], wait\n",
         why="a plan for an interleaved pipeline is a tenth too small: what is sent lives until the schedule is done",
-        tests=(f"{PEAK}[llama|pp=2 engine=interleaved_1f1b accum=8]",),
+        tests=(f"{PEAK}[llama|pp=2 engine=interleaved_1f1b accum=4]",),
     ),
     Mutant(
         name="dtensors-count-whole",

@@ -23,7 +23,7 @@ from support.ranks import run_ranks
 from support.tiny_run import REPOSITORY, tiny_config, train_quietly
 
 # Of every family, axis, engine, stage, optimizer and kind of recomputation; quick tests take some of them.
-QUICK = ("llama|dp=2 zero=3", "llama|pp=2 engine=interleaved_1f1b accum=8")
+QUICK = ("llama|dp=2 zero=3", "llama|pp=2 engine=interleaved_1f1b accum=4")
 CASES = (
     "llama|dp=1 accum=1",
     "llama|dp=1 accum=1|tokens.sequence_length=2048",  # several blocks of rows in norms, MLPs and the loss

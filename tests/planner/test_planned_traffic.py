@@ -11,18 +11,24 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kenotron.config import Config
 from kenotron.config.errors import InputError
 from kenotron.models import build
 from kenotron.planner.hardware import GPUS
 from kenotron.planner.memory import plan_memory
 from kenotron.planner.trace import FREE, Began, Communicated, Ran, Waited, tensors_moved
-from support.plans import config_of
+from support import plans
+
+
+def config_of(case: str) -> Config:
+    """A model of two layers: what is sent and computed is compared by layer."""
+    return plans.config_of(f"{case}|model.model_config.num_hidden_layers=2")
 
 
 def transfers(case: str, in_machine: int = 8) -> list[Communicated]:
     """What the first rank of `case` exchanges in a step."""
-    plans = plan_memory(config_of(case), GPUS["h100"]._replace(in_machine=in_machine), [0])
-    return [event for event in plans[0].events if isinstance(event, Communicated)]
+    (plan,) = plan_memory(config_of(case), GPUS["h100"]._replace(in_machine=in_machine), [0])
+    return [event for event in plan.events if isinstance(event, Communicated)]
 
 
 def traffic(case: str) -> Counter[tuple[str, str]]:

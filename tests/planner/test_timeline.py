@@ -137,7 +137,7 @@ def followed_whole(config: Config, gpu: Gpu, rank: int) -> RankPlan:
 @pytest.mark.parametrize(
     "case",
     [
-        "llama|pp=2 engine=1f1b accum=8",
+        "llama|pp=2 engine=1f1b accum=8|model.model_config.num_hidden_layers=2",
         *(
             pytest.param(case, marks=pytest.mark.slow)
             for case in (
