@@ -1,5 +1,6 @@
 """Collectives in shared memory: right, on every rank the same bits, and ended by the failure of another rank."""
 
+import gc
 import os
 import time
 from pathlib import Path
@@ -123,6 +124,7 @@ def test_a_wait_ends_when_it_is_abandoned() -> None:
 
 def open_files() -> list[str]:
     """Those of this process that hold memory to share."""
+    gc.collect()  # runs of jobs before
     links = [Path(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")]
     return [name for link in links if link.is_symlink() and "memfd:kenotron" in (name := os.readlink(link))]
 

@@ -4,7 +4,8 @@
 
 Ranks keep their process group and its device meshes for the next job on as many ranks, and with them what torch has
 worked out for each mesh (how DTensors move), which is a third of a small job's time. Jobs on another number of ranks
-have other processes: a group lives as long as its ranks, so no test depends on how well torch takes one down.
+have other processes: a group lives as long as its ranks, so no test depends on how well torch takes one down. Between
+jobs ranks are stopped: gloo's thread wakes a hundred times a second, and ranks of several jobs wait at a time.
 
 Ranks are forked, at most eight of a job, from the server of `preload`.
 
@@ -17,6 +18,7 @@ import functools
 import io
 import itertools
 import os
+import signal
 import tempfile
 import time
 import traceback
@@ -30,6 +32,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import device_mesh, distributed_c10d
 
+from kenotron.launch.environment import end_with_parent
 from kenotron.parallel.torch_internals import set_timeout_of_all_groups
 from support.preload import fork_server
 
@@ -57,9 +60,17 @@ class Pool:
         if not self.pipes or self.jobs == JOBS_PER_RANKS:
             self._fork()
         self.jobs += 1
+        self._signal(signal.SIGCONT)
         for pipe in self.pipes:
             pipe.send((work, args))
-        return self._collect(self.pipes)
+        results = self._collect(self.pipes)
+        self._signal(signal.SIGSTOP)
+        return results
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self.processes:
+            assert process.pid is not None
+            os.kill(process.pid, number)
 
     def _fork(self) -> None:
         """New ranks instead of those that there are."""
@@ -145,6 +156,7 @@ class OneDeviceGloo(distributed_c10d.ProcessGroupGloo):
 
 
 def _serve(pipe: Connection, store: str, rank: int, world_size: int) -> None:
+    end_with_parent()  # also while it is stopped
     torch.set_num_threads(1)  # an OpenMP pool does not survive a fork
     distributed_c10d.ProcessGroupGloo = OneDeviceGloo
     init_device_mesh = functools.lru_cache(None)(device_mesh.init_device_mesh)
