@@ -84,9 +84,8 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """From here on garbage collections look at what tests make, and not for half a second at what was imported."""
+    """From here on garbage collections look at what tests make, and never at what was imported."""
     gc.enable()
-    gc.collect()
     gc.freeze()
 
 

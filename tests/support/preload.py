@@ -20,12 +20,13 @@ PRELOAD = (
     "torch.distributed.fsdp",
     "torch.distributed.pipelining",
     "torch.distributed.tensor",
+    "pytest",
+    "transformers.models.llama.modeling_llama",  # 4 s of each rank that has to import it
 )
-IN_TESTS = ("pytest", "transformers.models.llama.modeling_llama")  # 4 s of each rank that has to import it
 
 
 def fork_server() -> ForkServerContext:
     """Processes of this context start in milliseconds."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOAD, *IN_TESTS, "support.frozen"])
+    context.set_forkserver_preload(["support.frozen"])
     return context

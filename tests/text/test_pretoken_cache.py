@@ -1,5 +1,7 @@
 """Words kept by their ids give exactly the library's ids."""
 
+from functools import cache
+
 import pytest
 import tokenizers
 from hypothesis import given
@@ -32,8 +34,21 @@ def qwen2_like():
     return backend
 
 
-BACKENDS = {"llama3": train_byte_level_bpe(TEXTS, 900).backend, "qwen2": qwen2_like(), "gpt2": gpt2_like()}
-ENCODERS = {name: CachedBPE.of(backend) for name, backend in BACKENDS.items()}
+def llama3_like():
+    return train_byte_level_bpe(TEXTS, 900).backend
+
+
+KINDS = {"llama3": llama3_like, "qwen2": qwen2_like, "gpt2": gpt2_like}
+
+
+@cache
+def backend_of(name):
+    return KINDS[name]()
+
+
+@cache
+def encoder_of(name):
+    return CachedBPE.of(backend_of(name))
 
 
 def by_library(backend, texts):
@@ -47,18 +62,20 @@ PARTS = st.sampled_from(
 )
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", KINDS)
 @given(texts=st.lists(st.one_of(st.lists(PARTS, max_size=25).map("".join), st.text(max_size=40)), max_size=4))
 def test_ids_are_the_librarys(name, texts):
-    assert ENCODERS[name].encode(texts) == by_library(BACKENDS[name], texts)
+    assert encoder_of(name).encode(texts) == by_library(backend_of(name), texts)
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", KINDS)
 def test_ids_of_real_text_are_the_librarys_also_when_what_is_kept_overflows(name, monkeypatch):
     monkeypatch.setattr(words_module, "KEPT_WORDS", 100)
-    expected = by_library(BACKENDS[name], TEXTS)
+    expected = by_library(backend_of(name), TEXTS)
     for _ in range(2):
-        assert [ids for start in range(0, 60, 7) for ids in ENCODERS[name].encode(TEXTS[start : start + 7])] == expected
+        assert [
+            ids for start in range(0, 60, 7) for ids in encoder_of(name).encode(TEXTS[start : start + 7])
+        ] == expected
 
 
 def test_tokenizers_of_another_kind_have_none():
