@@ -61,9 +61,11 @@ RUN = str(EXAMPLES / "quickstart.yaml"), "parallelism.dp=16", "tokens.micro_batc
 RUN += ("tokens.batch_accumulation_per_replica=1", "--gpus-per-node", "8", "--dry-run")
 
 
-def submitted(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[list[dict[str, Any]], str]:
+def submitted(
+    capsys: pytest.CaptureFixture[str], *arguments: str, run: tuple[str, ...] = RUN
+) -> tuple[list[dict[str, Any]], str]:
     with pytest.raises(SystemExit) as ended:
-        main(["submit", *RUN, *arguments])
+        main(["submit", *run, *arguments])
     assert not ended.value.code
     said = capsys.readouterr()
     return list(yaml.safe_load_all(said.out)), said.err
@@ -77,6 +79,49 @@ def test_a_trainjob_is_printed_for_the_layout_of_a_run(capsys: pytest.CaptureFix
     expected = (EXAMPLES / "kubernetes" / "trainjob.yaml").read_text().replace("/config/my.yaml", "/config/config.yaml")
     expected = expected.replace("my-run", "quickstart").replace("name: kenotron", "name: quickstart")
     assert job == list(yaml.safe_load_all(expected.replace("registry.example.com/kenotron:latest", "mine:1")))
+
+
+@pytest.mark.parametrize(
+    ("run", "expected"),
+    [
+        ("%date_local", r"run-\d{8}-\d{6}-local"),
+        ("My run (v2) -- x", "my-run-v2-x"),
+        ("a" * 44 + "_b", "a" * 44),
+        ("__", "run"),
+    ],
+)
+@pytest.mark.parametrize("to", ["trainjob", "skypilot"])
+def test_a_job_has_a_name_that_its_launcher_allows(
+    run: str, expected: str, to: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Kubeflow's and SkyPilot's rules. JobSet refuses names of pods of more than 63 characters."""
+    job = submitted(capsys, "--to", to, f"general.run={run}")[0][-1]
+    name = job["metadata"]["name"] if to == "trainjob" else job["name"]
+    assert re.fullmatch(expected, name)
+    assert re.fullmatch("[a-z]([-a-z0-9]*[a-z0-9])?", name)
+    assert re.fullmatch("[a-zA-Z0-9]+(?:[._-]{1,2}[a-zA-Z0-9]+)*", name)
+    assert len(f"{name}-node-0-1023-abcde") <= 63
+
+
+def test_without_their_number_nodes_have_at_most_eight_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    run = tuple(each for each in RUN if each not in ("--gpus-per-node", "8"))
+    *_, job = submitted(capsys, "--to", "trainjob", run=run)[0]
+    trainer = job["spec"]["trainer"]
+    assert (trainer["numNodes"], trainer["resourcesPerNode"]["limits"]["nvidia.com/gpu"]) == (2, 8)
+
+
+def test_skypilot_gets_files_of_the_folder_that_it_copies(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    more = tmp_path / "more.yaml"
+    more.write_text("general: {run: other}\n")
+    with pytest.raises(SystemExit) as ended:
+        main(["submit", *RUN, "--to", "skypilot", str(more)])
+    assert ended.value.code == 2
+    assert f"expected a file in {Path.cwd()}, the folder that is copied; found {more}" in capsys.readouterr().err
+    monkeypatch.chdir(REPOSITORY)
+    (task,) = submitted(capsys, "--to", "skypilot")[0]
+    assert task["envs"] == {"CONFIG": "examples/quickstart.yaml"}
 
 
 @pytest.mark.parametrize(
@@ -97,9 +142,10 @@ def test_what_only_slurm_has_is_refused_elsewhere(
 
 @pytest.mark.parametrize("printed", [False, True])
 def test_skypilots_variables_become_torchruns_options(
-    printed: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    printed: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its script on each of two nodes, with a torchrun that prints its arguments."""
+    monkeypatch.chdir(REPOSITORY)
     torchrun = tmp_path / "torchrun"
     torchrun.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     torchrun.chmod(torchrun.stat().st_mode | stat.S_IXUSR)

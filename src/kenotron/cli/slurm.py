@@ -93,8 +93,8 @@ def _cloud_job(
     (config,) = configs_of(file, overrides, None, to_stderr)
     for line in warnings_before_start(file, config, overrides):
         to_stderr(f"warning: {line}")
-    count = nodes_of(config, nodes, gpus_per_node or 0)
-    gpus = gpus_per_node or config.parallelism.world_size
+    gpus = gpus_per_node or min(8, config.parallelism.world_size)
+    count = nodes_of(config, nodes, gpus)
     if to == "trainjob":
         return trainjob(config, count, gpus, image, to_stderr)
     return skypilot(config, count, gpus, file, overrides, to_stderr)

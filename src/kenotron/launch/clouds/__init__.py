@@ -1,15 +1,19 @@
 """Write files that start a run without Slurm, from the templates in this folder: `kenotron submit --to`."""
 
+import re
 import shlex
 from collections.abc import Sequence
 from datetime import datetime
 from importlib.resources import files
 from pathlib import Path
+from string import ascii_lowercase
 from typing import Any
 
 import yaml
 
 from kenotron.config import Config, dump
+from kenotron.config.errors import InputError
+from kenotron.config.overrides import is_file
 from kenotron.config.remote import is_remote
 from kenotron.config.runs import fill_run_name
 from kenotron.text.progress import Report
@@ -46,10 +50,18 @@ def skypilot(config: Config, nodes: int, gpus: int, file: str | Path, overrides:
     """Return YAML for `sky jobs launch` of SkyPilot, in a clone of the repository that contains the config `file`."""
     _advise(config, "a bucket", say)
     (task,) = _template("skypilot")
-    task["name"], task["num_nodes"], task["envs"] = _name(config), nodes, {"CONFIG": str(file)}
+    task["name"], task["num_nodes"], task["envs"] = _name(config), nodes, {"CONFIG": _in_folder(file)}
     task["resources"]["accelerators"] = dict.fromkeys(f"{kind}:{gpus}" for kind in ("H200", "H100", "A100-80GB"))
-    task["run"] = f"{task['run'].rstrip()} {shlex.join(overrides)}".rstrip() + "\n"
+    changes = [_in_folder(each) if is_file(each) else each for each in overrides]
+    task["run"] = f"{task['run'].rstrip()} {shlex.join(changes)}".rstrip() + "\n"
     return _text([task])
+
+
+def _in_folder(file: str | Path) -> str:
+    """Return the path of a file in the working folder, the one that SkyPilot copies. Raises InputError for others."""
+    if not (path := Path(file).resolve()).is_relative_to(Path.cwd()):
+        raise InputError(f"--to skypilot: expected a file in {Path.cwd()}, the folder that is copied; found {file}")
+    return str(path.relative_to(Path.cwd()))
 
 
 def _template(name: str) -> list[Any]:
@@ -61,10 +73,9 @@ def _text(documents: list[Any]) -> str:
 
 
 def _name(config: Config) -> str:
-    """Return the name of the run in the characters that Kubernetes allows."""
-    name = fill_run_name(config, datetime.now(), "").general.run.lower()
-    allowed = "".join(character if character.isascii() and character.isalnum() else "-" for character in name)
-    return allowed.strip("-")[:50] or "kenotron"
+    """Return the name of the run as a label of RFC 1035, short enough for the names of a TrainJob's pods."""
+    run = fill_run_name(config, datetime.now(), "").general.run.lower()
+    return re.sub("[^a-z0-9]+", "-", run if run[0] in ascii_lowercase else f"run-{run}")[:45].strip("-")
 
 
 def _advise(config: Config, where: str, say: Report) -> None:
