@@ -8,8 +8,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from threading import Thread
@@ -325,37 +325,82 @@ def test_layouts_that_do_not_fit_are_ranked_by_memory(tmp_path: Path, capsys: py
     assert first.startswith("The first: parallelism.dp=")
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_ctrl_c_ends_a_search_at_once() -> None:
-    """The terminal sends it to all processes, of which the fifth is one that follows a rank."""
-    model = REPOSITORY / "examples/models/llama-3.2-1b.yaml"
-    command = [sys.executable, "-m", "kenotron", "plan", model, "--gpu", "h100", "parallelism.dp=2", "--search"]
+@contextmanager
+def planning(*arguments: object) -> Iterator[tuple[subprocess.Popen[str], Callable[[], int]]]:
+    """A command that follows ranks, and the number of processes of its session, of which the fifth follows a rank."""
+    command = [sys.executable, "-m", "kenotron", "plan", *map(str, arguments)]
 
     def end_on_ctrl_c() -> None:  # a shell's background jobs inherit that it is ignored
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
+    pipe = subprocess.PIPE
     with subprocess.Popen(
-        command, stderr=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=end_on_ctrl_c
-    ) as searching:
+        command, stdout=pipe, stderr=pipe, text=True, start_new_session=True, preexec_fn=end_on_ctrl_c
+    ) as running:
 
-        def others() -> int:
-            stats = [path.read_text() for path in Path("/proc").glob("[0-9]*/stat") if path.exists()]
-            return sum(stat.rpartition(")")[2].split()[3] == str(searching.pid) for stat in stats)
+        def processes() -> int:
+            found = 0
+            for path in Path("/proc").glob("[0-9]*/stat"):
+                with suppress(OSError):  # it has just ended
+                    state, _, _, session, *_ = path.read_text().rpartition(")")[2].split()
+                    found += state != "Z" and session == str(running.pid)
+            return found
 
-        begun = time.monotonic()
-        while others() < 5 and time.monotonic() < begun + 90:
-            time.sleep(1)
-        time.sleep(3)
-        os.killpg(searching.pid, signal.SIGINT)
         try:
-            _, said = searching.communicate(timeout=30)
+            yield running, processes
         finally:
             with suppress(ProcessLookupError):
-                os.killpg(searching.pid, signal.SIGKILL)
+                os.killpg(running.pid, signal.SIGKILL)
+
+
+def until(condition: Callable[[], bool], seconds: float) -> bool:
+    """Whether the condition holds within so many seconds."""
+    begun = time.monotonic()
+    while not (holds := condition()) and time.monotonic() < begun + seconds:
+        time.sleep(0.5)
+    return holds
+
+
+ON_TWO = REPOSITORY / "examples/models/llama-3.2-1b.yaml", "--gpu", "h100", "parallelism.dp=2"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_ctrl_c_ends_a_search_at_once() -> None:
+    """The terminal sends it to all processes."""
+    with planning(*ON_TWO, "--search") as (searching, processes):
+        assert until(lambda: processes() >= 5, 90)
+        time.sleep(3)
+        os.killpg(searching.pid, signal.SIGINT)
+        _, said = searching.communicate(timeout=30)
     assert searching.returncode == 130
     assert "Traceback" not in said
     assert said.rstrip().endswith("interrupted")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_no_process_outlives_a_plan_that_is_killed(number: int) -> None:
+    with planning(*ON_TWO, "--rank", "0", "--rank", "1") as (killed, processes):
+        assert until(lambda: processes() >= 5, 90)
+        time.sleep(3)
+        killed.send_signal(number)
+        assert until(lambda: not processes(), 10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_served_page_leaves_no_file_behind(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    with planning(*ON_TWO, "--serve", "--port", "0") as (serving, _):
+        assert serving.stdout is not None
+        assert serving.stdout.readline().startswith("Open http://127.0.0.1:")
+        assert len(list(tmp_path.iterdir())) == 1
+        serving.send_signal(number)
+        _, said = serving.communicate(timeout=30)
+    assert (serving.returncode, said) == (0, "")
+    assert not list(tmp_path.iterdir())
 
 
 OFFLOAD = ("parallelism.dp=2", "optimizer.zero_stage=3", "parallelism.cpu_offload=true")

@@ -18,6 +18,7 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from multiprocessing import resource_tracker
+from threading import Thread
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -78,7 +79,7 @@ def plan_memory(
     plans = []
     resource_tracker.ensure_running()  # which would unblock the signal
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C is for this process, which ends others
-    started = context.Pool(min(len(ranks), os.cpu_count() or 1), maxtasksperchild=1)
+    started = context.Pool(min(len(ranks), os.cpu_count() or 1), _end_with_parent, maxtasksperchild=1)
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
     with started as pool:
         for each in pool.imap(partial(_followed, config, gpu), ranks):
@@ -92,6 +93,13 @@ def first_ranks(config: Config) -> list[int]:
     """The first rank of every pipeline stage, along which ranks are numbered last."""
     layout = config.parallelism
     return [stage * layout.world_size // layout.pp for stage in range(layout.pp)]
+
+
+def _end_with_parent() -> None:
+    """End this process, in the middle of a plan, when the one that asked for it has ended, even by a signal."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
 def _followed(config: Config, gpu: Gpu | None, rank: int) -> RankPlan:

@@ -8,6 +8,7 @@ Only the page from this address may send requests, because a YAML file can name 
 from __future__ import annotations
 
 import json
+import signal
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -125,7 +126,9 @@ def _choices(key: str) -> list[Any]:
 
 
 def serve(server: Server) -> None:
-    """Serve until Ctrl-C."""
+    """Serve until Ctrl-C, SIGTERM, or the end of the terminal."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)
     print(f"Open http://{HOST}:{server.server_port} in a browser; Ctrl-C ends it.", flush=True)
     try:
         server.serve_forever()
