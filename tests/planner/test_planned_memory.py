@@ -112,6 +112,17 @@ def test_over_ranks_of_experts_the_mean_is_that_of_real_ranks(family: str) -> No
     assert sum(peak for peak, _ in predict(case)) == pytest.approx(sum(measured), rel=0.03)
 
 
+@pytest.mark.budget(25, reason="three plans")
+def test_a_plan_takes_as_long_for_fifty_thousand_ranks_as_for_two() -> None:
+    config = config_of("llama|dp=2 zero=1|model.dtype=bfloat16")
+    seconds = []
+    for ranks in (2, 2, 50_000):  # at first modules are imported
+        begun = time.monotonic()
+        plan_memory(load(config, [f"parallelism.dp={ranks}"]), GPUS["h100"], [0])
+        seconds.append(time.monotonic() - begun)
+    assert seconds[2] < 2 * seconds[1] + 5
+
+
 @pytest.mark.budget(20, reason="two plans")
 def test_a_plan_for_a_cpu_takes_as_long_for_large_micro_batches() -> None:
     """Kernels loop over blocks of rows; a hundred times as many are not followed one by one."""

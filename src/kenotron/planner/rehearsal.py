@@ -34,6 +34,7 @@ from kenotron.models import skeleton
 from kenotron.parallel.mesh import Mesh, axes, build_mesh
 from kenotron.planner import stand_in
 from kenotron.planner.trace import Transfer
+from kenotron.training import step
 from kenotron.training.build import factors_of, optimizer_of
 from kenotron.training.model_parts import build_parts
 from kenotron.training.run import Run
@@ -52,7 +53,9 @@ def on_fake_rank(config: Config, rank: int, device: torch.device, ranks_on_machi
     try:
         mesh = build_mesh(axes(config, ranks_on_machine), ranks, device.type)
         send = patch.object(dist.ProcessGroup, "send", lambda group, tensors, *args: Transfer(tensors))
-        with stand_in.memoryless(), send:
+        # Counts of tokens are summed by hosts, in a list of as many tensors as ranks.
+        sums = patch.object(step, "sum_over_ranks", lambda count, group, device: count)
+        with stand_in.memoryless(), send, sums:
             yield mesh
     finally:
         if ranks > 1:
