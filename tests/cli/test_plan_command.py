@@ -4,6 +4,8 @@ import json
 import os
 import re
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -12,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 from unittest.mock import patch
 from urllib.error import HTTPError
@@ -250,6 +252,44 @@ def test_a_served_page_gets_the_plans_of_what_is_typed(
     assert served(monkeypatch, look, file, "--gpu", "h100") == 0
     assert plan(file, "--serve", "--json") == 2
     assert "--serve: expected without --rank, --html and --json" in capsys.readouterr().err
+
+
+def test_a_page_that_is_gone_is_skipped_and_every_other_one_is_answered(capfd: pytest.CaptureFixture[str]) -> None:
+    """The first leaves while its plan is made, the second while it waits, the third sees why its plan failed."""
+    begun, may_end, planned = Event(), Event(), []
+
+    def plan(text: str, *_: object) -> Any:
+        planned.append(text)
+        begun.set()
+        assert may_end.wait(20)
+        raise ZeroDivisionError("odd\nnumbers")
+
+    with Server(0, "my", "", None, plan, lambda *_: None) as server:  # type: ignore[arg-type]
+        Thread(target=server.serve_forever, daemon=True).start()
+
+        def posted(body: str) -> socket.socket:
+            page = socket.create_connection(("127.0.0.1", server.server_port), timeout=20)
+            page.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closing resets
+            headers = f"Host: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+            page.sendall(f"POST / HTTP/1.1\r\n{headers}\r\n\r\n{body}".encode())
+            return page
+
+        def run(text: str) -> str:
+            return json.dumps({"yaml": text, "gpu": "", "overrides": []})
+
+        first = posted(run("first"))
+        assert begun.wait(20)
+        second, third, odd = posted(run("second")), posted(run("third")), posted("{")
+        first.close()
+        second.close()
+        time.sleep(0.2)
+        may_end.set()
+        answers = [page.makefile().read().splitlines()[-1] for page in (third, odd)]
+        server.shutdown()
+    assert json.loads(answers[0]) == {"error": "ZeroDivisionError: odd"}
+    assert "JSONDecodeError: " in json.loads(answers[1])["error"]
+    assert planned == ["first", "third"]
+    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize(("gpu", "chosen"), [("H100", "h100"), ("my-gpu.yaml", "my-gpu.yaml"), (None, None)])

@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from select import select
+from socket import MSG_PEEK
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from kenotron.config import Config
@@ -21,6 +23,7 @@ from kenotron.config.errors import InputError, RunFailed
 from kenotron.planner.hardware import GPUS
 from kenotron.planner.page import KEYS, page_data, page_of
 from kenotron.planner.search import table
+from kenotron.storage.hub import first_line
 
 if TYPE_CHECKING:
     from kenotron.planner.planning import Plan
@@ -51,16 +54,27 @@ class Server(ThreadingHTTPServer):
         except OSError as error:
             raise InputError(f"--port {port}: {error.strerror}; expected one that is free, or 0 for any") from None
 
-    def answer(self, request: dict[str, Any], report: Callable[[int, int], None] | None) -> dict[str, Any]:
-        """Return the data of a plan, or with `report` of layouts; or the message of an "error"."""
-        run = request["yaml"], request["gpu"] or None, tuple(request["overrides"])
+    def answer(
+        self, body: bytes, report: Callable[[int, int], None] | None, is_gone: Callable[[], bool]
+    ) -> dict[str, Any]:
+        """Return the data of a plan, or with `report` of layouts; or the message of an "error".
+
+        Raises ConnectionError for a page that is gone before it is its turn, or that `report` does not reach.
+        """
         try:
+            request = json.loads(body)
+            run = request["yaml"], request["gpu"] or None, tuple(request["overrides"])
             with self.one_at_a_time:
+                if is_gone():
+                    raise ConnectionAbortedError
                 if report is None:
                     return self.planned(*run)
                 layouts = self.rank(*run, report)
-        except (InputError, RunFailed) as error:
-            return {"error": str(error)}
+        except ConnectionError:
+            raise
+        except Exception as error:
+            known = isinstance(error, InputError | RunFailed)
+            return {"error": str(error) if known else f"{type(error).__name__}: {first_line(error)}"}
         header, rows = table(layouts)
         return {"header": header, "rows": rows, "overrides": [layout.overrides for layout in layouts]}
 
@@ -72,6 +86,11 @@ class Handler(BaseHTTPRequestHandler):
     """Handles the requests of the page."""
 
     server: Server
+
+    def handle(self) -> None:
+        """Handle a request, whose answer is for nobody if the page was closed, or asks for something newer."""
+        with suppress(ConnectionError):
+            super().handle()
 
     def do_GET(self) -> None:
         """Send the page, which then requests its first plan."""
@@ -88,14 +107,18 @@ class Handler(BaseHTTPRequestHandler):
         if self.headers["Content-Type"] != "application/json" or not self._is_local():
             self._send(403, "text/plain", "")
             return
-        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = self.rfile.read(int(self.headers["Content-Length"] or 0))
         if self.path != "/layouts":
-            self._send(200, "application/json", json.dumps(self.server.answer(request, None), allow_nan=False))
+            plan = self.server.answer(body, None, self._is_gone)
+            self._send(200, "application/json", json.dumps(plan, allow_nan=False))
             return
         self.send_response(200)
         self.end_headers()
-        with suppress(ConnectionError):  # the page was closed, or sends another request
-            self._line(self.server.answer(request, lambda done, of: self._line({"done": done, "of": of})))
+        self._line(self.server.answer(body, lambda done, of: self._line({"done": done, "of": of}), self._is_gone))
+
+    def _is_gone(self) -> bool:
+        readable, _, _ = select([self.connection], [], [], 0)
+        return bool(readable) and not self.connection.recv(1, MSG_PEEK)
 
     def _line(self, data: dict[str, Any]) -> None:
         self.wfile.write(json.dumps(data).encode() + b"\n")
