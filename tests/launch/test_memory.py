@@ -52,6 +52,28 @@ def test_only_a_run_that_may_be_too_large_waits_for_the_planner(tmp_path: Path) 
     assert re.fullmatch(r"rank 0 will need \d\S+ GiB of 9.31e-05; `kenotron plan` says .*", said)
 
 
+SCRIPT = """
+import sys
+print("begins", flush=True)
+import kenotron as kn
+from kenotron.launch import memory
+memory.free_memory = lambda *_: 100_000
+print("ends at", kn.train(kn.load(sys.argv[1])).step, flush=True)
+"""
+
+
+@pytest.mark.budget(20, reason="trains and plans in a process of its own")
+def test_the_planner_does_not_run_the_script_that_trains(tmp_path: Path) -> None:
+    """The script needs no `if __name__ == "__main__"`, without which multiprocessing runs it in each new process."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, script, tiny_yaml(tmp_path)]
+    done = subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True, check=True, timeout=120)
+    lines = done.stdout.splitlines()
+    assert (lines.count("begins"), lines.count("ends at 3")) == (1, 1)
+    assert "warning: rank 0 will need " in done.stderr
+
+
 # ---- in a process of little memory -------------------------------------------------------------------------------
 
 LIMITED = """

@@ -12,14 +12,17 @@ from __future__ import annotations
 import math
 import multiprocessing
 import os
+import pickle
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import chain
-from multiprocessing import resource_tracker
+from multiprocessing import resource_tracker, spawn
+from multiprocessing.spawn import get_preparation_data as preparation_data
 from threading import Thread
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -78,14 +81,15 @@ def plan_memory(
     context.set_forkserver_preload([__name__, "torch._dynamo"])  # which fake tensors import
     plans = []
     resource_tracker.ensure_running()  # which would unblock the signal
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C is for this process, which ends others
-    started = context.Pool(min(len(ranks), os.cpu_count() or 1), _end_with_parent, maxtasksperchild=1)
-    signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    with started as pool:
-        for each in pool.imap(partial(_followed, config, gpu), ranks):
-            plans.append(each)
-            if report is not None:
-                report(len(plans), len(ranks))
+    with patch.object(spawn, "get_preparation_data", _without_main):
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C is for this process
+        started = context.Pool(min(len(ranks), os.cpu_count() or 1), _end_with_parent, maxtasksperchild=1)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        with started as pool:
+            for each in pool.imap(partial(_followed, pickle.dumps((config, gpu))), ranks):
+                plans.append(each)
+                if report is not None:
+                    report(len(plans), len(ranks))
     return plans
 
 
@@ -95,6 +99,11 @@ def first_ranks(config: Config) -> list[int]:
     return [stage * layout.world_size // layout.pp for stage in range(layout.pp)]
 
 
+def _without_main(name: str) -> dict[str, Any]:
+    """Tell a new process all but its parent's script, which it would run: `kn.train` in it asks the planner."""
+    return {key: value for key, value in preparation_data(name).items() if not key.startswith("init_main")}
+
+
 def _end_with_parent() -> None:
     """End this process, in the middle of a plan, when the one that asked for it has ended, even by a signal."""
     parent = multiprocessing.parent_process()
@@ -102,8 +111,9 @@ def _end_with_parent() -> None:
     Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
-def _followed(config: Config, gpu: Gpu | None, rank: int) -> RankPlan:
+def _followed(pickled: bytes, rank: int) -> RankPlan:
     try:
+        config, gpu = pickle.loads(pickled)  # here, where an error reaches the parent
         return follow_rank(config, gpu, rank)
     except InputError:
         raise
