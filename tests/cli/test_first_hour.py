@@ -42,7 +42,7 @@ REFUSED = [
     # names and numbers, as people write them
     ("wandb.project=mine", "unknown key 'wandb'; did you mean 'logging.wandb'?"),
     ("tokens.val_fraction=0", "tokens.val_fraction: expected a number above 0 (1e-9 holds out one document, or"),
-    ("optimizer.optimizer_factory.name=adam", "'adam_eps' belong to the variant adamW, but 'name' makes this custom"),
+    ("optimizer.optimizer_factory.name=adam", "'adam_eps' belong to the variant adamW, but this is custom, by 'name'"),
     ("optimizer.optimizer_factory={name: adagradd}", "found 'adagradd'; did you mean 'Adagrad'?"),
     ("general.run=../../evil", "general.run: expected a name whose folder is inside logging.log_dir, found"),
     # YAML
@@ -217,10 +217,16 @@ def test_a_dict_trains_too(tmp_path: Path) -> None:
 # ---- the command line --------------------------------------------------------------------------------------
 
 COMMANDS = [
-    (("generate", "gpt2"), "error: no such folder here: 'gpt2' is not in the local Hugging Face caches, and"),
+    (("generate", "gpt2"), "error: no such model: 'gpt2' is not in the local Hugging Face caches, and"),
     (("train", "tiny.yaml", "--tokens.train_steps=5"), "error: No such option: --tokens.train_steps; a key is set"),
     (("train", "tiny.yaml", "tokens.train_steps", "=", "5"), "error: tokens.train_steps: expected an override of the"),
     (("compare", "tiny.yaml", "tokens.train_steps=2"), "error: --steps: expected at most tokens.train_steps 2, found"),
+    (("compare", "tiny.yaml", "pp2"), "error: pp2: expected an override of the form section.key=value"),
+    (("compare", "tiny.yaml", "tinny.yaml"), "error: tinny.yaml: no such file; did you mean 'tiny.yaml'?"),
+    (("train", "run"), "error: run: expected a YAML file, found a folder; did you mean 'run/config.yaml'?"),
+    (("train", "tiny.yaml", "checkpoints.resume_checkpoint_path=a"), "error: checkpoints.resume_checkpoint_path: no c"),
+    (("train", "tiny.yaml", "model.init_method={path: ./a}"), "error: model.init_method.path: no checkpoint at a: "),
+    (("train", "tiny.yaml", "model.init_method={path: a}"), "error: model.init_method.path: no such model: 'a' is not"),
     (("generate", "texts.jsonx/10"), "error: no checkpoint at texts.jsonx/10: the current folder has no"),
     (
         (
@@ -241,6 +247,8 @@ def test_a_wrong_command_is_one_line(
     arguments: tuple[str, ...], line: str, tell: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kenotron.launch.environment.cores", lambda: 2)
+    Path("run").mkdir()
+    Path("run", "config.yaml").write_text("")
     code, _, stderr = tell(*arguments)
     said = [each for each in stderr.splitlines() if not each.startswith("Try ")]
     assert code == 2

@@ -56,8 +56,8 @@ def test_the_last_of_two_overrides_counts(minimal: dict[str, Any]) -> None:
     ("override", "expected"),
     [
         ("tokens.train_step=1", "unknown key 'tokens.train_step'; did you mean 'train_steps'?"),
-        ("data_stages.1.name=x", "'data_stages' is a list: expected a number from 0 to 0, found '1'"),
-        ("data_stages.first.name=x", "'data_stages' is a list: expected a number from 0 to 0, found 'first'"),
+        ("data_stages.1.name=x", "'data_stages' is a list of 1 item, numbered from 0; it has no '1'"),
+        ("data_stages.first.name=x", "'data_stages' is a list of 1 item, numbered from 0; it has no 'first'"),
         ("tokens.train_steps.x=1", "'tokens.train_steps' is 15, it has no key 'x'"),
         ("tokens.train_steps=[1", "not valid YAML"),
     ],

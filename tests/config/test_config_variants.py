@@ -244,6 +244,7 @@ def test_a_dataset_is_known_by_its_keys(minimal: dict[str, Any], keys: Any, vari
         ({"mixture": [{"weight": 1, "mixture": []}]}, "expected a dataset"),
         (HF | {"sft_dataloader": True, "text_column_name": "t"}, "belongs to the variant pretrain"),
         (HF | {"sft_dataloader": False}, "sft_dataloader: expected true, found false"),
+        (HF | {"text_column_name": "t", "text_files": "a"}, "'text_files' .* this is pretrain, by 'hf_dataset_or_da"),
         (HF | {"corpus": "python-stdlib"}, "'corpus' belongs to the variant corpus"),
     ],
 )

@@ -1,6 +1,7 @@
 """`kn.compare`, `kn.replay` and `kn.submit` say in Python what the commands print."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -58,3 +59,33 @@ def test_a_comparison_is_returned(tmp_path: Path) -> None:
     assert said[0] == "run 1 of 5: as it is, 2 steps on 1 rank"
     with pytest.raises(InputError, match=r"expected at most tokens\.train_steps 2, found 3"):
         kn.compare(config, accumulated, steps=3)
+
+
+def test_a_second_file_is_a_complete_config_or_lies_over_the_first(tmp_path: Path, shell: Shell) -> None:
+    whole, layout = tiny_yaml(tmp_path), tmp_path / "layout.yaml"
+    layout.write_text("parallelism: {tp: 3}\ntokens: {micro_batch_size: 2, batch_accumulation_per_replica: 2}\n")
+    refusal = "layout.yaml:1: parallelism.tp: expected a divisor of num_attention_heads"
+    assert refusal in shell("compare", whole, layout)[2]
+    other = tmp_path / "other.yaml"
+    other.write_text(re.sub(r"\n *seed: 7\b", "", whole.read_text()))
+    assert "error: general.seed: 7 and 42 are different runs" in shell("compare", whole, other)[2]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda file: kn.compare(file, "parallelism.tp=2"), "overrides: expected a list such as"),
+        (lambda file: kn.replay(file, 1, "parallelism.tp=2"), "overrides: expected a list such as"),
+        (lambda file: kn.submit(file, "parallelism.tp=2", dry_run=True), "overrides: expected a list such as"),
+        (lambda file: kn.compare(file, ["parallelism.tp=2"], steps="a"), "steps: expected an integer of 1 or more, f"),
+        (
+            lambda file: kn.compare(file, ["parallelism.tp=2"], steps=0),
+            "steps: expected an integer of 1 or more, found",
+        ),
+        (lambda file: kn.replay(file, step="a"), "step: expected an integer of 1 or more, found 'a'"),
+        (lambda file: kn.replay(file, step=2.0), "step: expected an integer of 1 or more, found 2.0"),
+    ],
+)
+def test_a_wrong_argument_is_named(call: Callable[[Path], object], message: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=message):
+        call(tiny_yaml(tmp_path))

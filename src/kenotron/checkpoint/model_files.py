@@ -24,7 +24,7 @@ from kenotron.text.tokenizer import GENERATION, TOKENIZER_FILES, TextTokenizer, 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 ADAPTER = "adapter_config.json"
-HUB = "no such folder here"  # the beginning of the hub's errors
+HUB = "no such model"  # the beginning of the hub's errors
 
 
 class ModelFolder(NamedTuple):

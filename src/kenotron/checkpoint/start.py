@@ -17,7 +17,7 @@ from kenotron.checkpoint import folders, manifest
 from kenotron.checkpoint.model_files import find_model, is_hub_name
 from kenotron.config import Config, fill_run_name, same_run_difference
 from kenotron.config.checkpoints import LOAD_MODES
-from kenotron.config.errors import InputError
+from kenotron.config.errors import InputError, naming
 from kenotron.config.model import ExistingCheckpointInit
 from kenotron.config.resolved import read_resolved
 from kenotron.config.runs import edited_stages, same_batch_overrides
@@ -61,7 +61,8 @@ class Start:
         init = config.model.init_method
         if not isinstance(init, ExistingCheckpointInit) or is_hub_name(init.path):  # do not access the hub
             return cls()
-        weights = find_model(init.path)
+        with naming("model.init_method.path"):
+            weights = find_model(init.path)
         return cls(held_out=cls.at(weights.folder, continues=False).held_out if weights.ours else ())
 
     def end(self, config: Config) -> int:
@@ -139,10 +140,11 @@ def start_of_run(config: Config, newest: Path | None, start_elsewhere: StartElse
     named = config.resume_folder
     if named is None:
         return Start.new(config)
-    if start_elsewhere is None:
-        key = "checkpoints.resume_checkpoint_path"
-        raise InputError(f"{key}: Checkpoints needs start_elsewhere for it; kenotron.train has it")
-    return start_elsewhere(config, folders.resolve(named))
+    with naming("checkpoints.resume_checkpoint_path"):
+        if start_elsewhere is None:
+            raise InputError("Checkpoints needs start_elsewhere for it; kenotron.train has it")
+        found = folders.resolve(named)
+    return start_elsewhere(config, found)
 
 
 def _check_same_run(before: Config, config: Config, path: Path, step: int) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from kenotron.cli.tables import print_table, to_stderr
-from kenotron.config.errors import InputError, counted, no_such_path
+from kenotron.config.errors import InputError, counted
 
 if TYPE_CHECKING:
     from kenotron.training.compare import Comparison
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def compare(
     file: Annotated[Path, typer.Argument(help="The YAML file of the run; with --hf a checkpoint.")],
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="The other layout, such as parallelism.tp=2, or a complete YAML file.")
+        list[str] | None, typer.Argument(help="The other layout, such as parallelism.tp=2, or a YAML file of it.")
     ] = None,
     steps: Annotated[int, typer.Option(help="Steps to train on each layout.", min=1)] = 10,
     dtype: Annotated[
@@ -37,7 +37,7 @@ def compare(
     Of two folders of runs (logs/a logs/b) print the keys and losses in which they differ instead, and of a checkpoint
     with --hf log-probabilities of tokens.
     """
-    from kenotron.config import load
+    from kenotron.config.loading import is_complete, load
 
     if hf:
         if overrides:
@@ -46,19 +46,18 @@ def compare(
         return
     if not overrides:
         raise InputError("expected another layout, such as parallelism.tp=2, a second YAML or run, or --hf")
-    second = Path(overrides[0]) if "=" not in overrides[0] else None
-    if second is not None and (file.is_dir() or second.is_dir()):
+    second = Path(overrides[0])
+    if file.is_dir() or second.is_dir():
         from kenotron.cli.compare_runs import compare_runs
 
         if len(overrides) > 1:
             raise InputError(f"expected two folders of runs, found {counted(len(overrides) + 1, 'argument')}")
         compare_runs(file, second)
         return
-    if second is not None and not second.exists():
-        raise no_such_path("expected an override key=value, or another config", second)
     from kenotron.launch.comparing import compare as compare_layouts
 
-    comparison = compare_layouts(file, overrides[second is not None :], other=second, steps=steps, dtype=dtype)
+    other = second if second.is_file() and is_complete(second) else None
+    comparison = compare_layouts(file, overrides[other is not None :], other=other, steps=steps, dtype=dtype)
     _print(comparison, dtype or load(file).model.dtype)
     if not comparison.agrees:
         raise typer.Exit(1)

@@ -110,7 +110,8 @@ def read(source: str | Path | dict[str, Any]) -> Document:
         near = nearest(path.name, (p.name for p in path.parent.glob("*.y*ml")) if path.parent.is_dir() else ())
         raise InputError(f"{path}: no such file{near}") from None
     except IsADirectoryError:
-        raise InputError(f"{path}: expected a YAML file, found a folder") from None
+        inside = f"; did you mean '{path / 'config.yaml'}'?" if (path / "config.yaml").exists() else ""
+        raise InputError(f"{path}: expected a YAML file, found a folder{inside}") from None
     except UnicodeDecodeError:
         raise InputError(f"{path}: expected text in UTF-8") from None
     except OSError as error:

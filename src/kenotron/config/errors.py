@@ -54,6 +54,15 @@ def os_errors(what: str, remedy: str = "") -> Iterator[None]:
         raise InputError(f"{what}: {error.strerror or error}{remedy}") from error
 
 
+@contextmanager
+def naming(key: str) -> Iterator[None]:
+    """Prefix an InputError with `key`, the config key that led to the input: ``key: no checkpoint at …``."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{key}: {error}") from error
+
+
 def first_of(problems: Sequence[str]) -> str:
     """Return the first of `problems`, with the number of the others."""
     return problems[0] + (f" (and {len(problems) - 1} more)" if len(problems) > 1 else "")
@@ -86,6 +95,19 @@ def no_such_path(where: str, path: object) -> InputError:
     elif "://" not in str(path) and not Path(str(path)).expanduser().is_absolute():
         near += f" (looked for {Path(str(path)).absolute()})"
     return InputError(f"{where}: no such file or folder: {path}{near}")
+
+
+def check_count(name: str, value: object) -> None:
+    """Raise InputError unless `value`, the argument `name` of a function, is an integer of 1 or more."""
+    if not isinstance(value, int) or value < 1:
+        raise InputError(f"{name}: expected an integer of 1 or more, found {value!r:.60}")
+
+
+def check_overrides(overrides: object) -> None:
+    """Raise InputError unless `overrides`, the argument of a function, is a list of texts."""
+    texts = overrides if isinstance(overrides, Sequence) and not isinstance(overrides, str) else [None]
+    if not all(isinstance(text, str) for text in texts):
+        raise InputError(f"overrides: expected a list such as ['tokens.train_steps=100'], found {overrides!r}")
 
 
 def is_a_path(name_or_path: str | Path) -> bool:

@@ -17,7 +17,7 @@ from kenotron.config.dialects import precision, resume_from_itself, upgrade
 from kenotron.config.document import Document, Keys, read
 from kenotron.config.domains import resolve_domains
 from kenotron.config.dotted import search_folder_of
-from kenotron.config.errors import InputError, NotSupportedYet
+from kenotron.config.errors import InputError, NotSupportedYet, check_overrides
 from kenotron.config.overrides import apply, is_file, merge
 from kenotron.config.unserved import describe_key, take_unserved
 from kenotron.config.urls import misplaced_urls, urls_with_passwords
@@ -37,9 +37,7 @@ def load(
     as warnings. `%date` and `%jobid` in the run's name stay until `fill_run_name`. Raises InputError with one line for
     every problem, and NotSupportedYet for keys that are not implemented.
     """
-    is_list = isinstance(overrides, Sequence) and not isinstance(overrides, str)
-    if not is_list or not all(isinstance(text, str) for text in overrides):
-        raise InputError(f"overrides: expected a list such as ['tokens.train_steps=100'], found {overrides!r}")
+    check_overrides(overrides)
     say = report or logging.getLogger("kenotron").warning
     document = overlay(to_dict(source) if isinstance(source, Config) else source, overrides, say)
     resolve_domains(document)
@@ -78,6 +76,12 @@ def overlay(source: str | Path | dict[str, Any], overrides: Sequence[str], say: 
             for line in precision(document, overrides=True):
                 say(line)
     return document
+
+
+def is_complete(file: str | Path) -> bool:
+    """Return whether a YAML file has all sections that a config needs, and not only some to lay over another file."""
+    needed = {name for name, field in Config.model_fields.items() if field.is_required()}
+    return needed <= overlay(file, (), lambda line: None).data.keys()
 
 
 def _with_line(document: Document, keys: Keys, value: Any) -> str:

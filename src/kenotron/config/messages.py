@@ -2,7 +2,7 @@
 
 my.yaml:12: tokens.train_steps: expected an integer, found 'abc'
 my.yaml:30: unknown key 'tokens.trainsteps'; did you mean 'train_steps'?
-my.yaml:54: model.init_method: 'std' belongs to the variant random, but 'path' makes this existing; …
+my.yaml:54: model.init_method: 'std' belongs to the variant random, but this is existing, by 'path'; …
 """
 
 import re
@@ -175,10 +175,11 @@ def _mixed_variants(location: Location, extra: list[Location], document: Documen
     valid = {name: value for name, value in document.get(*keys).items() if name in siblings(around)}
     overriding = [name for name in foreign if document.place((*keys, name)).startswith("override ")]
     keep = {name: document.get(*keys, name) for name in overriding} or valid
-    foreign_names, valid_names = (", ".join(f"'{name}'" for name in names) for names in (foreign, valid))
+    deciding = [name for name in valid if name not in siblings((*around[:-1], str(other)))] or valid
+    foreign_names, valid_names = (", ".join(f"'{name}'" for name in names) for names in (foreign, deciding))
     message = (
         f"{dotted(keys)}: {foreign_names} {'belongs' if len(foreign) == 1 else 'belong'} to the variant "
-        f"{str(other).strip('()')}, but {valid_names or 'the rest'} makes this {str(around[-1]).strip('()')}; "
+        f"{str(other).strip('()')}, but this is {str(around[-1]).strip('()')}, by {valid_names or 'its other keys'}; "
         f"to switch, set the complete map: {dotted(keys)}={inline(keep)}"
     )
     return document.at((*keys, foreign[0]), message)

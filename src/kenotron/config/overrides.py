@@ -4,7 +4,7 @@ tokens.train_steps=100    data_stages.0.data.seed=1    model.init_method={path: 
 """
 
 from kenotron.config.document import Document, Keys, parse_value
-from kenotron.config.errors import InputError
+from kenotron.config.errors import InputError, counted
 
 
 def is_file(text: str) -> bool:
@@ -53,8 +53,8 @@ def _keys(document: Document, path: str, place: str) -> Keys:
         at = ".".join(map(str, keys))
         if isinstance(target, list):
             if not part.isdecimal() or int(part) >= len(target):
-                last = len(target) - 1
-                raise InputError(f"{place}: '{at}' is a list: expected a number from 0 to {last}, found '{part}'")
+                items = counted(len(target), "item")
+                raise InputError(f"{place}: '{at}' is a list of {items}, numbered from 0; it has no '{part}'")
             keys = (*keys, int(part))
         elif target is None or isinstance(target, dict):
             keys = (*keys, part)

@@ -20,7 +20,7 @@ from kenotron.config import Config
 from kenotron.config.architecture import HFArchitecture
 from kenotron.config.config import problems_of
 from kenotron.config.decoder import DecoderArchitecture, RopeArchitecture
-from kenotron.config.errors import InputError
+from kenotron.config.errors import InputError, naming
 from kenotron.config.model import WEIGHT_DTYPES, Model
 from kenotron.config.parallelism import Parallelism
 from kenotron.config.resolved import read_resolved
@@ -154,10 +154,8 @@ def hf_architecture(
     `report` is called with a line for each setting that is ignored.
     Raises InputError if the model is missing, the hub is unreachable, or a family or setting is not supported.
     """
-    try:
+    with naming("model.model_config.hf"):
         file = find_config(source)
-    except InputError as error:
-        raise InputError(f"model.model_config.hf: {error}") from error
     return architecture_from_hf(read_json(file), str(file), report, overrides)
 
 

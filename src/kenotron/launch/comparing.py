@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kenotron.config import Config, load, refuse_unsupported, same_run_difference
-from kenotron.config.errors import InputError, counted
+from kenotron.config.errors import InputError, check_count, check_overrides, counted
 from kenotron.config.runs import same_batch_overrides
 from kenotron.text.progress import Report
 
@@ -38,6 +38,8 @@ def compare(
 
     Raises InputError for two different runs, more steps than they have, or a config that cannot be trained.
     """
+    check_overrides(overrides)
+    check_count("steps", steps)
     common = [] if dtype is None else [f"model.dtype={dtype}"]
     plain = load(config, common)
     other_layout = on_layout(other or config, plain, [*overrides, *common], say)

@@ -15,9 +15,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from kenotron.checkpoint.folders import CheckpointFolder, list_checkpoints, quiet, verify
+from kenotron.checkpoint.folders import CheckpointFolder, list_checkpoints, quiet, resolve, verify
 from kenotron.config import Config, load
-from kenotron.config.errors import InputError, counted, first_of
+from kenotron.config.errors import InputError, check_count, check_overrides, counted, first_of
 from kenotron.config.packaged import packaged_yaml
 from kenotron.config.resolved import read_resolved
 from kenotron.config.writing import inline, to_dict
@@ -72,6 +72,8 @@ def replay(
 
     Raises InputError if there is no checkpoint, the step is not in the log, or overrides change more than the layout.
     """
+    check_overrides(overrides)
+    check_count("step", step)
     config, checkpoint = _find(Path(checkpoints), step, verified)
     start = start_of(config, checkpoint)
     log = (Path(log_dir) if log_dir else Path(config.logging.log_dir) / config.general.run) / "metrics.jsonl"
@@ -110,8 +112,8 @@ def _find(
     A run may be resumed with other settings, so the config is that of the first checkpoint at or after `step`.
     """
     complete = [entry for entry in list_checkpoints(checkpoints) if entry.problem is None]
-    if not complete:
-        raise InputError(f"{checkpoints}: expected a run's folder of checkpoints, found no complete checkpoint")
+    if not complete:  # `resolve` raises, and says what is there, unless it is one of the run's checkpoints
+        return _find(resolve(checkpoints).parent, step, verified)
     before = sorted((entry for entry in complete if entry.step < step), key=lambda entry: -entry.step)
     after = [entry for entry in complete if entry.step >= step] or complete[-1:]
     config = read_resolved(min(after, key=lambda entry: entry.step).path / "config.yaml")

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kenotron.config.errors import InputError
+from kenotron.config.errors import naming
 from kenotron.interop.sources import open_source
 from kenotron.models.token_loss import OwnLoss
 from kenotron.observers.validation import evaluate
@@ -90,10 +90,8 @@ class ProxyOfReference(Hook):
         self.reference = replace(run, parts=parts, pipeline=pipeline)
 
     def _check_tokenizer(self, run: Run) -> None:
-        try:
+        with naming(REFERENCE):
             folder = open_source(self.path, verify=False).tokenizer
-        except InputError as error:
-            raise InputError(f"{REFERENCE}: {error}") from None
         tokenizer = load_tokenizer(folder) if folder else None
         check_tokens(tokenizer, run.tokenizer, f"{REFERENCE}: {self.path}")
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from kenotron import interop
 from kenotron.checkpoint.folders import list_checkpoints
-from kenotron.config.errors import InputError, RunFailed
+from kenotron.config.errors import InputError, RunFailed, naming
 from kenotron.interop.background import BackgroundExport
 from kenotron.interop.hf_config import hf_config
 from kenotron.parallel.ranks import run_on_rank0
@@ -51,10 +51,8 @@ class ExportHook(Hook):
         def check() -> None:
             hf_config(model.decoder, model.dtype, model.decoder.eos_token_id)
 
-        try:
+        with naming("checkpoints.export_hf"):
             run_on_rank0(check)  # transformers takes seconds to import: no other rank needs it
-        except InputError as error:
-            raise InputError(f"checkpoints.export_hf: {error}") from None
         path = run.config.checkpoint_folder / str(run.start.durable_step)  # local checkpoints have no export
         if run_on_rank0(lambda: path.is_dir() and not (path / FOLDER).is_dir()):
             self.on_save(run, path)

@@ -19,7 +19,7 @@ from socket import MSG_PEEK
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from kenotron.config import Config
-from kenotron.config.errors import InputError, RunFailed
+from kenotron.config.errors import InputError, RunFailed, os_errors
 from kenotron.planner.hardware import GPUS
 from kenotron.planner.page import KEYS, page_data, page_of
 from kenotron.planner.search import table
@@ -49,10 +49,8 @@ class Server(ThreadingHTTPServer):
         self.name, self.plan, self.rank = name, plan, rank
         self.one_at_a_time = threading.Lock()
         self.planned = cache(self._planned)
-        try:
+        with os_errors(f"--port {port}", "; expected one that is free, or 0 for any"):
             super().__init__((HOST, port), Handler)
-        except OSError as error:
-            raise InputError(f"--port {port}: {error.strerror}; expected one that is free, or 0 for any") from None
 
     def answer(
         self, body: bytes, report: Callable[[int, int], None] | None, is_gone: Callable[[], bool]

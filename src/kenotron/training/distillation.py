@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kenotron.config.errors import InputError
+from kenotron.config.errors import InputError, naming
 from kenotron.generation.load import load_for_generation
 from kenotron.kernels.attentions.choice import attention_of_run
 from kenotron.kernels.linear_cross_entropy import IGNORED
@@ -117,10 +117,8 @@ class Teaching:
 def _load(
     settings: Distillation, config: Config, device: torch.device
 ) -> tuple[Callable[[Tensor, Context], Tensor], TextTokenizer | None]:
-    try:
+    with naming("model.loss.teacher"):
         loaded = load_for_generation(settings.teacher, config.model.dtype, device)
-    except InputError as error:
-        raise InputError(f"model.loss.teacher: {error}") from None
     model: Any = loaded.model
     vocab_size = config.model.decoder.vocab_size
     if model.config.vocab_size < vocab_size:

@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 
 from kenotron.config import Config, dump, load, refuse_unsupported
-from kenotron.config.errors import InputError, counted, os_errors
+from kenotron.config.errors import InputError, check_overrides, counted, os_errors
 from kenotron.config.runs import fill_run_name
 from kenotron.config.warnings import amount
 from kenotron.launch.before_start import epochs, warnings_before_start
@@ -112,6 +112,8 @@ def _write(folder: Path, configs: list[Config], array: bool, script: str) -> Non
 
 def configs_of(file: str | Path, overrides: Sequence[str], array: str | None, say: Report) -> list[Config]:
     """Return the config, or one config per value of an array, each with its own run name and checkpoint folders."""
+
+    check_overrides(overrides)
 
     def checked(more: list[str]) -> Config:
         config = load(file, [*overrides, *more], report=say)
