@@ -111,11 +111,13 @@ def test_what_is_not_uploaded_is_named(root: Path) -> None:
 def test_a_wrong_path_is_an_input_error(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(root.parent)
     for arguments, message in (
-        (("list", "nowhere"), "nowhere is not a folder"),
-        (("list", "."), r"\. holds no checkpoints"),
+        (("list", "nowhere"), "no checkpoint at nowhere: the current folder has no 'nowhere'$"),
+        (("list", "."), r"^\. is not a checkpoint: it has folders of checkpoints: checkpoints$"),
+        (("list", "checkpoints/10"), "^checkpoints/10 is a checkpoint; expected a folder of checkpoints$"),
         (("show", "checkpoints/15"), "checkpoints has 10, 20, 30"),
-        (("verify", "checkpoint"), r"checkpoint is not a folder; did you mean 'checkpoints'\?"),
-        (("prune", ".", "--keep-last", "1"), "holds no checkpoints"),
+        (("verify", "checkpoint"), r"no checkpoint at checkpoint: .* no 'checkpoint'; did you mean 'checkpoints'\?"),
+        (("verify", "checkpoints/15"), "checkpoints has 10, 20, 30"),
+        (("prune", ".", "--keep-last", "1"), "it has folders of checkpoints: checkpoints$"),
     ):
         with pytest.raises(InputError, match=message):
             run_command(*arguments)

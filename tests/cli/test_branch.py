@@ -116,7 +116,7 @@ def test_a_step_without_a_checkpoint_and_a_wrong_style_are_one_line(
 ) -> None:
     for options, message in [
         ("--at 4 --name tiny", "--name: expected a name other than the run's own, found 'tiny'"),
-        ("--at 5", "--at: checkpoints/my_run has no checkpoint of step 5; it has: 2, 4, 6, 8"),
+        ("--at 5", "--at: no checkpoint at checkpoints/my_run/5: checkpoints/my_run has 2, 4, 6, 8"),
         ("--at 4 --style fast", "lr_decay_style: expected one of linear, cosine"),
         ("--at 4 tokens.steps=3", "unknown key 'tokens.steps'"),
     ]:

@@ -83,7 +83,8 @@ def test_two_runs_and_two_configs_are_compared(tmp_path: Path, shell: Shell) -> 
     ]
     assert f"step 3: {losses[0][2]:.6g}  {losses[1][2]:.6g}" in said
     code, _, said = shell("compare", folders[0], tmp_path)
-    assert (code, "with config.yaml" in said) == (2, True)
+    assert (code, f"{tmp_path}: expected the folder of a run" in said) == (2, True)
+    assert "no such file or folder" in shell("compare", folders[0], tmp_path / "none")[2]
     a, b = tiny_yaml(tmp_path / "0"), tmp_path / "b.yaml"
     b.write_text(a.read_text().replace("seed: 7", "seed: 8"))
     code, _, said = shell("compare", a, b)

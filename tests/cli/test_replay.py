@@ -201,7 +201,7 @@ def test_a_step_that_was_not_logged_is_refused(run: Path, shell: Shell) -> None:
 def test_a_file_of_yaml_is_not_taken_for_a_run(tmp_path: Path, shell: Shell) -> None:
     code, _, error = shell("replay", tiny_yaml(tmp_path), "--step", "1")
     assert code == 2
-    assert "expected a run's folder of checkpoints" in error
+    assert "tiny.yaml is a file; expected a checkpoint, or a folder of checkpoints" in error
 
 
 def test_documents_of_small_texts_are_found_behind_a_checkpoint(tmp_path: Path, shell: Shell) -> None:

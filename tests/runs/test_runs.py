@@ -125,9 +125,11 @@ def test_runs_are_listed_with_their_numbers(tmp_path: Path, shell: Shell) -> Non
     assert (found["a"]["state"], found["a"]["step"], found["a"]["tokens"]) == ("finished", 40, 400)
     assert found["a"]["loss"] == pytest.approx((1 / 38 + 1 / 40) / 2)  # the last twentieth of 39 losses: two
     assert (found["a"]["val_loss"], found["a"]["seconds"]) == (2.0, 20.0)
-    assert found["b"]["reason"] == "no disk"
+    assert found["groups/b"]["reason"] == "no disk"
     code, out, _ = shell("runs", tmp_path / "logs")
-    assert re.search(r"^b +failed +2 +20 +0.5 .*no disk$", out, re.MULTILINE)
+    assert re.search(r"^groups/b +failed +2 +20 +0.5 .*no disk$", out, re.MULTILINE)
+    assert [each["name"] for each in json.loads(shell("runs", tmp_path / "logs" / "a", "--json")[1])] == ["a"]
+    assert "with metrics.jsonl; it has the runs a, groups/b" in shell("plot", tmp_path / "logs")[2]
 
 
 def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path: Path, shell: Shell) -> None:

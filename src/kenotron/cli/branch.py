@@ -10,10 +10,10 @@ from typing import Annotated, Any
 
 import typer
 
-from kenotron.checkpoint.folders import list_checkpoints
+from kenotron.checkpoint.folders import list_checkpoints, resolve
 from kenotron.cli.tables import to_stderr
 from kenotron.config import Config
-from kenotron.config.errors import InputError
+from kenotron.config.errors import InputError, naming
 from kenotron.config.remote import is_remote
 
 
@@ -93,14 +93,7 @@ def _rate(checkpoints: str, step: int) -> float:
             remote, _ = find(f"{checkpoints}/{step}")
             path = remote.fetch(step, Path(folder), lambda name: name == "config.yaml")
         else:
-            path = _checkpoint(Path(checkpoints), step)
+            with naming("--at"):
+                path = resolve(f"{checkpoints}/{step}")
         config, begun = read_resolved(path / "config.yaml"), read_manifest(path).state.get("schedule_start", 0)
     return learning_rate(config.optimizer.learning_rate_scheduler, step - begun, config.tokens.train_steps)
-
-
-def _checkpoint(root: Path, step: int) -> Path:
-    complete = {entry.step: entry.path for entry in list_checkpoints(root) if entry.manifest}
-    if step not in complete:
-        steps = ", ".join(map(str, sorted(complete))) or "none"
-        raise InputError(f"--at: {root} has no checkpoint of step {step}; it has: {steps}")
-    return complete[step]

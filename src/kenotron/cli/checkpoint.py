@@ -28,7 +28,7 @@ from kenotron.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from kenotron.checkpoint.retention import superseded, to_prune
 from kenotron.cli.remote import fetch_checkpoint
 from kenotron.cli.tables import print_table, progress_bar
-from kenotron.config.errors import CheckpointError, byte_size, counted, nearest
+from kenotron.config.errors import CheckpointError, byte_size, counted
 from kenotron.config.remote import is_remote
 
 Entry: TypeAlias = CheckpointFolder | RemoteCheckpoint
@@ -174,15 +174,10 @@ def _entries(location: str) -> Sequence[Entry]:
         if remote := RemoteCheckpoints(location).all():
             return remote
         raise CheckpointError(f"{location} holds no checkpoints")
-    folder = Path(location)
-    entries = list_checkpoints(folder)
-    if not folder.is_dir():
-        if folder.is_file():
-            raise CheckpointError(f"{folder} is a file; expected a folder of checkpoints")
-        siblings = [path.name for path in folder.absolute().parent.glob("*")]
-        raise CheckpointError(f"{folder} is not a folder{nearest(folder.name, siblings)}")
+    entries = list_checkpoints(location)
     if not entries:
-        raise CheckpointError(f"{folder} holds no checkpoints")
+        one = resolve(location)  # raises, and says what is there, unless it is a checkpoint
+        raise CheckpointError(f"{one} is a checkpoint; expected a folder of checkpoints")
     return entries
 
 

@@ -13,9 +13,9 @@ def compare_runs(a: Path, b: Path) -> None:
     """Print the differences between the configs of two run folders, and the losses at the steps that both have."""
     from kenotron.config import diff, load
 
+    steps_a, steps_b = read_run(a).steps, read_run(b).steps
     for path, old, new in diff(load(config_file(a)), load(config_file(b))):
         print(f"{path}: {old!r} -> {new!r}")
-    steps_a, steps_b = read_run(a).steps, read_run(b).steps
     common = sorted(steps_a.keys() & steps_b.keys())
     if not common:
         raise InputError(f"{a} and {b} have no step in common")
@@ -38,9 +38,5 @@ def _number(value: object) -> float:
 
 
 def config_file(path: Path) -> Path:
-    """Return `path`, or the config of a folder of a run or checkpoint. Raises InputError if the folder has none."""
-    if not path.is_dir():
-        return path
-    if not (path / "config.yaml").exists():
-        raise InputError(f"{path}: expected a config, or the folder of a run or checkpoint, with config.yaml")
-    return path / "config.yaml"
+    """Return `path`, or the config of a folder of a run or checkpoint."""
+    return path / "config.yaml" if path.is_dir() else path

@@ -269,7 +269,7 @@ class RunData:
         lines = [f"tokenizer: {describe_tokenizer(self.tokenizer, self.settings.eos)}"]
         rows, used = self.settings.vocab_size, self.vocab_size
         if used > rows or 2 * used < rows:
-            advice = "set that or more" if used > rows else "the other rows are never trained and have no text"
+            advice = "text with the others fails; set that" if used > rows else "the other rows are never trained"
             lines.append(f"warning: model.model_config.vocab_size is {rows:,}, the tokenizer has {used:,}: {advice}")
         for stage in (stage for stage in self.stages if stage.stop > 1):  # others ended before the run began
             if stage.stop <= stage.start:

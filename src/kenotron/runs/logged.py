@@ -70,7 +70,7 @@ def read_run(path: Path) -> LoggedRun:
     if not path.exists():
         raise no_such_path("RUN", path)
     if not metrics.exists():
-        inside = ", ".join(sorted(file.parent.name for file in path.glob(f"*/{METRICS}"))[:8])
+        inside = ", ".join(sorted(str(file.parent.relative_to(path)) for file in path.rglob(METRICS))[:8])
         hint = f"; it has the runs {inside}" if inside else ""
         raise InputError(f"{path}: expected the folder of a run, with {METRICS}{hint}")
     with os_errors(f"cannot read {metrics}"):

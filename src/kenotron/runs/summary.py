@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeGuard
@@ -79,13 +79,18 @@ def is_number(value: object) -> TypeGuard[float]:
 
 
 def find_runs(folders: Iterable[Path]) -> list[LoggedRun]:
-    """Find the runs below `folders`, the newest last. Raises InputError if a folder is missing or has no runs."""
-    files: dict[Path, None] = {}
+    """Find the runs below `folders`, the newest last, by their paths from there.
+
+    Raises InputError if a folder is missing or has no runs.
+    """
+    below: dict[Path, str] = {}
     for folder in folders:
         if not folder.exists():
             raise no_such_path("FOLDER", folder)
-        found = [file.absolute() for file in sorted(folder.rglob(METRICS))]
+        found = [file.absolute().parent for file in sorted(folder.rglob(METRICS))]
         if not found:
             raise InputError(f"{folder}: expected runs, folders with {METRICS}, such as logging.log_dir has them")
-        files |= dict.fromkeys(found)
-    return sorted(read_runs(files), key=lambda run: (run.folder / METRICS).stat().st_mtime)
+        below |= {path: path.relative_to(folder.absolute()).as_posix() for path in found}
+    # Of two ends of a path the longer one is unique, too.
+    runs = [replace(run, name=max(run.name, below[run.folder], key=len)) for run in read_runs(below)]
+    return sorted(runs, key=lambda run: (run.folder / METRICS).stat().st_mtime)
