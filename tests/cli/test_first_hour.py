@@ -296,6 +296,10 @@ main(["--help"])
     ]
 
 
+def test_an_option_without_its_value_leads_to_the_help_of_its_command(tell: Shell) -> None:
+    assert tell("chat", "x", "--system")[2].endswith("\nTry 'kenotron chat --help'.\n")
+
+
 def test_the_version_and_the_bare_command(tell: Shell) -> None:
     assert tell("--version") == (0, f"kenotron {kn.__version__}\n", "")
     code, stdout, stderr = tell()

@@ -139,6 +139,16 @@ def test_a_run_trains_its_tokenizer_once_on_the_documents_that_are_not_held_out(
         assert sum("training a tokenizer" in line for line in lines) == 1
 
 
+def test_a_run_warns_of_tokens_that_its_model_does_not_have(trained, tmp_path):
+    trained.save(tmp_path / "own")
+    config = run_config(None, tokenizer__tokenizer_name_or_path=str(tmp_path / "own"), arch__vocab_size=290)
+    with open_run(config) as data:
+        assert (
+            f"warning: model.model_config.vocab_size is 290, the tokenizer has {trained.vocab_size}: "
+            "text with the others fails; set that"
+        ) in data.describe()
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [

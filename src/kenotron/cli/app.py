@@ -88,7 +88,7 @@ def run(arguments: list[str]) -> int:
         if "unexpected extra argument" in error.format_message() and context and context.info_name == "generate":
             hint = "; a text to continue is an option: --prompt 'Once upon a time'"
         print(f"error: {error.format_message()}{hint}", file=sys.stderr)
-        print(f"Try '{context.command_path if context else 'kenotron'} --help'.", file=sys.stderr)
+        print(f"Try '{context.command_path if context else f'kenotron {arguments[0]}'} --help'.", file=sys.stderr)
         return 2
     if code == 130:  # typer converts Ctrl-C to this exit code
         raise KeyboardInterrupt
