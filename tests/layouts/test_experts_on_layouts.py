@@ -19,10 +19,11 @@ PROBLEMS = {family: Problem(family, steps=3, model=keys) for family, keys in SPA
 WITH_A_CAPACITY = {"moe_expert_capacity_factor": 0.8, "router_aux_loss_scope": "global_batch"}
 FURTHER = Problem("further", steps=3, model=SPARSE["deepseek_v3"] | {"num_nextn_predict_layers": 2})
 DROPPING = Problem("dropping", steps=3, model=SPARSE["mixtral"] | WITH_A_CAPACITY)
-SIX = Problem("six", steps=3, model=SPARSE["mixtral"] | {"num_local_experts": 6})
+TWO_LAYERS = {"num_hidden_layers": 2}
+SIX = Problem("six", steps=3, model=SPARSE["mixtral"] | TWO_LAYERS | {"num_local_experts": 6})
 ODD = {"hidden_size": 15, "head_dim": 6, "intermediate_size": 50, "num_local_experts": 2}  # 4 ranks divide none
-TWO = Problem("two", steps=3, model=SPARSE["mixtral"] | ODD)
-COMPILED = Problem("compiled", steps=3, model=SPARSE["mixtral"] | {"num_hidden_layers": 2})
+TWO = Problem("two", steps=3, model=SPARSE["mixtral"] | TWO_LAYERS | ODD)
+COMPILED = Problem("compiled", steps=3, model=SPARSE["mixtral"] | TWO_LAYERS)
 KNOWN = PROBLEMS | {"dropping": DROPPING, "six": SIX, "two": TWO, "further": FURTHER, "compiled": COMPILED}
 ROUNDING = 5e-6
 QUICK = [
