@@ -215,11 +215,6 @@ def resolve(path: Path | str) -> Path:
 
     Without that file, return the one saved last.
 
-    >>> resolve("checkpoints/10")        # doctest: +SKIP
-    PosixPath('checkpoints/10')
-    >>> resolve("checkpoints")           # doctest: +SKIP
-    PosixPath('checkpoints/20')
-
     Raises:
         CheckpointError: there is none; the message says what `path` holds.
     """

@@ -1,7 +1,6 @@
 """Choose where a run starts: at step 0, at its own newest checkpoint, or at one that the config names (`restart.py`).
 
-The rules are functions of a config and a folder, called by one process; `Checkpoints.start` finds the newest
-checkpoint.
+The rules are functions of a config and a folder, for one process; `Checkpoints.start` finds the newest checkpoint.
 """
 
 import logging

@@ -37,7 +37,7 @@ def compare(
     Of two folders of runs (logs/a logs/b) print the keys and losses in which they differ instead, and of a checkpoint
     with --hf log-probabilities of tokens.
     """
-    from kenotron.config.loading import is_complete, load
+    from kenotron.config import load
 
     if hf:
         if overrides:
@@ -56,11 +56,18 @@ def compare(
         return
     from kenotron.launch.comparing import compare as compare_layouts
 
-    other = second if second.is_file() and is_complete(second) else None
+    other = second if second.is_file() and _is_complete(second) else None
     comparison = compare_layouts(file, overrides[other is not None :], other=other, steps=steps, dtype=dtype)
     _print(comparison, dtype or load(file).model.dtype)
     if not comparison.agrees:
         raise typer.Exit(1)
+
+
+def _is_complete(file: Path) -> bool:
+    """Return whether a YAML file has all sections that a config needs, and not only some to lay over another file."""
+    from kenotron.config.loading import overlay
+
+    return {"checkpoints", "data_stages", "optimizer", "tokens"} <= overlay(file, (), lambda line: None).data.keys()
 
 
 def _print(comparison: Comparison, dtype: str) -> None:

@@ -1,12 +1,9 @@
 """Errors that end a command with one line, and helpers for their messages.
 
-Every message names the key or file, says what was expected and what was found, and suggests the nearest valid name,
-if there is one:
+Every message names the key or file, says what was expected and found, and suggests the nearest valid name, if any:
 
     >>> nearest("hiden_size", ["hidden_size", "hidden_act"])
     "; did you mean 'hidden_size'?"
-    >>> nearest("zzz", ["hidden_size"])
-    ''
 """
 
 import difflib
@@ -95,19 +92,6 @@ def no_such_path(where: str, path: object) -> InputError:
     elif "://" not in str(path) and not Path(str(path)).expanduser().is_absolute():
         near += f" (looked for {Path(str(path)).absolute()})"
     return InputError(f"{where}: no such file or folder: {path}{near}")
-
-
-def check_count(name: str, value: object) -> None:
-    """Raise InputError unless `value`, the argument `name` of a function, is an integer of 1 or more."""
-    if not isinstance(value, int) or value < 1:
-        raise InputError(f"{name}: expected an integer of 1 or more, found {value!r:.60}")
-
-
-def check_overrides(overrides: object) -> None:
-    """Raise InputError unless `overrides`, the argument of a function, is a list of texts."""
-    texts = overrides if isinstance(overrides, Sequence) and not isinstance(overrides, str) else [None]
-    if not all(isinstance(text, str) for text in texts):
-        raise InputError(f"overrides: expected a list such as ['tokens.train_steps=100'], found {overrides!r}")
 
 
 def is_a_path(name_or_path: str | Path) -> bool:

@@ -17,8 +17,8 @@ from kenotron.config.dialects import precision, resume_from_itself, upgrade
 from kenotron.config.document import Document, Keys, read
 from kenotron.config.domains import resolve_domains
 from kenotron.config.dotted import search_folder_of
-from kenotron.config.errors import InputError, NotSupportedYet, check_overrides
-from kenotron.config.overrides import apply, is_file, merge
+from kenotron.config.errors import InputError, NotSupportedYet
+from kenotron.config.overrides import apply, check_overrides, is_file, merge
 from kenotron.config.unserved import describe_key, take_unserved
 from kenotron.config.urls import misplaced_urls, urls_with_passwords
 from kenotron.config.writing import to_dict
@@ -76,12 +76,6 @@ def overlay(source: str | Path | dict[str, Any], overrides: Sequence[str], say: 
             for line in precision(document, overrides=True):
                 say(line)
     return document
-
-
-def is_complete(file: str | Path) -> bool:
-    """Return whether a YAML file has all sections that a config needs, and not only some to lay over another file."""
-    needed = {name for name, field in Config.model_fields.items() if field.is_required()}
-    return needed <= overlay(file, (), lambda line: None).data.keys()
 
 
 def _with_line(document: Document, keys: Keys, value: Any) -> str:

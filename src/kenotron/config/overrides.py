@@ -7,6 +7,12 @@ from kenotron.config.document import Document, Keys, parse_value
 from kenotron.config.errors import InputError, counted
 
 
+def check_overrides(overrides: object) -> None:
+    """Raise InputError unless `overrides`, the argument of a function, is a list of texts."""
+    if not isinstance(overrides, list | tuple) or not all(isinstance(text, str) for text in overrides):
+        raise InputError(f"overrides: expected a list such as ['tokens.train_steps=100'], found {overrides!r}")
+
+
 def is_file(text: str) -> bool:
     """Return whether `text` is the name of a YAML file rather than ``path=value``."""
     return "=" not in text and text.endswith((".yaml", ".yml"))
@@ -17,10 +23,7 @@ VARIANTS = {"optimizer_factory": ["name"], "loss": ["name"], "init_method": ["pa
 
 
 def merge(document: Document, other: Document, keys: Keys = ()) -> None:
-    """Merge `other` into `document` below `keys`: maps are merged, other values are replaced.
-
-    A map that selects another variant replaces the old map, too.
-    """
+    """Merge maps of `other` into `document` below `keys`; other values, and maps of other variants, replace the old."""
     for name, value in other.get(*keys).items():
         path = (*keys, name)
         old = document.get(*path)

@@ -22,7 +22,7 @@ from typing import Literal
 import torch
 
 from kenotron.config.decoder import DecoderArchitecture
-from kenotron.config.errors import InputError, check_count
+from kenotron.config.errors import InputError
 from kenotron.generation.kv_cache import KVCache
 from kenotron.generation.options import SamplingOptions
 from kenotron.generation.ranks import ModelOnRanks
@@ -102,7 +102,8 @@ def generate(
     Raises InputError for stop strings without a tokenizer, a prompt longer than max_position_embeddings, or a token
     outside the vocabulary.
     """
-    check_count("batch_size", batch_size)
+    if not isinstance(batch_size, int) or batch_size < 1:
+        raise InputError(f"batch_size: expected an integer of 1 or more, found {batch_size!r:.60}")
     if not isinstance(prompts, Sequence) or isinstance(prompts, str | bytes):
         raise InputError(f"prompts: expected a list of texts and lists of token ids, found {prompts!r:.60}")
     if sampling.stop and tokenizer is None:

@@ -193,7 +193,8 @@ def initial_tensors(
     Raises InputError if `path` is missing or damaged, and, with the key, if a shape differs from `architecture`.
     """
     family = None if architecture is None else architecture.family
-    source = open_source(path, report=report, verify=verify, family=family)
+    with naming("model.init_method.path"):
+        source = open_source(path, report=report, verify=verify, family=family)
     if architecture is None:
         return source.weights
     weights = fitted(source, architecture)

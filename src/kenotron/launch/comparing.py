@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kenotron.config import Config, load, refuse_unsupported, same_run_difference
-from kenotron.config.errors import InputError, check_count, check_overrides, counted
+from kenotron.config.errors import InputError, counted
+from kenotron.config.overrides import check_overrides
 from kenotron.config.runs import same_batch_overrides
 from kenotron.text.progress import Report
 
@@ -65,6 +66,12 @@ def compare(
                 shutil.rmtree(folder)  # its size is four times the weights
     a, *rounding, b = measured
     return judge(a, rounding, b)
+
+
+def check_count(name: str, value: object) -> None:
+    """Raise InputError unless `value`, the argument `name` of a function, is an integer of 1 or more."""
+    if not isinstance(value, int) or value < 1:
+        raise InputError(f"{name}: expected an integer of 1 or more, found {value!r:.60}")
 
 
 def on_layout(config: Config | str | Path, plain: Config, overrides: Sequence[str], say: Report) -> Config:

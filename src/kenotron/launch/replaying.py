@@ -17,13 +17,14 @@ from typing import Any
 
 from kenotron.checkpoint.folders import CheckpointFolder, list_checkpoints, quiet, resolve, verify
 from kenotron.config import Config, load
-from kenotron.config.errors import InputError, check_count, check_overrides, counted, first_of
+from kenotron.config.errors import InputError, counted, first_of
+from kenotron.config.overrides import check_overrides
 from kenotron.config.packaged import packaged_yaml
 from kenotron.config.resolved import read_resolved
 from kenotron.config.writing import inline, to_dict
 from kenotron.data import open_run
 from kenotron.launch import launch
-from kenotron.launch.comparing import on_layout
+from kenotron.launch.comparing import check_count, on_layout
 from kenotron.launch.data_which import describe_step, start_of
 from kenotron.launch.environment import ranks_from_environment
 from kenotron.runs.files import logged_steps

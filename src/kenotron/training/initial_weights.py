@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kenotron.checkpoint.model_files import find_model
 from kenotron.config.dotted import import_dotted
-from kenotron.config.errors import InputError, naming
+from kenotron.config.errors import InputError
 from kenotron.config.model import ExistingCheckpointInit
 from kenotron.kernels.tensor_shard import TensorShard
 from kenotron.models import initialize_model
@@ -51,8 +50,6 @@ def load_initial_weights(parts: Sequence[Decoder], path: str, key: str) -> None:
     Raises InputError, which names the config's `key`, if a parameter is missing or has another shape.
     """
     config, initial_tensors = parts[0].config, import_dotted(OPEN, key)
-    with naming(key):
-        run_on_rank0(lambda: find_model(path))
     run_on_rank0(lambda: len(initial_tensors(path, config, logger.warning)))  # downloaded and verified once
     raise_on_any_rank(
         lambda: _copy_from(initial_tensors(path, config, verify=False), model_tensors(*parts), f"{key}: {path}")

@@ -10,7 +10,8 @@ from datetime import datetime
 from pathlib import Path
 
 from kenotron.config import Config, dump, load, refuse_unsupported
-from kenotron.config.errors import InputError, check_overrides, counted, os_errors
+from kenotron.config.errors import InputError, counted, os_errors
+from kenotron.config.overrides import check_overrides
 from kenotron.config.runs import fill_run_name
 from kenotron.config.warnings import amount
 from kenotron.launch.before_start import epochs, warnings_before_start
