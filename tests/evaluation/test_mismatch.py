@@ -37,7 +37,7 @@ def test_in_fp32_all_are_near(tmp_path: Path, overrides: tuple[str, ...]) -> Non
     assert [each.side for each in found.distances] == ["training", "decoding", "transformers in float32"]
     assert [len(text) for text in found.texts] == [31] * 4  # what the model reads at once, less the first
     assert len({tuple(text) for text in found.texts}) == 4
-    assert all(each.worst < 1e-5 for each in found.distances)
+    assert all(each.worst < 2e-5 for each in found.distances)
     assert found.apart == []
 
 
