@@ -157,6 +157,12 @@ def test_sections_are_checked_against_each_other(minimal: dict[str, Any], overri
     assert expected in message(minimal, (override,))
 
 
+def test_stochastic_rounding_of_another_optimizer_says_what_to_set(minimal: dict[str, Any]) -> None:
+    bf16 = ("model.dtype=bfloat16", "optimizer.accumulate_grad_in_fp32=false", "optimizer.stochastic_rounding=true")
+    said = message(minimal, (*bf16, "optimizer.optimizer_factory={name: lion}"))
+    assert "stochastic_rounding: is for adamW; expected false, and accumulate_grad_in_fp32 true, with lion" in said
+
+
 def test_kv_heads_that_neither_split_nor_repeat_over_tp_are_refused(minimal: dict[str, Any]) -> None:
     heads = ("model.model_config={num_attention_heads: 12, num_key_value_heads: 4, hidden_size: 96, vocab_size: 64}",)
     said = message(minimal, ("parallelism.tp=6", *heads, "model.model_config.intermediate_size=96"))
