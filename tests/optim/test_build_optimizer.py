@@ -119,6 +119,23 @@ def test_a_wrong_dotted_path_is_one_clear_line(tiny, section, factory, message):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("factory", "message"),
+    [
+        (
+            {"name": "RMSprop", "kwargs": {"alpa": 0.9}},
+            r"^optimizer\.param_groups\.1\.optimizer_factory\.kwargs\.alpa: ",
+        ),
+        ({"name": "torch.optim.Nothing"}, r"^optimizer\.param_groups\.1\.optimizer_factory\.name: "),
+        ({"name": "sgd", "nesterov": True}, r"^optimizer\.param_groups\.1\.optimizer_factory\.nesterov: needs a"),
+    ],
+)
+def test_an_error_of_a_group_names_the_group(tiny, section, factory, message):
+    groups = [{"pattern": "norm"}, {"pattern": "weight", "optimizer_factory": factory}]
+    with pytest.raises(InputError, match=message):
+        build_optimizer(tiny().named_parameters(), section({"name": "adamW"}, param_groups=groups))
+
+
 def test_state_that_no_checkpoint_would_hold_is_refused_at_the_start(tiny, section):
     name = f"{__name__}.CountsInItsGroups"
     with pytest.raises(NotSupportedYet, match=r"keeps state in its parameter groups \(k\)"):

@@ -54,34 +54,34 @@ def build_optimizer(
 
     `all_names` are the whole model's names, of which this rank may have some; `padded`: some parameters have rows that
     pad the vocabulary; `dtype`: `model.dtype`, which Muon also computes in; `factors`: the parametrization's, by name.
-    Raises `InputError` for a pattern without parameters, for a dotted path that is not an optimizer, does not accept
-    the config's keyword arguments or needs whole matrices that are not available, and for a schedule's path that is not
-    a function.
+    Raises `InputError` for a pattern without parameters, a dotted path that is not an optimizer, does not accept the
+    config's keyword arguments or needs whole matrices that are not available, and a schedule that is not a function.
     """
     check_schedules(optimizer_config)
     named_parameters = list(named_parameters)
     groups = parameter_groups(named_parameters, optimizer_config, all_names, factors)
     names = {parameter: name for name, parameter in named_parameters}
-    by_rule: dict[str, tuple[Any, list[dict[str, Any]]]] = {}
+    keys = {repr(factory): at for at, factory in reversed(optimizer_config.factories)}
+    by_rule: dict[str, tuple[str, Any, list[dict[str, Any]]]] = {}
     for group in groups:
         factory = group.pop("factory")
-        by_rule.setdefault(repr(factory), (factory, []))[1].append(group)
+        by_rule.setdefault(repr(factory), (keys.get(repr(factory), FACTORY), factory, []))[2].append(group)
     if optimizer_config.stochastic_rounding:
-        optimizers = [_import(ROUNDING)(some, names, **_adam(factory)) for factory, some in by_rule.values()]
+        optimizers = [_import(ROUNDING)(some, names, **_adam(factory)) for _, factory, some in by_rule.values()]
     else:
-        optimizers = [_build(factory, some, padded, dtype) for factory, some in by_rule.values()]
+        optimizers = [_build(*rule, padded, dtype) for rule in by_rule.values()]
     if len(optimizers) == 1 and optimizer_config.ema_decay is None:
         return optimizers[0]
     return _import(COMBINED)(optimizers, optimizer_config.ema_decay)
 
 
-def _build(factory: Any, groups: list[dict[str, Any]], padded: bool, dtype: str) -> torch.optim.Optimizer:
-    """Return the optimizer of one section, identified by its name, over the groups that use it."""
+def _build(at: str, factory: Any, groups: list[dict[str, Any]], padded: bool, dtype: str) -> torch.optim.Optimizer:
+    """Return the optimizer of the section at the config key `at`, over the groups that use it."""
     if factory.name == "adamW":
         return torch.optim.AdamW(groups, **_adam(factory), fused=factory.torch_adam_is_fused)
     if factory.name == "sgd":
         if factory.nesterov and not factory.momentum:
-            raise InputError(f"{FACTORY}.nesterov: needs a momentum above 0, found {factory.momentum}")
+            raise InputError(f"{at}.nesterov: needs a momentum above 0, found {factory.momentum}")
         # Not fused: torch 2.13 has no fused SGD for DTensors.
         return torch.optim.SGD(groups, momentum=factory.momentum, nesterov=factory.nesterov)
     if factory.name == "lion":
@@ -104,7 +104,7 @@ def _build(factory: Any, groups: list[dict[str, Any]], padded: bool, dtype: str)
         if factory.name == "normuon":
             settings["beta2"] = factory.normuon_beta2
         return _import(MUON if factory.name == "muon" else NORMUON)(groups, **settings)
-    return _import(CUSTOM)(groups, factory.name, factory.kwargs, padded)
+    return _import(CUSTOM)(groups, at, factory.name, factory.kwargs, padded)
 
 
 def _adam(factory: Any) -> dict[str, Any]:
