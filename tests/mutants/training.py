@@ -266,7 +266,7 @@ MUTANTS = [
     ),
     Mutant(
         name="a-job-at-its-time-limit-is-not-requeued",
-        file="launch/slurm/script.py",
+        file="launch/slurm/job.sh",
         find='  scontrol requeue "{requeued}"\n',
         replace="",
         why="a run of a week ends after a day",

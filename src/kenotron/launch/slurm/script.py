@@ -1,4 +1,4 @@
-"""Write the job script: plain bash that you can read, change and submit by hand.
+"""Write the job script from job.sh: plain bash that you can read, change and submit by hand.
 
 Before the time limit Slurm sends SIGUSR1 to the script, which forwards it to all ranks and requeues the job when they
 have saved; the job keeps its number, and resumes from that checkpoint. After the failure of a node Slurm itself
@@ -11,32 +11,11 @@ import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.resources import files
 from pathlib import Path
 
 from kenotron.config.errors import InputError
 from kenotron.launch.slurm.sites import Site
-
-TEMPLATE = """\
-#!/bin/bash
-{directives}
-
-cd {folder} || exit 1
-{setup}
-
-srun {srun} \\
-  {command} &
-ranks=$!
-requeue=
-trap 'requeue=yes; kill -USR1 "$ranks"' USR1 # {seconds} s before the time limit
-wait "$ranks"
-code=$?
-if [ -n "$requeue" ]; then # the signal ended the first wait
-  wait "$ranks"
-  code=$?
-  scontrol requeue "{requeued}"
-fi
-exit "$code"
-"""
 
 
 @dataclass(frozen=True)
@@ -74,15 +53,20 @@ def render(job: Job, site: Site) -> str:
         srun["cpus-per-task"] = cpus
     prefix = site.container.replace("{image}", shlex.quote(job.container)) + " " if job.container else ""
     task = ' "$SLURM_ARRAY_TASK_ID"' if job.array else ""
-    return TEMPLATE.format(
-        directives="\n".join(f"#SBATCH {_option(name, value)}" for name, value in directives.items()),
-        folder=shlex.quote(str(job.folder)),
-        setup="\n".join([*site.setup, *job.pre_launch, *exports]),
-        srun=" ".join(_option(name, value) for name, value in (srun | site.srun).items()),
-        command=prefix + shlex.join(job.command) + task,
-        seconds=job.save_seconds,
-        # The id of an array task includes its index: the id of the array would requeue all tasks.
-        requeued="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if job.array else "$SLURM_JOB_ID",
+    return (
+        files(__package__)
+        .joinpath("job.sh")
+        .read_text(encoding="utf-8")
+        .format(
+            directives="\n".join(f"#SBATCH {_option(name, value)}" for name, value in directives.items()),
+            folder=shlex.quote(str(job.folder)),
+            setup="\n".join([*site.setup, *job.pre_launch, *exports]),
+            srun=" ".join(_option(name, value) for name, value in (srun | site.srun).items()),
+            command=prefix + shlex.join(job.command) + task,
+            seconds=job.save_seconds,
+            # The id of an array task includes its index: the id of the array would requeue all tasks.
+            requeued="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if job.array else "$SLURM_JOB_ID",
+        )
     )
 
 
