@@ -366,8 +366,8 @@ def test_layouts_that_do_not_fit_are_ranked_by_memory(tmp_path: Path, capsys: py
 
 
 @contextmanager
-def planning(*arguments: object) -> Iterator[tuple[subprocess.Popen[str], Callable[[], int]]]:
-    """A command that follows ranks, and the number of processes of its session, of which the fifth follows a rank."""
+def planning(*arguments: object) -> Iterator[tuple[subprocess.Popen[str], Callable[[], list[int]]]]:
+    """A command that follows ranks, and the processes of its session, of which the fourth and later follow ranks."""
     command = [sys.executable, "-m", "kenotron", "plan", *map(str, arguments)]
 
     def end_on_ctrl_c() -> None:  # a shell's background jobs inherit that it is ignored
@@ -378,12 +378,13 @@ def planning(*arguments: object) -> Iterator[tuple[subprocess.Popen[str], Callab
         command, stdout=pipe, stderr=pipe, text=True, start_new_session=True, preexec_fn=end_on_ctrl_c
     ) as running:
 
-        def processes() -> int:
-            found = 0
+        def processes() -> list[int]:
+            found = []
             for path in Path("/proc").glob("[0-9]*/stat"):
                 with suppress(OSError):  # it has just ended
                     state, _, _, session, *_ = path.read_text().rpartition(")")[2].split()
-                    found += state != "Z" and session == str(running.pid)
+                    if state != "Z" and session == str(running.pid):
+                        found.append(int(path.parent.name))
             return found
 
         try:
@@ -409,7 +410,7 @@ ON_TWO = REPOSITORY / "examples/models/llama-3.2-1b.yaml", "--gpu", "h100", "par
 def test_ctrl_c_ends_a_search_at_once() -> None:
     """The terminal sends it to all processes."""
     with planning(*ON_TWO, "--search") as (searching, processes):
-        assert until(lambda: processes() >= 5, 90)
+        assert until(lambda: len(processes()) >= 5, 90)
         time.sleep(3)
         os.killpg(searching.pid, signal.SIGINT)
         _, said = searching.communicate(timeout=30)
@@ -423,10 +424,23 @@ def test_ctrl_c_ends_a_search_at_once() -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_no_process_outlives_a_plan_that_is_killed(number: int) -> None:
     with planning(*ON_TWO, "--rank", "0", "--rank", "1") as (killed, processes):
-        assert until(lambda: processes() >= 5, 90)
+        assert until(lambda: len(processes()) >= 5, 90)
         time.sleep(3)
         killed.send_signal(number)
         assert until(lambda: not processes(), 10)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_rank_that_is_killed_is_an_error() -> None:
+    """As by the kernel for lack of memory: the fourth process, the newest, follows a rank."""
+    with planning(*ON_TWO, "--rank", "0") as (running, processes):
+        assert until(lambda: len(processes()) >= 4, 90)
+        time.sleep(2)
+        os.kill(max(processes()), signal.SIGKILL)
+        _, said = running.communicate(timeout=30)
+    assert running.returncode == 1
+    assert said.endswith("error: rank 0 could not be planned: exit code -9; out of memory?\n")
 
 
 @pytest.mark.slow

@@ -15,11 +15,12 @@ import os
 import pickle
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import chain
-from multiprocessing import resource_tracker, spawn
-from multiprocessing.spawn import get_preparation_data as preparation_data
+from multiprocessing import forkserver, resource_tracker, spawn
+from multiprocessing.connection import Connection
+from multiprocessing.pool import ThreadPool
 from threading import Thread
 from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest.mock import patch
@@ -81,15 +82,15 @@ def plan_memory(
     context.set_forkserver_preload([__name__, "torch._dynamo"])  # which fake tensors import
     plans = []
     resource_tracker.ensure_running()  # which would unblock the signal
-    with patch.object(spawn, "get_preparation_data", _without_main):
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C is for this process
-        started = context.Pool(min(len(ranks), os.cpu_count() or 1), _end_with_parent, maxtasksperchild=1)
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        with started as pool:
-            for each in pool.imap(partial(_followed, pickle.dumps((config, gpu))), ranks):
-                plans.append(each)
-                if report is not None:
-                    report(len(plans), len(ranks))
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C is for this process, which ends others
+    forkserver.ensure_running()
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    without_main = patch.object(spawn, "get_preparation_data", _without_main)
+    with without_main, ExitStack() as started, ThreadPool(os.cpu_count()) as pool:
+        for each in pool.imap(partial(_in_process, context, started, pickle.dumps((config, gpu))), ranks):
+            plans.append(each)
+            if report is not None:
+                report(len(plans), len(ranks))
     return plans
 
 
@@ -99,26 +100,43 @@ def first_ranks(config: Config) -> list[int]:
     return [stage * layout.world_size // layout.pp for stage in range(layout.pp)]
 
 
-def _without_main(name: str) -> dict[str, Any]:
+def _without_main(name: str, everything: Any = spawn.get_preparation_data) -> dict[str, Any]:
     """Tell a new process all but its parent's script, which it would run: `kn.train` in it asks the planner."""
-    return {key: value for key, value in preparation_data(name).items() if not key.startswith("init_main")}
+    return {key: value for key, value in everything(name).items() if not key.startswith("init_main")}
+
+
+def _in_process(context: Any, started: ExitStack, pickled: bytes, rank: int) -> RankPlan:
+    receiving, sending = context.Pipe(duplex=False)
+    process = context.Process(target=_followed, args=(sending, pickled, rank), daemon=True)
+    process.start()
+    started.callback(process.kill)
+    sending.close()
+    answer = None
+    with receiving, suppress(EOFError):
+        answer = receiving.recv()
+    process.join()
+    if isinstance(answer, RankPlan):
+        return answer
+    raise answer or RunFailed(f"rank {rank} could not be planned: exit code {process.exitcode}; out of memory?")
+
+
+def _followed(sending: Connection, pickled: bytes, rank: int) -> None:
+    """Send the plan of a rank, or an error. The process ends with its parent, even in the middle of a plan."""
+    Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        config, gpu = pickle.loads(pickled)
+        sending.send(follow_rank(config, gpu, rank))
+    except InputError as error:
+        sending.send(error)
+    except Exception as error:  # which may not survive the way to the other process
+        what = f"{type(error).__name__}: {first_line(error)}"
+        sending.send(RunFailed(f"rank {rank} could not be planned: {what}"))
 
 
 def _end_with_parent() -> None:
-    """End this process, in the middle of a plan, when the one that asked for it has ended, even by a signal."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
-
-
-def _followed(pickled: bytes, rank: int) -> RankPlan:
-    try:
-        config, gpu = pickle.loads(pickled)  # here, where an error reaches the parent
-        return follow_rank(config, gpu, rank)
-    except InputError:
-        raise
-    except Exception as error:  # which may not survive the way to the other process
-        raise RunFailed(f"rank {rank} could not be planned: {type(error).__name__}: {first_line(error)}") from None
+    if (parent := multiprocessing.parent_process()) is not None:
+        parent.join()
+        os._exit(1)
 
 
 def follow_rank(config: Config, gpu: Gpu | None, rank: int) -> RankPlan:

@@ -52,18 +52,16 @@ class Server(ThreadingHTTPServer):
         with os_errors(f"--port {port}", "; expected one that is free, or 0 for any"):
             super().__init__((HOST, port), Handler)
 
-    def answer(
-        self, body: bytes, report: Callable[[int, int], None] | None, is_gone: Callable[[], bool]
-    ) -> dict[str, Any]:
+    def answer(self, page: Handler, report: Callable[[int, int], None] | None) -> dict[str, Any]:
         """Return the data of a plan, or with `report` of layouts; or the message of an "error".
 
         Raises ConnectionError for a page that is gone before it is its turn, or that `report` does not reach.
         """
         try:
-            request = json.loads(body)
+            request = json.loads(page.rfile.read(int(page.headers["Content-Length"] or 0)))
             run = request["yaml"], request["gpu"] or None, tuple(request["overrides"])
             with self.one_at_a_time:
-                if is_gone():
+                if page.is_gone():
                     raise ConnectionAbortedError
                 if report is None:
                     return self.planned(*run)
@@ -105,16 +103,15 @@ class Handler(BaseHTTPRequestHandler):
         if self.headers["Content-Type"] != "application/json" or not self._is_local():
             self._send(403, "text/plain", "")
             return
-        body = self.rfile.read(int(self.headers["Content-Length"] or 0))
         if self.path != "/layouts":
-            plan = self.server.answer(body, None, self._is_gone)
-            self._send(200, "application/json", json.dumps(plan, allow_nan=False))
+            self._send(200, "application/json", json.dumps(self.server.answer(self, None), allow_nan=False))
             return
         self.send_response(200)
         self.end_headers()
-        self._line(self.server.answer(body, lambda done, of: self._line({"done": done, "of": of}), self._is_gone))
+        self._line(self.server.answer(self, lambda done, of: self._line({"done": done, "of": of})))
 
-    def _is_gone(self) -> bool:
+    def is_gone(self) -> bool:
+        """Whether the page has closed the connection: it was closed, or asks for something newer."""
         readable, _, _ = select([self.connection], [], [], 0)
         return bool(readable) and not self.connection.recv(1, MSG_PEEK)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from kenotron.planner.rates import HOST, seconds_between, seconds_of
 from kenotron.planner.trace import Began, Communicated, Event, Marked, Ran, Waited
@@ -41,11 +41,6 @@ class Spent(NamedTuple):
     bars: list[Bar]
 
 
-def seconds_by() -> defaultdict[Any, float]:
-    """Return a table of seconds, initially 0."""
-    return defaultdict(float)
-
-
 @dataclass
 class Rank:
     """The state of a rank: the times that its host, its queues and its groups have reached."""
@@ -53,14 +48,14 @@ class Rank:
     stage: int
     host: float = 0.0
     asked: float = 0.0  # time of the host for all micro-batches, without its waits
-    queues: defaultdict[int, float] = field(default_factory=seconds_by)
-    channels: defaultdict[object, float] = field(default_factory=seconds_by)
+    queues: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
+    channels: defaultdict[object, float] = field(default_factory=lambda: defaultdict(float))
     marks: dict[int, tuple[float, str]] = field(default_factory=dict)  # mark → its time, and the reason of its wait
     received: Counter[Wire] = field(default_factory=Counter)
     awaited: dict[int, tuple[Wire, int]] = field(default_factory=dict)  # mark → the message that it waits for
     reasons: dict[int, str] = field(default_factory=dict)  # queue → the reason of its last wait
-    of: defaultdict[str, float] = field(default_factory=seconds_by)
-    sites: defaultdict[tuple[str, str], float] = field(default_factory=seconds_by)
+    of: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    sites: defaultdict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))
     updates: bool = False
     bars: list[Bar] = field(default_factory=list)
     began: list[dict[str, float]] = field(default_factory=list)  # `of` at every `Began`

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from datetime import datetime
 from importlib.resources import files
 from pathlib import Path
-from string import ascii_lowercase
 from typing import Any
 
 import yaml
@@ -75,7 +74,7 @@ def _text(documents: list[Any]) -> str:
 def _name(config: Config) -> str:
     """Return the name of the run as a label of RFC 1035, short enough for the names of a TrainJob's pods."""
     run = fill_run_name(config, datetime.now(), "").general.run.lower()
-    return re.sub("[^a-z0-9]+", "-", run if run[0] in ascii_lowercase else f"run-{run}")[:45].strip("-")
+    return re.sub("[^a-z0-9]+", "-", run if re.match("[a-z]", run) else f"run-{run}")[:45].strip("-")
 
 
 def _advise(config: Config, where: str, say: Report) -> None:
