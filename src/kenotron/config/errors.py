@@ -57,7 +57,8 @@ def naming(key: str) -> Iterator[None]:
     try:
         yield
     except InputError as error:
-        raise InputError(f"{key}: {error}") from error
+        error.args = (f"{key}: {error}",)
+        raise
 
 
 def first_of(problems: Sequence[str]) -> str:

@@ -79,7 +79,7 @@ def speed_in_words(config: Config, speed: Speed) -> str:
     size, unit = next((size, unit) for size, unit in UNITS if seconds >= size)
     return (
         f"{speed.tokens_per_second:,.0f} tokens/s, {speed.of_a_gpu:,.0f} a GPU, MFU {speed.mfu:.1%}; "
-        f"{steps:,} steps, {human_format(speed.tokens)} tokens: {seconds / max(size, 1):.3g} {unit}, "
+        f"{counted(steps, 'step')}, {human_format(speed.tokens)} tokens: {seconds / max(size, 1):.3g} {unit}, "
         f"{_rounded(speed.gpu_hours)} GPU-hours"
         + (f", {_rounded(speed.kwh)} kWh" if speed.kwh else "")
         + (f", which cost {speed.cost:,.0f}" if speed.cost else "")
