@@ -329,7 +329,7 @@ def test_a_browser_changes_the_layout_on_a_served_page(tmp_path: Path, monkeypat
 
     assert served(monkeypatch, look, tiny_yaml(tmp_path), "--gpu", "h100") == 0
     (dom,) = found
-    titles = [f"tiny on {ranks} on H100 80 GB" for ranks in ("1 rank", "2 ranks", "2 ranks")]
+    titles = [f"tiny: {ranks} on H100 80 GB" for ranks in ("1 rank", "2 ranks", "2 ranks")]
     assert "tp" + " | ".join(titles) in dom
     assert "parallelism.pp: expected at most num_hidden_layers 2 stages, found 9" in dom
 

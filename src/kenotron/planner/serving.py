@@ -147,8 +147,8 @@ def serve(server: Server) -> None:
     """Serve until Ctrl-C, SIGTERM, or the end of the terminal."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
-    print(f"Open http://{HOST}:{server.server_port} in a browser; Ctrl-C ends it.", flush=True)
     try:
+        print(f"Open http://{HOST}:{server.server_port} in a browser; Ctrl-C ends it.", flush=True)
         server.serve_forever()
     except KeyboardInterrupt:
         server.server_close()
