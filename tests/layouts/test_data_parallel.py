@@ -75,6 +75,7 @@ def test_every_stage_on_every_mesh_is_one_process(mesh: str, stage: int, micro_b
     same_as_alone(Layout(MESHES[mesh], stage, micro_batches))
 
 
+@pytest.mark.budget(10, reason="eight ranks, which connect for the first time")
 @pytest.mark.cases(1)  # and two of eight ranks in test_matrix.py
 @pytest.mark.parametrize("stage", [3, *(pytest.param(stage, marks=SLOW) for stage in (0, 1, 2))])
 @pytest.mark.parametrize(
