@@ -5,11 +5,10 @@
 
 What is traced, and how traces are played against one another, is what plans GPUs. What differs are the rates: every
 operator of a trace is timed alone with its own shapes, on as many cores at once as there are ranks, and every kind of
-collective over gloo between two ranks that have computed until then. An operator takes one of its measured times, drawn
-anew each time: ranks that wait for one another wait for the slower one. No collective runs beside computation: gloo
-takes a core of those that compute. In a step operators take longer, as their inputs are not in caches and Python asks
-for them: by one factor, measured with a Llama on one rank, or on one a core. Then ranks train on the same layout, a
-core each. Medians of all rounds are compared.
+collective between two idle ranks over gloo. An operator takes one of its measured times, drawn anew each time: ranks
+that wait for one another wait for the slower one. In a step operators take longer, as their inputs are not in caches
+and Python asks for them: by one factor, measured with a Llama on one rank, or on one a core. Then ranks train on the
+same layout, a core each. Medians of all rounds are compared.
 """
 
 from __future__ import annotations
@@ -143,11 +142,8 @@ class Calls(Trace):
         super()._functional(*args)
         self.functional = ""
 
-    def _communicate(self, kind: str, sides: Any, group: str, peer: int = 0) -> int:
-        mark = super()._communicate(self.functional + kind, sides, group, peer)
-        if self.groups[group].name != "pp":
-            self.wait(0, mark)
-        return mark
+    def _communicate(self, kind: str, *args: Any) -> int:
+        return super()._communicate(self.functional + kind, *args)
 
     def _run(self, operator: Operator) -> None:
         key, call = self.call
@@ -176,11 +172,10 @@ class Times:
                 self.of_calls[key] += seconds
 
     def measure_messages(self) -> None:
-        """Time messages: collectives of the rank that came last, as the other one waited for it."""
-        first, second = run_ranks(2, messages)
-        for kind, known in self.of_messages.items():
-            for each, one, other in zip(known, first[kind], second[kind]):
-                each += other if kind == "send" else map(min, one, other)
+        """Time messages."""
+        for kind, seconds in run_ranks(2, messages)[0].items():
+            for known, found in zip(self.of_messages[kind], seconds):
+                known += found
 
     def of(self, operator: Operator, gpu: None) -> float:
         """An operator."""
@@ -238,16 +233,13 @@ def timed(work: Callable[[], object]) -> float:
 
 
 def messages(rank: int) -> dict[str, list[list[float]]]:
-    """Kind of collective → seconds of this rank of two for each of `MESSAGES`."""
-    torch.set_num_threads(1)
-    matrix = torch.ones(384, 384)
+    """Kind of collective → seconds of two ranks for each of `MESSAGES`."""
     found: dict[str, list[list[float]]] = {kind: [] for kind in COLLECTIVES}
     for kind, size in itertools.product(COLLECTIVES, MESSAGES):
         whole, half = torch.ones(max(2, size // 4)), torch.ones(max(1, size // 8))
         seconds = []
         for _ in range(REPEATS):
             dist.barrier()
-            torch.mm(matrix, matrix)
             seconds.append(timed(partial(COLLECTIVES[kind], whole, half)))
         found[kind].append(seconds)
     return found
