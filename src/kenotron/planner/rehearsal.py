@@ -133,5 +133,4 @@ def micro_batches_to_follow(config: Config) -> int:
         return min(count, 3 if config.zero_stage in (1, 2) else 2)
     if layout.pp_engine == "afab":
         return count
-    rounds = 2 if layout.stages_per_rank == 1 else 2 * layout.stages_per_rank + 1
-    return min(count, rounds * layout.pp)
+    return min(count, (2 * layout.stages_per_rank + 1) * layout.pp)
