@@ -84,4 +84,20 @@ MUTANTS = [
         why="plans for GPUs are twice too large at long sequences",
         tests=("planner/test_planned_memory.py::test_attention_on_a_gpu_keeps_no_matrix_of_scores",),
     ),
+    Mutant(
+        name="checkpoint-of-one-rank",
+        file="planner/memory.py",
+        find="math.prod(shard.shape) * shard.tensor.element_size()",
+        replace="shard.tensor.numel() * shard.tensor.element_size()",
+        why="a checkpoint is planned as large as what the first rank of every stage writes",
+        tests=("planner/test_planned_memory.py::test_a_checkpoint_is_as_large_on_every_layout",),
+    ),
+    Mutant(
+        name="micro-batches-without-the-host",
+        file="planner/timeline.py",
+        find="if (idle := rank.asked / count - sum(parts.values())) > 0:",
+        replace="if (idle := 0.0) > 0:",
+        why="a pipeline of small kernels is planned to be twice as fast",
+        tests=("planner/test_timeline.py::test_micro_batches_that_were_not_followed_wait_for_a_slow_host",),
+    ),
 ]
