@@ -21,7 +21,7 @@ from itertools import chain
 from multiprocessing import forkserver, resource_tracker, spawn
 from multiprocessing.connection import Connection
 from multiprocessing.pool import ThreadPool
-from threading import Thread
+from threading import Lock, Thread
 from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest.mock import patch
 
@@ -52,6 +52,10 @@ if TYPE_CHECKING:
     from kenotron.config import Config
     from kenotron.planner.hardware import Gpu
     from kenotron.training.run import Run
+
+
+STARTING = Lock()
+"""Held by the thread that starts a process, for which it changes multiprocessing: layouts are searched by several."""
 
 
 class RankPlan(NamedTuple):
@@ -85,8 +89,7 @@ def plan_memory(
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C is for this process, which ends others
     forkserver.ensure_running()
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    without_main = patch.object(spawn, "get_preparation_data", _without_main)
-    with without_main, ExitStack() as started, ThreadPool(os.cpu_count()) as pool:
+    with ExitStack() as started, ThreadPool(os.cpu_count()) as pool:
         for each in pool.imap(partial(_in_process, context, started, pickle.dumps((config, gpu))), ranks):
             plans.append(each)
             if report is not None:
@@ -108,7 +111,8 @@ def _without_main(name: str, everything: Any = spawn.get_preparation_data) -> di
 def _in_process(context: Any, started: ExitStack, pickled: bytes, rank: int) -> RankPlan:
     receiving, sending = context.Pipe(duplex=False)
     process = context.Process(target=_followed, args=(sending, pickled, rank), daemon=True)
-    process.start()
+    with STARTING, patch.object(spawn, "get_preparation_data", _without_main):
+        process.start()
     started.callback(process.kill)
     sending.close()
     answer = None

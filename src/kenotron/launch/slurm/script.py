@@ -53,20 +53,16 @@ def render(job: Job, site: Site) -> str:
         srun["cpus-per-task"] = cpus
     prefix = site.container.replace("{image}", shlex.quote(job.container)) + " " if job.container else ""
     task = ' "$SLURM_ARRAY_TASK_ID"' if job.array else ""
-    return (
-        files(__package__)
-        .joinpath("job.sh")
-        .read_text(encoding="utf-8")
-        .format(
-            directives="\n".join(f"#SBATCH {_option(name, value)}" for name, value in directives.items()),
-            folder=shlex.quote(str(job.folder)),
-            setup="\n".join([*site.setup, *job.pre_launch, *exports]),
-            srun=" ".join(_option(name, value) for name, value in (srun | site.srun).items()),
-            command=prefix + shlex.join(job.command) + task,
-            seconds=job.save_seconds,
-            # The id of an array task includes its index: the id of the array would requeue all tasks.
-            requeued="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if job.array else "$SLURM_JOB_ID",
-        )
+    template = files(__package__).joinpath("job.sh").read_text(encoding="utf-8")
+    return template.format(
+        directives="\n".join(f"#SBATCH {_option(name, value)}" for name, value in directives.items()),
+        folder=shlex.quote(str(job.folder)),
+        setup="\n".join([*site.setup, *job.pre_launch, *exports]),
+        srun=" ".join(_option(name, value) for name, value in (srun | site.srun).items()),
+        command=prefix + shlex.join(job.command) + task,
+        seconds=job.save_seconds,
+        # The id of an array task includes its index: the id of the array would requeue all tasks.
+        requeued="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if job.array else "$SLURM_JOB_ID",
     )
 
 
