@@ -27,7 +27,7 @@ from kenotron.parallel import context
 from kenotron.parallel.cp_schedule import Chunks, contiguous, earlier_blocks, local_blocks, zigzag
 
 Documents = tuple[int, ...] | None
-METHODS = {name: method for name, method in context.METHODS.items() if name != "state_passing"}  # no attention
+METHODS = {name: context.attention_of(name) for name in context.METHODS if name != "state_passing"}  # no attention
 
 
 def main() -> None:

@@ -109,7 +109,7 @@ def test_what_has_to_be_read_to_understand_a_training_run_stays_small() -> None:
         found.add(module)
         packages = {package for package in MODULES if module.startswith(f"{package}.")}
         pending |= (imported_by(module) | packages) - found
-    assert sum(len(MODULES[module].read_text().splitlines()) for module in found) <= 17_327
+    assert sum(len(MODULES[module].read_text().splitlines()) for module in found) <= 17_000
 
 
 @cache

@@ -14,7 +14,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer, Pr
 from transformers.utils import logging
 
 import kenotron as kn
-from kenotron.checkpoint.model_files import save_text_files
+from kenotron.checkpoint.text_files import save_text_files
 from kenotron.config.decoder import RopeArchitecture
 from kenotron.config.model import Model
 from kenotron.interop import from_hf, to_hf

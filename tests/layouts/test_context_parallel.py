@@ -19,6 +19,7 @@ from kenotron.parallel import context, ring, tensor
 from kenotron.parallel.cp_schedule import ScoreBlock, contiguous, earlier_blocks, local_blocks, zigzag
 from kenotron.parallel.mesh import Mesh, build_mesh
 from kenotron.parallel.shards import shard_of
+from kenotron.parallel.ulysses import ulysses_attention
 from support.ranks import ROUNDING, run_ranks
 
 METHODS = ("ring", "ulysses", "allgather")
@@ -101,7 +102,7 @@ def attention_rank(rank: int, method: str, case: Case) -> list[torch.Tensor]:
     q, k, v, grad = (context.cut(x, chunks, 2) for x in case.tensors())
     inputs = [x.requires_grad_() for x in (q, k, v)]
     assert dist.group.WORLD is not None
-    out = context.METHODS[method](q, k, v, dist.group.WORLD, case.cu_seqlens, case.scale)
+    out = context.attention_of(method)(q, k, v, dist.group.WORLD, case.cu_seqlens, case.scale)
     return [out.detach(), *torch.autograd.grad(out, inputs, grad)]
 
 
@@ -150,7 +151,7 @@ class UsersAttention(torch.nn.Module):
 
     def forward(self, x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
         q, k, v = (y.unflatten(-1, (2, 8)).transpose(1, 2) for y in self.qkv(x).chunk(3, dim=-1))
-        return self.o(context.METHODS[self.method](q, k, v, group).transpose(1, 2).flatten(2))
+        return self.o(context.attention_of(self.method)(q, k, v, group).transpose(1, 2).flatten(2))
 
 
 def users_module(method: str) -> tuple[UsersAttention, torch.Tensor]:
@@ -203,7 +204,7 @@ def bytes_sent_rank(rank: int, method: str, case: Case) -> tuple[int, int]:
         chunks = context.local_chunks(case.length, n, rank, method)
         q, k, v, grad = (context.cut(x, chunks, 2) for x in case.tensors())
         inputs = [x.requires_grad_() for x in (q, k, v)]
-        out = context.METHODS[method](q, k, v, dist.group.WORLD, case.cu_seqlens, case.scale)
+        out = context.attention_of(method)(q, k, v, dist.group.WORLD, case.cu_seqlens, case.scale)
         forward = sent
         torch.autograd.grad(out, inputs, grad)
         return forward, sent - forward
@@ -283,7 +284,7 @@ def too_few_heads_rank(rank: int) -> str:
     assert dist.group.WORLD is not None
     x = torch.zeros(1, 3, 4, 8)
     with pytest.raises(InputError) as error:
-        context.ulysses_attention(x, x, x, dist.group.WORLD)
+        ulysses_attention(x, x, x, dist.group.WORLD)
     return str(error.value)
 
 

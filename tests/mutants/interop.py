@@ -75,7 +75,7 @@ MUTANTS = [
     ),
     Mutant(
         name="training-loses-the-ends-of-text",
-        file="checkpoint/model_files.py",
+        file="checkpoint/text_files.py",
         find="        copyfile(source / GENERATION, folder / GENERATION)\n",
         replace="        pass\n",
         why="a chat model that was trained on does not stop at the end of its turn",
@@ -83,7 +83,7 @@ MUTANTS = [
     ),
     Mutant(
         name="ids-of-another-tokenizer",
-        file="checkpoint/model_files.py",
+        file="checkpoint/text_files.py",
         find="if tokenizer is None or _hash(source) == tokenizer.hash:",
         replace="if True:",
         why="the export stops at ids that mean other text",

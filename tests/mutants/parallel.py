@@ -255,7 +255,7 @@ MUTANTS = [
     ),
     Mutant(
         name="ulysses-reads-the-wrong-key-value-head",
-        file="parallel/context.py",
+        file="parallel/ulysses.py",
         find="k.repeat_interleave(copies, dim=1), v.repeat_interleave(copies, dim=1)",
         replace="k.repeat(1, copies, 1, 1), v.repeat(1, copies, 1, 1)",
         why="grouped queries: head h reads key-value head h % kv_heads instead of h // group",
@@ -279,7 +279,7 @@ MUTANTS = [
     ),
     Mutant(
         name="ulysses-forgets-the-window",
-        file="parallel/context.py",
+        file="parallel/ulysses.py",
         find="local(q, k, v, borders, scale=scale, window=window)\n    back",
         replace="local(q, k, v, borders, scale=scale)\n    back",
         why="a sliding window holds in one process, and ranks that share sequences look back on everything",

@@ -18,7 +18,6 @@ def warnings_of(config: Config) -> Iterator[str]:
     yield from _schedule(config)
     yield from _stages(config)
     yield from _length(config)
-    yield from _random_tokens(config)
     interval, batches = config.tokens.val_check_interval, config.tokens.limit_val_batches
     if not config.tokens.validates and (interval > 0 or batches != 0 or config.tokens.val_datasets):
         yield f"tokens.val_check_interval is {interval}, limit_val_batches {batches}: without both, it never validates"
@@ -40,12 +39,6 @@ def amount(config: Config) -> str:
     return f"{at_most}{per_step} tokens a step, {'at most ' if grows else ''}{human_format(total)} in all"
 
 
-def _random_tokens(config: Config) -> Iterator[str]:
-    for number, stage in enumerate(config.data_stages):
-        if any(dataset is None for dataset in stage.data.datasets):
-            yield f"data_stages.{number}.data.dataset is null: random tokens, from which nothing is learnt"
-
-
 def _schedule(config: Config) -> Iterator[str]:
     schedule, steps = config.optimizer.learning_rate_scheduler, config.tokens.train_steps
     at, rate, warmup = "optimizer.learning_rate_scheduler", schedule.learning_rate, schedule.lr_warmup_steps
@@ -65,13 +58,14 @@ def _schedule(config: Config) -> Iterator[str]:
 
 
 def _stages(config: Config) -> Iterator[str]:
-    steps = config.tokens.train_steps
     for number, stage in enumerate(config.data_stages):
-        if stage.start_training_step > steps:
+        if stage.start_training_step > config.tokens.train_steps:
             yield (
                 f"data_stages.{number}.start_training_step is {stage.start_training_step}, but tokens.train_steps "
-                f"only {steps}: the stage '{stage.name}' is never trained on"
+                f"only {config.tokens.train_steps}: the stage '{stage.name}' is never trained on"
             )
+        if any(dataset is None for dataset in stage.data.datasets):
+            yield f"data_stages.{number}.data.dataset is null: random tokens, from which nothing is learnt"
 
 
 def _length(config: Config) -> Iterator[str]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kenotron.checkpoint import engine, folders, saving
 from kenotron.checkpoint.folders import Progress, Report, quiet
-from kenotron.checkpoint.model_files import save_text_files
+from kenotron.checkpoint.text_files import save_text_files
 from kenotron.config import Config, dump, load
 from kenotron.config.errors import InputError
 from kenotron.config.packaged import packaged_yaml

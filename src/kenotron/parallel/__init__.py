@@ -9,8 +9,9 @@ shared_memory.py      collectives and gradient sums between ranks of one machine
 tensor_labels.py      shared code of its modules: ranks, and local shards of weights
 partial_gradients.py  finds weights missing in a plan, whose gradients would be incomplete on every rank
 experts.py            expert parallelism: tokens sent to the ranks of their experts
-context.py            context parallelism: shards of sequences, Ulysses
+context.py            context parallelism: shards of sequences
 ring.py               ring attention and its all-gather form
+ulysses.py            attention of whole sequences for some heads of each rank
 cp_schedule.py        which queries attend to which keys, on host integers
 state_passing.py      context parallelism of recurrences: a rank's last state is the next rank's first
 pipeline.py           pipeline parallelism on torch's schedules

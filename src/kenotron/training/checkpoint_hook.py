@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kenotron.training.run import Run
     from kenotron.training.step import StepResult
 
-TEXT_FILES = "kenotron.checkpoint.model_files.text_files_of"
+TEXT_FILES = "kenotron.checkpoint.text_files.text_files_of"
 
 
 class CheckpointHook(Hook):

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kenotron.config import dump
 from kenotron.config.dotted import import_dotted
 from kenotron.config.errors import human_format
 from kenotron.models import named_parameters
@@ -41,8 +40,7 @@ class RunLog:
         """Called before anything is loaded; `launch` has printed the project's name, before it imported torch."""
 
     def config(self, config: Config) -> None:
-        """Log the config with all defaults at level debug, as it is also in the run's folder."""
-        logger.debug("Config:\n%s", dump(config).rstrip())
+        """Called when the config is final; it is written into the run's folder."""
         if config.model.compile:
             logger.info("model.compile: the first step compiles the blocks, which takes up to a minute")
 
