@@ -29,8 +29,7 @@ NAMES = {
     "torch._foreach_sign_": "optim/lion.py",
     "torch._C._current_autograd_node": "planner/ledger.py planner/trace.py",
     "torch._meta_registrations._meta_grouped_mm_common": "planner/stand_in.py",
-    "torch._subclasses.fake_tensor.FakeTensor": "kernels/rms_norm.py planner/ledger.py planner/stand_in.py "
-    "planner/trace.py",
+    "torch._subclasses.fake_tensor.FakeTensor": "kernels/rms_norm.py planner/ledger.py planner/stand_in.py",
     "torch._subclasses.fake_tensor.FakeTensorMode": "parallel/partial_gradients.py planner/stand_in.py",
     "torch._subclasses.fake_tensor.unset_fake_temporarily": "planner/stand_in.py",
     "torch.cuda.memory._dump_snapshot": "observers/profiler.py",

@@ -19,7 +19,6 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -184,8 +183,6 @@ class Trace(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not PLAIN.issuperset(types):
             return NotImplemented
-        if function is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
-            return args[0].fake_device
         out = function(*args, **(kwargs or {}))
         space, name = function.namespace, function.overloadpacket.__name__
         if space == "_c10d_functional":
