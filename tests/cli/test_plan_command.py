@@ -15,7 +15,8 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from threading import Event, Thread
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 from unittest.mock import patch
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
@@ -26,8 +27,9 @@ import torch
 from kenotron.cli import main
 from kenotron.launch import memory
 from kenotron.planner import hardware, measuring, serving
-from kenotron.planner.explaining import MEMORY, TIME
+from kenotron.planner.explaining import TEXTS, explained
 from kenotron.planner.hardware import GPUS, Gpu
+from kenotron.planner.planning import Plan
 from kenotron.planner.serving import Server
 from kenotron.planner.timeline import KINDS
 from kenotron.planner.trace import LABELS
@@ -80,9 +82,9 @@ def test_a_gpu_is_measured_and_planned_for(
 
 
 def test_a_plan_is_explained_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert MEMORY.keys() == set(COLUMNS)
+    assert TEXTS["memory"].keys() == set(COLUMNS)
     axes = {*LABELS.values(), "dp", "host"}
-    assert TIME.keys() == {*KINDS.values(), *(f"waits for {axis}" for axis in axes)}
+    assert TEXTS["time"].keys() == {*KINDS.values(), *(f"waits for {axis}" for axis in axes)}
     assert plan(tiny_yaml(tmp_path), "--gpu", "h100", "--explain") == 0
     lines = capsys.readouterr().out.splitlines()
     begins = [
@@ -95,6 +97,15 @@ def test_a_plan_is_explained_in_words(tmp_path: Path, capsys: pytest.CaptureFixt
     assert any(
         "optimizer: moments and other state. Less with a higher optimizer.zero_stage" in line for line in of_memory
     )
+
+
+def test_the_time_of_the_stage_that_waits_least_is_explained() -> None:
+    peaks = [SimpleNamespace(rank=4 * stage, peak=SimpleNamespace(bytes=1, of={"weights": 1})) for stage in range(3)]
+    waits = ({"products": 1.0, "waits for pp": 2.0}, {"products": 2.9, "waits for pp": 0.1}, {"waits for pp": 3.0})
+    speed = SimpleNamespace(seconds=3.0, ranks=[SimpleNamespace(of=each) for each in waits])
+    lines = list(explained(cast(Plan, SimpleNamespace(ranks=peaks, speed=speed))))
+    assert lines[2] == "A step takes 3,000.0 ms, of rank 4:"
+    assert "97%" in lines[3]
 
 
 @pytest.mark.budget(20, reason="plans a layout twice")

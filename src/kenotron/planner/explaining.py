@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kenotron.config.packaged import packaged_yaml
 from kenotron.planner.hardware import GIB
@@ -12,24 +12,25 @@ from kenotron.planner.verdict import COLUMNS, by_column
 if TYPE_CHECKING:
     from kenotron.planner.planning import Plan
 
-MEMORY, TIME = packaged_yaml("kenotron.planner", "explaining.yaml").values()
+TEXTS = packaged_yaml("kenotron.planner", "explaining.yaml")
 LEAST = 0.01
 """The smallest share that is shown."""
 
 
 def explained(plan: Plan) -> Iterator[str]:
-    """Yield lines that explain the memory of the rank with the largest peak, and the time of the first rank's step."""
+    """Yield lines that explain the memory of the rank with the largest peak, and a step's time on the busiest stage."""
     rank = max(plan.ranks, key=lambda rank: rank.peak.bytes)
     yield f"Rank {rank.rank} holds {rank.peak.bytes / GIB:.3g} GiB at its peak:"
-    yield from _shares(dict(zip(COLUMNS, by_column(rank.peak.of))), MEMORY, lambda size: f"{size / GIB:6.3g} GiB")
+    yield from _shares(dict(zip(COLUMNS, by_column(rank.peak.of))), "memory", lambda size: f"{size / GIB:6.3g} GiB")
     if plan.speed is not None:
-        yield f"A step takes {1000 * plan.speed.seconds:,.1f} ms, of rank {plan.ranks[0].rank}:"
-        yield from _shares(plan.speed.ranks[0].of, TIME, lambda size: f"{1000 * size:9,.1f} ms")
+        busiest, spent = min(zip(plan.ranks, plan.speed.ranks), key=lambda pair: pair[1].of.get("waits for pp", 0.0))
+        yield f"A step takes {1000 * plan.speed.seconds:,.1f} ms, of rank {busiest.rank}:"
+        yield from _shares(spent.of, "time", lambda size: f"{1000 * size:9,.1f} ms")
 
 
-def _shares(parts: Mapping[str, float], texts: Mapping[str, Any], formatted: Callable[[float], str]) -> Iterator[str]:
+def _shares(parts: Mapping[str, float], kind: str, formatted: Callable[[float], str]) -> Iterator[str]:
     total = sum(parts.values())
     for part, size in sorted(parts.items(), key=lambda item: -item[1]):
         if size >= LEAST * total:
-            what, less = texts.get(part, ("other queues of the GPU", "nothing known"))
+            what, less = TEXTS[kind].get(part, ("other queues of the GPU", "nothing known"))
             yield f"  {size / total:4.0%} {formatted(size)}  {part}: {what}. Less with {less}."
