@@ -16,8 +16,8 @@ HIGHEST_LEARNING_RATE = 1.0  # runs use 1e-5 to 5e-2
 def warnings_of(config: Config) -> Iterator[str]:
     """Yield the warnings about `config`; none of them stops a run."""
     yield from _schedule(config)
-    yield from _stages(config)
     yield from _length(config)
+    yield from _stages(config)
     interval, batches = config.tokens.val_check_interval, config.tokens.limit_val_batches
     if not config.tokens.validates and (interval > 0 or batches != 0 or config.tokens.val_datasets):
         yield f"tokens.val_check_interval is {interval}, limit_val_batches {batches}: without both, it never validates"
