@@ -1,14 +1,15 @@
 """Whether `kenotron plan` plays a step's traces rightly: planned and measured steps of ranks on this machine's cores.
 
-    python benchmarks/plan_time.py                       # twenty minutes on two quiet cores
+    python benchmarks/plan_time.py                       # half an hour on two quiet cores
     python benchmarks/plan_time.py --only "pp=2;zero"    # layouts whose names contain one of these
 
 What is traced, and how traces are played against one another, is what plans GPUs. What differs are the rates: every
-operator of a trace is timed alone with its own shapes, on as many cores at once as there are ranks, and every kind of
-collective between two idle ranks over gloo. An operator takes one of its measured times, drawn anew each time: ranks
-that wait for one another wait for the slower one. In a step operators take longer, as their inputs are not in caches
-and Python asks for them: by one factor, measured with a Llama on one rank, or on one a core. Then ranks train on the
-same layout, a core each. Medians of all rounds are compared.
+operator of a trace is timed alone with its own shapes, on inputs that no cache holds, on as many cores at once as there
+are ranks; and every kind of collective over gloo, between two ranks that do the same work in between: the cores of a
+shared machine are never equally fast, so that one rank waits for the other. In a step operators take a little longer,
+as Python asks for them: by one factor, measured with a Llama on one rank, or on one a core. Then ranks train on the
+same layout, a core each. Of operators and steps the lower quartile counts, as other programs only make them longer; of
+collectives, of which a step has many, the median.
 """
 
 from __future__ import annotations
@@ -17,14 +18,13 @@ import argparse
 import itertools
 import math
 import multiprocessing
-import random
 import statistics
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -43,7 +43,7 @@ from torch.distributed._functional_collectives import (  # noqa: E402
     reduce_scatter_tensor,
     wait_tensor,
 )
-from torch.utils._pytree import tree_map  # noqa: E402
+from torch.utils._pytree import tree_leaves, tree_map  # noqa: E402
 
 from kenotron.config import Config  # noqa: E402
 from kenotron.kernels.attentions.choice import attention_of_run  # noqa: E402
@@ -90,7 +90,9 @@ LAYOUTS = """
     gpt_neox|pp=2 engine=1f1b accum=4
 """
 CPU = torch.device("cpu")
-STEPS, REPEATS, PLAYS = 5, 8, 9
+STEPS, REPEATS = 5, 12
+PRODUCTS = 8  # of 512 by 512 between two messages: about 20 ms, as between two in a step
+BEYOND_CACHES, MOST_SETS = 64e6, 48  # bytes of the inputs of an operator's calls, which take turns
 MESSAGES = [4 * 8**power for power in range(9)]  # bytes
 COLLECTIVES: dict[str, Callable[[Tensor, Tensor], object]] = {
     "sum": lambda whole, half: dist.all_reduce(whole),
@@ -119,7 +121,12 @@ class Shape:
     def tensor(self) -> Tensor:
         """One like it."""
         made = torch.empty_strided(self.size, self.stride, dtype=self.dtype)
-        return made.normal_(std=0.02).abs_() if self.dtype.is_floating_point else made.zero_()
+        return made.fill_(0.02 if self.dtype.is_floating_point else 0)
+
+    @property
+    def bytes(self) -> int:
+        """Of its elements."""
+        return math.prod(self.size) * self.dtype.itemsize
 
 
 class Calls(Trace):
@@ -163,7 +170,6 @@ class Times:
         self.of_calls: dict[str, list[float]] = defaultdict(list)
         self.of_messages: dict[str, list[list[float]]] = {kind: [[] for _ in MESSAGES] for kind in COLLECTIVES}
         self.in_a_step = 1.0
-        self.random = random.Random(1)
 
     def measure(self, calls: dict[str, tuple[str, Any, float]]) -> None:
         """Time calls."""
@@ -173,13 +179,19 @@ class Times:
 
     def measure_messages(self) -> None:
         """Time messages."""
-        for kind, seconds in run_ranks(2, messages)[0].items():
-            for known, found in zip(self.of_messages[kind], seconds):
-                known += found
+        first, second = run_ranks(2, messages)
+        for kind, known in self.of_messages.items():
+            for seconds, *of_ranks in zip(known, first[kind], second[kind]):
+                seconds += map(statistics.mean, zip(*of_ranks))
+
+    @cached_property
+    def usual(self) -> dict[str, float]:
+        """Of each call, when all have been timed."""
+        return {call: lower_quartile(seconds) for call, seconds in self.of_calls.items()}
 
     def of(self, operator: Operator, gpu: None) -> float:
         """An operator."""
-        return self.random.choice(self.of_calls[operator.site]) * self.in_a_step
+        return self.usual[operator.site] * self.in_a_step
 
     def between(self, kind: str, moved: float, group: Any, gpu: None) -> float:
         """A collective, between the two messages that were timed next to it, by logarithms."""
@@ -187,7 +199,7 @@ class Times:
             return 0.0
         known = self.of_messages["send" if kind == "receive" else kind]
         at = min(max(int(math.log(max(moved, 4) / 4, 8)), 0), len(MESSAGES) - 2)
-        low, high = self.random.choice(known[at]), self.random.choice(known[at + 1])
+        low, high = statistics.median(known[at]), statistics.median(known[at + 1])
         return float(low * (max(moved, 4) / MESSAGES[at]) ** (math.log(high / low) / math.log(8)))
 
     def play(self, traces: list[list[Event]], micro_batches: int) -> float:
@@ -197,8 +209,12 @@ class Times:
             patch.object(timeline, "seconds_of", self.of),
             patch.object(timeline, "seconds_between", self.between),
         ):
-            plays = [timeline.play(traces, None, micro_batches)[0].seconds for _ in range(PLAYS)]  # type: ignore[arg-type]
-        return statistics.median(plays)
+            return timeline.play(traces, None, micro_batches)[0].seconds  # type: ignore[arg-type]
+
+
+def lower_quartile(seconds: list[float]) -> float:
+    """A quarter of all are less."""
+    return sorted(seconds)[len(seconds) // 4]
 
 
 def seconds_of_calls(rank: int, calls: dict[str, tuple[str, Any, float]]) -> dict[str, list[float]]:
@@ -213,16 +229,26 @@ def seconds_of_calls(rank: int, calls: dict[str, tuple[str, Any, float]]) -> dic
 
 
 def seconds_of_call(name: str, shapes: Any, moved: float) -> list[float]:
-    """Seconds of some calls, on tensors that take turns."""
+    """Seconds of some calls, on inputs that take turns. Results are kept, as those of a forward pass are."""
     space, operator, overload = name.split(".")
     function = getattr(getattr(getattr(torch.ops, space), operator), overload)
-    sets = [tree_map(lambda each: each.tensor() if isinstance(each, Shape) else each, shapes) for _ in range(3)]
+    inputs = sum(each.bytes for each in tree_leaves(shapes) if isinstance(each, Shape))
+    count = min(MOST_SETS, max(3, math.ceil(BEYOND_CACHES / max(1, inputs))))
+    sets = [tree_map(lambda each: each.tensor() if isinstance(each, Shape) else each, shapes) for _ in range(count)]
+    made: list[object] = []
+    seconds = []
     try:
         with torch.no_grad():
-            seconds = [timed(partial(function, *args, **kwargs)) for args, kwargs in sets * 3]
+            for args, kwargs in sets:
+                made.append(function(*args, **kwargs))
+            made.clear()  # the memory of the results, which the timed calls get again
+            for args, kwargs in sets:
+                begun = time.perf_counter()
+                made.append(function(*args, **kwargs))
+                seconds.append(time.perf_counter() - begun)
     except RuntimeError:  # one that looks at its numbers
         return [moved / BEYOND]
-    return seconds[len(sets) :]
+    return seconds
 
 
 def timed(work: Callable[[], object]) -> float:
@@ -233,13 +259,18 @@ def timed(work: Callable[[], object]) -> float:
 
 
 def messages(rank: int) -> dict[str, list[list[float]]]:
-    """Kind of collective → seconds of two ranks for each of `MESSAGES`."""
+    """Kind of collective → for each of `MESSAGES` the seconds of some, with waiting for the other rank."""
+    torch.set_num_threads(1)
+    keep_freed_memory()
     found: dict[str, list[list[float]]] = {kind: [] for kind in COLLECTIVES}
+    matrix = torch.full((512, 512), 0.02)
     for kind, size in itertools.product(COLLECTIVES, MESSAGES):
         whole, half = torch.ones(max(2, size // 4)), torch.ones(max(1, size // 8))
         seconds = []
         for _ in range(REPEATS):
             dist.barrier()
+            for _ in range(PRODUCTS):
+                matrix @ matrix
             seconds.append(timed(partial(COLLECTIVES[kind], whole, half)))
         found[kind].append(seconds)
     return found
@@ -308,7 +339,7 @@ class Case:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="only layouts that contain one of these, between semicolons")
-    parser.add_argument("--rounds", type=int, default=4, help="of measuring (default: 4)")
+    parser.add_argument("--rounds", type=int, default=3, help="of measuring (default: 3)")
     given = parser.parse_args()
     torch.set_num_threads(1)
     words = given.only.split(";")
@@ -319,16 +350,17 @@ def main() -> None:
     for done in range(1, given.rounds + 1):
         for ranks, each in alone.items():
             each.measure(times[ranks])
-            times[ranks].measure_messages()
+            if ranks > 1:
+                times[ranks].measure_messages()
         for case in cases:
             case.measure(times[case.ranks])
         left = (time.monotonic() - begun) / done * (given.rounds - done)
         print(f"{done} of {given.rounds} rounds, {left / 60:.0f} min left", file=sys.stderr)
     for ranks, each in alone.items():
-        times[ranks].in_a_step = statistics.median(each.seconds) / each.planned(times[ranks])
+        times[ranks].in_a_step = lower_quartile(each.seconds) / each.planned(times[ranks])
         print(f"In a step operators take {times[ranks].in_a_step:.2f} of their time alone, on {ranks} cores")
     print(f"{'layout':60} planned ms  measured  planned too much")
-    found = [(case.planned(times[case.ranks]), statistics.median(case.seconds)) for case in cases]
+    found = [(case.planned(times[case.ranks]), lower_quartile(case.seconds)) for case in cases]
     for case, (planned, real) in zip(cases, found):
         print(f"{case.name:60} {1e3 * planned:10.1f} {1e3 * real:9.1f} {planned / real - 1:+17.1%}")
     errors = [abs(planned / real - 1) for planned, real in found]
