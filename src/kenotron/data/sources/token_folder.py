@@ -107,7 +107,7 @@ class TokenFolder(TokenSource):
         if not self.boundaries:
             return None
         numbers = np.zeros((len(origin.file), self.sequence_length + 1), dtype=np.int64)
-        for number in np.unique(origin.file):
+        for number in set(origin.file.tolist()):
             where, file = np.flatnonzero(origin.file == number), self.files[number]
             if file.ends is not None:
                 numbers[where] = document_numbers(file.ends, origin.start[where], numbers.shape[1], file.name)

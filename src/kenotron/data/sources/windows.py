@@ -63,7 +63,6 @@ def document_numbers(ends: NDArray[np.uint64], starts: Int64, size: int, name: s
     place = ends[document].astype(np.int64) - starts[row]
     if ((place <= 0) | (place >= size)).any():
         raise InputError(f"{name}: the ends of its documents are not in order (near document {int(first.min())})")
-    numbers = np.zeros((len(starts), size), dtype=np.int64)
+    numbers = np.bincount(row * size + place, minlength=len(starts) * size).reshape(len(starts), size)
     numbers[:, 0] = first
-    np.add.at(numbers, (row, place), 1)
     return np.cumsum(numbers, axis=1, out=numbers)
