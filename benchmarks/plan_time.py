@@ -1,6 +1,6 @@
 """Whether `kenotron plan` plays a step's traces rightly: planned and measured steps of ranks on this machine's cores.
 
-    python benchmarks/plan_time.py                       # half an hour on two quiet cores
+    python benchmarks/plan_time.py                       # twenty minutes on two quiet cores
     python benchmarks/plan_time.py --only "pp=2;zero"    # layouts whose names contain one of these
 
 What is traced, and how traces are played against one another, is what plans GPUs. What differs are the rates: every
@@ -236,19 +236,18 @@ def seconds_of_call(name: str, shapes: Any, moved: float) -> list[float]:
     count = min(MOST_SETS, max(3, math.ceil(BEYOND_CACHES / max(1, inputs))))
     sets = [tree_map(lambda each: each.tensor() if isinstance(each, Shape) else each, shapes) for _ in range(count)]
     made: list[object] = []
-    seconds = []
+
+    def call(args: Any, kwargs: Any) -> None:
+        made.append(function(*args, **kwargs))
+
     try:
         with torch.no_grad():
-            for args, kwargs in sets:
-                made.append(function(*args, **kwargs))
+            for each in sets:
+                call(*each)
             made.clear()  # the memory of the results, which the timed calls get again
-            for args, kwargs in sets:
-                begun = time.perf_counter()
-                made.append(function(*args, **kwargs))
-                seconds.append(time.perf_counter() - begun)
+            return [timed(partial(call, *each)) for each in sets]
     except RuntimeError:  # one that looks at its numbers
         return [moved / BEYOND]
-    return seconds
 
 
 def timed(work: Callable[[], object]) -> float:

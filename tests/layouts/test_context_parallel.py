@@ -280,6 +280,11 @@ def test_a_length_that_does_not_divide_and_too_few_heads_are_reported_by_their_k
         assert message.startswith("parallelism.context_parallel_size: ulysses shares out the 3 query heads of a rank")
 
 
+def test_state_passing_refuses_attention_by_its_key() -> None:
+    with pytest.raises(InputError, match=r"context_parallel_method: state_passing: this model has attention"):
+        context.attention_of("state_passing")()
+
+
 def too_few_heads_rank(rank: int) -> str:
     assert dist.group.WORLD is not None
     x = torch.zeros(1, 3, 4, 8)

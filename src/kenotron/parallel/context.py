@@ -21,8 +21,7 @@ cp.
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from typing import Any
+from functools import cache, partial
 
 import torch
 import torch.distributed as dist
@@ -39,7 +38,7 @@ from kenotron.parallel.mesh import Mesh
 from kenotron.parallel.state_passing import StatesOfRanks
 
 METHODS = {
-    "state_passing": "kenotron.parallel.context.no_attention",
+    "state_passing": "kenotron.parallel.state_passing.no_attention",
     "ring": "kenotron.parallel.ring.ring_attention",
     "allgather": "kenotron.parallel.ring.allgather_attention",
     "ulysses": "kenotron.parallel.ulysses.ulysses_attention",
@@ -91,6 +90,7 @@ def cut(x: Tensor, chunks: Chunks, dim: int = 1) -> Tensor:
     return torch.cat([x.narrow(dim, begin, end - begin) for begin, end in chunks], dim)
 
 
+@cache
 def attention_of(method: str) -> Callable[..., Tensor]:
     """Return a method's attention function, a function of the rank's q, k and v, and its group."""
     return import_dotted(METHODS[method], KEY)
@@ -123,8 +123,3 @@ def shared_attention(
         return attend(q, k, v, group, ctx.cu_seqlens, scale)
 
     return shared
-
-
-def no_attention(*args: Any, **kwargs: Any) -> Tensor:
-    """Raise: with `state_passing`, layers have no attention."""
-    raise InputError(f"{KEY}: state_passing: this model has attention")

@@ -12,6 +12,8 @@ sends a state and w - 1 tokens, independent of the sequence length. (LASP, arXiv
 attention around a ring.)
 """
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -58,3 +60,8 @@ class StatesOfRanks:
     def _gathered(self, x: Tensor) -> Tensor:
         """Return x of every rank, ``[ranks, …]``; backward sums all ranks' gradients of this rank's x."""
         return gather_tokens(x.contiguous(), self.group).unflatten(0, (self.group.size(), -1))
+
+
+def no_attention(*args: Any, **kwargs: Any) -> Tensor:
+    """Raise: with `state_passing`, layers have no attention."""
+    raise InputError("parallelism.context_parallel_method: state_passing: this model has attention")
