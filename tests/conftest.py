@@ -83,10 +83,17 @@ def pytest_configure() -> None:
     gc.disable()
 
 
-def pytest_collection_finish() -> None:
-    """From here on garbage collections look at what tests make, and never at what was imported."""
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """From here on garbage collections look at what tests make, and never at what was imported.
+
+    Many tests need the server of `preload`, and the planner, which would start a server with less in it, is among them.
+    """
     gc.enable()
     gc.freeze()
+    if len(session.items) > 100 and not session.config.option.collectonly:
+        from support.preload import fork_server
+
+        fork_server()
 
 
 @pytest.hookimpl(wrapper=True)

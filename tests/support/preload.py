@@ -5,7 +5,11 @@ is imported because every optimizer does, for a second and a half.
 """
 
 import multiprocessing
+import os
+from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from unittest.mock import patch
 
 PRELOAD = (
     "kenotron.checkpoint.tensor_writer",
@@ -29,4 +33,8 @@ def fork_server() -> ForkServerContext:
     """Processes of this context start in milliseconds."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["support.frozen"])
+    # The server passes over in silence what it cannot import, and pytest's own `pythonpath` is for this process only.
+    tests, outer = str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")
+    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, [tests, outer]))):
+        forkserver.ensure_running()
     return context
