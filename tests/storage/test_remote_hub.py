@@ -13,7 +13,7 @@ from huggingface_hub import constants
 from test_remote_failures import failing, opened, waits_of
 from test_remote_tokens import write_folder
 
-from kenotron.checkpoint.model_files import INDEX, SINGLE, locate
+from kenotron.checkpoint.hf_files import INDEX, SINGLE, locate
 from kenotron.config import InputError
 from kenotron.config.remote import RemoteData
 from kenotron.data import open_run

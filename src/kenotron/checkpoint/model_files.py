@@ -1,8 +1,7 @@
-"""Find a model's files: in a Kénotron checkpoint, a Hugging Face folder, or the hub. Does not import torch.
+"""Find a model: in a Kénotron checkpoint, a Hugging Face folder, or the hub. Does not import torch.
 
 find_model("checkpoints")                         # ModelFolder(folder=PosixPath('checkpoints/20'), ours=True)
 find_model("HuggingFaceTB/SmolLM2-135M")          # config.json is fetched, local cache first: ours=False
-locate("HuggingFaceTB/SmolLM2-135M")              # the folder, with weights and tokenizer fetched
 """
 
 from pathlib import Path
@@ -11,12 +10,8 @@ from typing import NamedTuple
 from kenotron.checkpoint import folders
 from kenotron.checkpoint.manifest import MANIFEST
 from kenotron.config.errors import InputError, nearest
-from kenotron.storage.hub import hub_file, read_json
-from kenotron.text.tokenizer import GENERATION, TOKENIZER_FILES
+from kenotron.storage.hub import hub_file
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
-ADAPTER = "adapter_config.json"
 HUB = "no such model"  # the beginning of the hub's errors
 
 
@@ -81,35 +76,3 @@ def find_config(source: str | Path) -> Path:
         hint = " (it is a checkpoint: `kenotron convert to-hf` converts it)" if (folder / MANIFEST).exists() else ""
         raise InputError(f"{folder} is not a Hugging Face model: it has no config.json{hint}")
     return folder / "config.json"
-
-
-def locate(source: str | Path) -> Path:
-    """Return the folder of a Hugging Face model with its weights and tokenizer, which are fetched if missing."""
-    folder = find_config(source).parent
-    if not is_hub_name(source):
-        return folder
-    repo = str(source)
-    index = hub_file(repo, INDEX, None, HUB)
-    shards = shard_names(index) if index else [SINGLE]
-    if SINGLE not in shards and hub_file(repo, SINGLE, None, HUB, optional=True):  # as in a folder (hf_weights)
-        raise InputError(
-            f"repository '{repo}' has both {SINGLE} and {INDEX}, which names other files; download the ones that are "
-            "meant into a folder and name that"
-        )
-    for name in shards:
-        if hub_file(repo, name, None, HUB) is None:
-            raise InputError(f"{HUB}: repository '{repo}' has no {name} (only safetensors are read)")
-    for name in (*TOKENIZER_FILES, GENERATION):
-        hub_file(repo, name, None, HUB, optional=True)
-    return folder
-
-
-def shard_names(index: Path) -> list[str]:
-    """Return the safetensors files that the index of a model names."""
-    files = read_json(index).get("weight_map")
-    if not isinstance(files, dict):
-        raise InputError(f"{index}: expected a weight_map")
-    for name in files.values():
-        if not isinstance(name, str) or Path(name).name != name or "\0" in name:
-            raise InputError(f"{index}: expected names of files beside it, found {name!r}")
-    return sorted(set(files.values()))

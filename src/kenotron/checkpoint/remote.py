@@ -216,11 +216,7 @@ def local_copy(url: str) -> Path:
     """
     checkpoints, step = find(url)
     root = cache_root() / "checkpoints" / checkpoints.url.replace("://", "/")
-
-    def is_needed(name: str) -> bool:
-        return not name.startswith("optimizer/") or name.endswith(".json")
-
-    return checkpoints.fetch(step, root, is_needed, keep=True)
+    return checkpoints.fetch(step, root, lambda name: not name.startswith("optimizer/") or name.endswith(".json"), True)
 
 
 # ---- for runs ------------------------------------------------------------------------------------------------

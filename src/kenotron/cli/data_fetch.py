@@ -45,7 +45,8 @@ def fetch(
 
 def _model_requirements(config: Any) -> Iterator[RequiredFile]:
     """Yield the Hugging Face models that provide the shapes or the initial weights."""
-    from kenotron.checkpoint.model_files import find_config, is_hub_name, locate
+    from kenotron.checkpoint.hf_files import locate
+    from kenotron.checkpoint.model_files import find_config, is_hub_name
     from kenotron.prepare.download import RequiredFile, required_path
 
     if name := getattr(config.model.architecture, "hf", None):

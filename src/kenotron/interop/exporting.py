@@ -20,7 +20,7 @@ from typing import Annotated, Any
 from pydantic import ByteSize, Field, TypeAdapter, ValidationError
 
 from kenotron.checkpoint.folders import Progress, Report, quiet
-from kenotron.checkpoint.model_files import INDEX
+from kenotron.checkpoint.hf_files import INDEX
 from kenotron.config.decoder import DecoderArchitecture, RopeArchitecture
 from kenotron.config.errors import InputError, nearest
 from kenotron.config.model import WEIGHT_DTYPES

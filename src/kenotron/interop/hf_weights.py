@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from kenotron.checkpoint.model_files import ADAPTER, INDEX, SINGLE, shard_names
+from kenotron.checkpoint.hf_files import ADAPTER, INDEX, SINGLE, shard_names
 from kenotron.config.errors import InputError, nearest
 
 Box = tuple[slice, ...]  # start and stop in each dimension; () is the whole tensor

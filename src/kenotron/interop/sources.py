@@ -15,7 +15,8 @@ from torch import Tensor
 
 from kenotron.checkpoint import folders, reading
 from kenotron.checkpoint.folders import Report, quiet
-from kenotron.checkpoint.model_files import find_config, find_model, locate
+from kenotron.checkpoint.hf_files import locate
+from kenotron.checkpoint.model_files import find_config, find_model
 from kenotron.config import Config
 from kenotron.config.architecture import HFArchitecture
 from kenotron.config.config import problems_of

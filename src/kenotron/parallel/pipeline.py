@@ -24,7 +24,7 @@ split; the schedule is the same, and a rank idles about as long as with interlea
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -249,7 +249,7 @@ class Pipeline:
                 input_args=() if number == 0 else (hidden,),
                 output_args=losses if number == self.count - 1 else (hidden,),
                 group=self.group,
-                dw_builder=_nothing_left if self.split_backward_prevented else None,
+                dw_builder=(lambda: lambda: None) if self.split_backward_prevented else None,  # no second half
             )
             for number, stage in zip(self.numbers, self.stages)
         ]
@@ -365,11 +365,6 @@ def _prevents_split_backward(layout: Parallelism, compiled: bool) -> str | None:
         f"torch {torch.__version__}": not HALVES_ANY_FUNCTION,
     }
     return next((key for key, prevents in keys.items() if prevents), None)
-
-
-def _nothing_left() -> Callable[[], None]:
-    """Return an empty second half for a backward pass that was done completely in the first."""
-    return lambda: None
 
 
 def warn_of_idle_ranks(layout: Parallelism, count: int, compiled: bool) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kenotron.checkpoint.checkpoints import Outcomes, Saved, Unsaved
-from kenotron.config.dotted import import_dotted
+from kenotron.checkpoint.text_files import text_files_of
 from kenotron.config.errors import CheckpointError, PeerFailed, RunFailed
 from kenotron.models import named_parameters
 from kenotron.optim.state import state_tensors
@@ -21,8 +21,6 @@ from kenotron.training.saved_state import hook_states, manifest_state, model_ten
 if TYPE_CHECKING:
     from kenotron.training.run import Run
     from kenotron.training.step import StepResult
-
-TEXT_FILES = "kenotron.checkpoint.text_files.text_files_of"
 
 
 class CheckpointHook(Hook):
@@ -118,7 +116,7 @@ def content_of(run: Run) -> dict[str, Any]:
         "state": manifest_state(run) | {"hooks": hooks},
         "config_yaml": run.checkpoints.config_text(run.config, run.step, run.consumed_samples),
         "model_config": run.config.model.architecture.model_dump(mode="json", by_alias=True),
-        "save_tokenizer": import_dotted(TEXT_FILES, "checkpoints")(run.config, run.tokenizer),
+        "save_tokenizer": text_files_of(run.config, run.tokenizer),
         "data": run.data.streams.states(run.step) if run.data.streams else None,
     }
 
