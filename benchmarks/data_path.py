@@ -29,6 +29,7 @@ from kenotron.data.source import SampleRange, TokenSource
 from kenotron.data.sources.token_folder import TokenFolder
 from kenotron.data.stage_plan import StagePlan
 from kenotron.kernels.hashing import derive_key
+from kenotron.storage.arrays import map_local_array
 
 TOKENS = 64 * 2**20
 DOCUMENT = 700  # tokens of a document
@@ -44,7 +45,7 @@ def make_split(folder: Path) -> SplitTokens:
         for _ in range(0, TOKENS, 2**22):
             stream.write(rng.integers(0, 32768, 2**22, dtype=np.uint16).tobytes())
     ends = np.arange(DOCUMENT, TOKENS + 1, DOCUMENT, dtype=np.uint64)
-    tokens = np.memmap(file, "<u2", "r")
+    tokens = map_local_array(file, np.dtype("<u2"), 0, TOKENS)
     return SplitTokens(file, "cache", tokens, ends, bytes=4 * TOKENS, max_id=32767)
 
 

@@ -34,8 +34,8 @@ MUTANTS = [
     Mutant(
         name="a-document-border-off-by-one",
         file="data/batch.py",
-        find="    labels[row, last] = NO_LOSS\n",
-        replace="    labels[row, last - 1] = NO_LOSS\n",
+        find="labels[begins[:, 1:]] = NO_LOSS",
+        replace="labels[begins[:, :-1]] = NO_LOSS",
         why="the last real token of a document is masked, and the first of the next one predicted from it",
         tests=(
             "data/test_sources.py",
@@ -45,8 +45,8 @@ MUTANTS = [
     Mutant(
         name="positions-restart-a-token-late",
         file="data/batch.py",
-        find="(row * length + last + 1)[inside]",
-        replace="(row * length + last + 1 + (last + 2 < length))[inside]",
+        find="starts = np.flatnonzero(begins[:, :-1])",
+        replace="starts = np.flatnonzero(begins[:, :-1]); starts += starts % tokens.shape[1] > 0",
         why="the first token of a document has a position of the document before it",
         tests=("data/test_sources.py",),
     ),
@@ -157,8 +157,8 @@ MUTANTS = [
     Mutant(
         name="a-window-starts-in-the-document-before",
         file="data/sources/windows.py",
-        find='    first = np.searchsorted(ends, starts.astype(np.uint64), side="right")\n',
-        replace='    first = np.searchsorted(ends, starts.astype(np.uint64), side="left")\n',
+        find="np.array((starts, starts + size - 1)",
+        replace="np.array((np.maximum(starts, 1) - 1, starts + size - 1)",
         why="a window that begins with a document counts its first token to the one before",
         tests=("data/test_sources.py",),
     ),

@@ -61,8 +61,9 @@ def make_batch(
     sample_ids: Int64,
     documents: Int64 | None = None,
     loss_mask: NDArray[np.bool_] | None = None,
+    sources: Int64 | None = None,
 ) -> TokenBatch:
-    """Cut samples ``[n, sequence_length + 1]`` into inputs and labels.
+    """Cut samples ``[n, sequence_length + 1]``, of `sources` ``[n]``, into inputs and labels.
 
     With `documents` (same shape), positions restart at every document, and a label that belongs to the
     next document is masked. Labels where `loss_mask` (same shape) is False are masked.
@@ -72,13 +73,11 @@ def make_batch(
     if loss_mask is not None:
         labels[~loss_mask[:, 1:]] = NO_LOSS
     if documents is None:
-        return TokenBatch(tokens, labels, sample_ids)
-    rows, length = tokens.shape
-    row, last = np.nonzero(documents[:, 1:] != documents[:, :-1])  # the last token of each document: few
-    labels[row, last] = NO_LOSS
-    # Flat index of the start of each token's sequence or document, from which positions count.
-    inside = last + 1 < length
-    starts = np.sort(np.concatenate([np.arange(rows) * length, (row * length + last + 1)[inside]]))
-    positions = np.arange(rows * length) - np.repeat(starts, np.diff(starts, append=rows * length))
+        return TokenBatch(tokens, labels, sample_ids, sources=sources)
+    begins = np.ones(documents.shape, dtype=np.bool_)
+    np.not_equal(documents[:, 1:], documents[:, :-1], out=begins[:, 1:])
+    labels[begins[:, 1:]] = NO_LOSS
+    starts = np.flatnonzero(begins[:, :-1])  # of each sequence and document, from which positions count
+    positions = np.arange(tokens.size) - np.repeat(starts, np.diff(np.concatenate((starts, [tokens.size]))))
     inner = documents[:, :-1]
-    return TokenBatch(tokens, labels, sample_ids, positions.reshape(rows, length), inner - inner[:, :1])
+    return TokenBatch(tokens, labels, sample_ids, positions.reshape(tokens.shape), inner - inner[:, :1], sources)

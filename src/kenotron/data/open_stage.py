@@ -10,7 +10,7 @@ next.
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property, partial
 
@@ -53,8 +53,8 @@ class OpenStage:
     def read(self, positions: Int64, sample_ids: Int64, document_masking: bool) -> TokenBatch:
         """Return the samples at `positions` ``[n]`` of the stage as one batch of n sequences."""
         source_of, index = self.order.locate(positions)
-        where = {s: np.flatnonzero(source_of == s) for s in sorted(set(source_of.tolist()))}
-        parts = [(rows, self.sources[s].read(index[rows], document_masking)) for s, rows in where.items()]
+        where = ((s, np.flatnonzero(source_of == s)) for s in sorted(set(source_of.tolist())))
+        parts = [(rows, self.sources[s].read(index[rows], document_masking)) for s, rows in where]
         types = {read.tokens.dtype for _, read in parts}
         shape = (len(positions), self.stage.sequence_length + 1)
         tokens = np.empty(shape, types.pop() if len(types) == 1 else np.int64)  # a narrow type moves less memory
@@ -67,7 +67,7 @@ class OpenStage:
             if read.loss_mask is not None:
                 loss_mask = np.ones(shape, dtype=np.bool_) if loss_mask is None else loss_mask
                 loss_mask[rows] = read.loss_mask
-        return replace(make_batch(tokens, sample_ids, document_ids, loss_mask), sources=source_of)
+        return make_batch(tokens, sample_ids, document_ids, loss_mask, source_of)
 
 
 class Sources:

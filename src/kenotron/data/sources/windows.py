@@ -55,8 +55,7 @@ def document_numbers(ends: NDArray[np.uint64], starts: Int64, size: int, name: s
     sorted.
     """
     # Documents first[i] <= d < last[i] end inside window i; each end raises the number of all following tokens by one.
-    first = np.searchsorted(ends, starts.astype(np.uint64), side="right")
-    last = np.searchsorted(ends, (starts + size).astype(np.uint64), side="left")
+    first, last = np.searchsorted(ends, np.array((starts, starts + size - 1), dtype=np.uint64), side="right")
     inside = np.maximum(last - first, 0)
     row = np.repeat(np.arange(len(starts)), inside)
     document = np.arange(inside.sum()) + np.repeat(first - np.cumsum(inside) + inside, inside)
