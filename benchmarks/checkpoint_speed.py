@@ -7,8 +7,8 @@
 `dd` copies one file from memory (a tmpfs) to the same file system, once into one file, which is the least work there
 is (conv=fsync). Ours writes two files of tensors, an index each, and a manifest, with checksums, all synced, and
 renames. Restoring checks all checksums and fills the tensors; dd reads the files one after another to /dev/null. Both
-begin with nothing of the files in memory. Prints every round, the medians, and the ratios of ours to dd's; the bar is
-0.8. Memory: the peak above what was there before.
+begin with nothing of the files in memory. Prints every round of saving, the ratio of the medians of ours and dd's, and
+for restoring that of the fastest rounds; the bar is 0.8. Memory: the peak above what was there before.
 """
 
 from __future__ import annotations
@@ -193,7 +193,8 @@ def measure(
     print("median " + "   ".join(f"{name} {size / 1e6 / taken:6.0f}" for name, taken in medians.items()))
     ratio = medians["dd"] / medians["ours"]
     print(f"ours / dd: {ratio:.2f} (bar {BAR}: {_word(ratio)})")
-    dd_read, restored = (size / 1e6 / statistics.median(taken) for taken in zip(*reads))
+    # A shared disk has rounds at a third of its rate, of either: the fastest says what each costs beside the disk.
+    dd_read, restored = (size / 1e6 / min(taken) for taken in zip(*reads))
     ratio = restored / dd_read
     print(f"restored at {restored:.0f} MB/s, dd {dd_read:.0f}: {ratio:.2f} (bar {BAR}: {_word(ratio)})")
     print(f"peak memory of a save above the tensors: {peak.mb:.0f} MB")
