@@ -267,6 +267,7 @@ for arguments in (
     ["generate", "./gpt2"], ["chat", "nowhere/run/10"], ["convert", "from-hf", "./gpt2", "out"],
     ["convert", "to-hf", "nowhere", "out"], ["convert", "from-nanotron", "nowhere", "out"],
     ["train", "tiny.yaml", "parallelism.dp=4000"], ["generate", "x", "--max-new-tokens", "0"],
+    ["plan", "tiny.yaml", "parallelism.dp=x"],
 ):
     try:
         main(arguments)
@@ -293,6 +294,7 @@ main(["--help"])
         "SRC",
         "parallelism",
         "max_new_tokens",
+        "override parallelism.dp=x",
     ]
 
 

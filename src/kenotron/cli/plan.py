@@ -63,15 +63,17 @@ def plan(
 
     Exit code 1: it does not fit.
     """
-    from kenotron.planner.explaining import explained
-    from kenotron.planner.page import page_data, page_of
-    from kenotron.planner.planning import plan_run
-    from kenotron.planner.search import search as find_layouts
 
     def changed(more: list[str]) -> Config:
         return _load_resolved(file, [*(overrides or []), *more], lambda line: None)
 
     config = _load_resolved(file, overrides or [], to_stderr)
+    # They import torch, for seconds: what is wrong with a config is said before.
+    from kenotron.planner.explaining import explained
+    from kenotron.planner.page import page_data, page_of
+    from kenotron.planner.planning import plan_run
+    from kenotron.planner.search import search as find_layouts
+
     if measure is not None:
         gpu = _measure(measure, gpu)
     cluster: dict[str, Any] = {"in_machine": in_machine, "network": network and 1e9 * network, "price": price}
@@ -114,10 +116,11 @@ def plan(
 
 def _load_resolved(file: str, overrides: list[str], say: Callable[[str], None]) -> Config:
     from kenotron.config import load, refuse_unsupported
-    from kenotron.interop import resolve_architecture
 
     config = load(file, overrides, report=say)
     refuse_unsupported(config)
+    from kenotron.interop import resolve_architecture
+
     return resolve_architecture(config)
 
 
