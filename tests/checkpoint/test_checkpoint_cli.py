@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -132,14 +133,9 @@ def test_on_a_terminal_it_draws_a_table(root: Path) -> None:
     subprocess.run([sys.executable, "-c", code, str(root)], stdout=follower, stderr=follower, check=True)
     os.close(follower)
     text = b""
-    while True:
-        try:
-            chunk = os.read(leader, 65536)
-        except OSError:  # how Linux ends a pseudo-terminal
-            break
-        if not chunk:
-            break
-        text += chunk
+    with suppress(OSError):  # how Linux ends a pseudo-terminal
+        while chunk := os.read(leader, 65536):
+            text += chunk
     os.close(leader)
     assert "┃" in text.decode()
     assert "complete" in text.decode()

@@ -11,6 +11,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -72,12 +73,22 @@ def folder() -> Iterator[Path]:
         yield Path(path)
 
 
-def error_of(work: Callable[[], object]) -> CheckpointError | None:
-    try:
-        work()
-    except CheckpointError as error:
-        return error
-    return None
+def error_at(number: int, code: int, work: Callable[[], object]) -> tuple[CheckpointError | None, list[str]]:
+    """The error that `work` ends with if its call `number` fails; the name of that call."""
+    failed: list[str] = []
+
+    def fail(now: int, name: str) -> None:
+        if now == number:
+            failed.append(name)
+            raise OSError(code, os.strerror(code))
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        count_calls(monkeypatch, fail)
+        try:
+            work()
+        except CheckpointError as error:
+            return error, failed
+    return None, failed
 
 
 def entries(root: Path) -> list[str]:
@@ -122,22 +133,19 @@ def test_a_prune_killed_at_any_call_leaves_every_other_checkpoint_intact(folder:
     for step in (10, 20, 30):
         save_step(folder / "pattern", step)
 
-    def killed(number: int) -> None:
+    shutil.copytree(folder / "pattern", folder / "dry")
+    calls = calls_of(lambda: prune(folder / "dry", Keep(1)))
+    assert len(calls) > 20
+    for number in range(len(calls)):
         root = folder / f"killed-{number}"
         shutil.copytree(folder / "pattern", root)
-        assert killed_at(number, lambda: prune(root, Keep(1)))
+        assert killed_at(number, partial(prune, root, Keep(1)))
         lines: list[str] = []
         assert newest_complete(root, lines.append) == root / "30"
         assert [entry.problem for entry in list_checkpoints(root) if entry.problem] == lines == []
         prune(root, Keep(1))
         tidy(root)
         assert entries(root) == ["30", "latest.txt"]
-
-    shutil.copytree(folder / "pattern", folder / "dry")
-    calls = calls_of(lambda: prune(folder / "dry", Keep(1)))
-    assert len(calls) > 20
-    for number in range(len(calls)):
-        killed(number)
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS])
@@ -147,25 +155,14 @@ def test_a_save_that_fails_at_any_call_says_so_in_one_line_and_leaves_nothing(fo
 
     def fails(number: int) -> str | None:
         """The name of call `number` if its failing was passed over."""
-        failed: list[str] = []
-
-        def fail(now: int, name: str) -> None:
-            if now == number:
-                failed.append(name)
-                raise OSError(code, os.strerror(code))
-
-        with pytest.MonkeyPatch.context() as monkeypatch:
-            count_calls(monkeypatch, fail)
-            error = error_of(lambda: save_step(root, 20, seed=2))
+        error, failed = error_at(number, code, lambda: save_step(root, 20, seed=2))
         if error is not None:
             assert os.strerror(code) in str(error)
             assert str(root) in str(error)
             assert "\n" not in str(error)
         left = entries(root)
         assert set(left) <= {"10", "20", "latest.txt"}, left
-        newest = newest_complete(root)
-        assert newest is not None
-        assert load_and_compare(newest) == (2 if "20" in left else 1)
+        assert load_and_compare(newest_complete(root)) == (2 if "20" in left else 1)
         assert load_and_compare(root / "10") == 1
         shutil.rmtree(root / "20", ignore_errors=True)
         (root / "latest.txt").write_text("10")
@@ -183,17 +180,8 @@ def test_a_step_that_is_saved_again_is_never_lost_to_an_error(folder: Path) -> N
     total = len(calls_of(lambda: save_step(root, 10, seed=1)))
     for number in range(total + 20):  # the second time there is more to do: the first one steps aside
         save_step(root, 10, seed=1)
-
-        def fail(now: int, name: str, failing: int = number) -> None:
-            if now == failing:
-                raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-        with pytest.MonkeyPatch.context() as monkeypatch:
-            count_calls(monkeypatch, fail)
-            error = error_of(lambda: save_step(root, 10, seed=2))
-        newest = newest_complete(root)
-        assert newest is not None
-        assert load_and_compare(newest) in ((1, 2) if error else (2,))
+        error, _ = error_at(number, errno.EIO, lambda: save_step(root, 10, seed=2))
+        assert load_and_compare(newest_complete(root)) in ((1, 2) if error else (2,))
         assert not [name for name in entries(root) if "tmp" in name or "replaced" in name]
         tidy(root)
         assert entries(root) == ["10", "latest.txt"]
@@ -216,14 +204,12 @@ def test_a_file_size_limit_stops_the_save_and_the_last_checkpoint_stays(tmp_path
 @contextmanager
 def as_nobody() -> Iterator[None]:
     """Root may write anywhere, so it becomes somebody who may not."""
-    if os.geteuid() != 0:
-        yield
-        return
-    os.seteuid(65534)
+    user = os.geteuid()
+    os.seteuid(user or 65534)
     try:
         yield
     finally:
-        os.seteuid(0)
+        os.seteuid(user)
 
 
 def test_a_folder_without_permission_is_named(tmp_path: Path) -> None:

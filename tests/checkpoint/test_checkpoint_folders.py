@@ -18,15 +18,8 @@ from support.checkpoint_states import load_and_compare, save_step, weights
 
 
 def save_tiny(root: Path, step: int) -> None:
-    save(
-        root,
-        step,
-        model={"w": weights(0)["model.norm.weight"]},
-        optimizer=None,
-        state={},
-        config_yaml="",
-        model_config={},
-    )
+    model = {"w": weights(0)["model.norm.weight"]}
+    save(root, step, model=model, optimizer=None, state={}, config_yaml="", model_config={})
 
 
 def claim(root: Path, step: int, saved_at: float, state: dict[str, float] | None = None) -> None:
@@ -37,11 +30,11 @@ def claim(root: Path, step: int, saved_at: float, state: dict[str, float] | None
 
 def test_the_newest_is_the_one_saved_last_not_the_one_with_the_highest_step(tmp_path: Path) -> None:
     """A fresh run in a folder where an older one got further."""
-    for step in (100, 200, 10):
+    for step in (9, 100, 200, 10):
         save_tiny(tmp_path, step)
-    assert newest_complete(tmp_path) == tmp_path / "10"
-    assert resolve(tmp_path) == tmp_path / "10"
-    assert [entry.step for entry in list_checkpoints(tmp_path)] == [100, 200, 10]
+    assert (tmp_path / "latest.txt").read_bytes() == b"10"
+    assert newest_complete(tmp_path) == resolve(tmp_path) == tmp_path / "10"
+    assert [entry.step for entry in list_checkpoints(tmp_path)] == [9, 100, 200, 10]
 
 
 def test_a_clock_that_goes_backwards_does_not_change_the_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,19 +44,12 @@ def test_a_clock_that_goes_backwards_does_not_change_the_order(tmp_path: Path, m
     assert [entry.step for entry in list_checkpoints(tmp_path)] == [10, 20, 30, 40]
 
 
-def test_steps_beyond_nine_are_numbers_not_words(tmp_path: Path) -> None:
-    for step in (9, 10, 100):
-        save_tiny(tmp_path, step)
-    assert (tmp_path / "latest.txt").read_bytes() == b"100"
-    assert [entry.step for entry in list_checkpoints(tmp_path)] == [9, 10, 100]
-
-
 def test_a_checkpoint_that_was_saved_but_not_yet_written_into_latest_is_found(tmp_path: Path) -> None:
     save_tiny(tmp_path, 10)
     save_tiny(tmp_path, 20)
-    (tmp_path / "latest.txt").write_text("10")
+    (tmp_path / "latest.txt").write_text("10\n")  # a newline at the end does no harm
     assert newest_complete(tmp_path) == tmp_path / "20"
-    assert resolve(tmp_path) == tmp_path / "10"
+    assert resolve(str(tmp_path)) == tmp_path / "10"
     (tmp_path / "latest.txt").unlink()
     assert newest_complete(tmp_path) == tmp_path / "20"
     assert resolve(tmp_path) == tmp_path / "20"
@@ -99,9 +85,7 @@ def test_a_step_folder_may_be_copied_and_renamed_and_still_be_named_directly(tmp
         ("broken/10", r"broken/10/manifest.json is damaged"),
     ],
 )
-def test_an_argument_that_is_no_checkpoint_is_answered_with_what_is_there(
-    tmp_path: Path, argument: str, message: str
-) -> None:
+def test_an_argument_that_is_no_checkpoint_is_explained(tmp_path: Path, argument: str, message: str) -> None:
     save_tiny(tmp_path / "root", 10)
     for name in ("stale", "garbage", "broken"):
         shutil.copytree(tmp_path / "root", tmp_path / name)
@@ -120,33 +104,15 @@ def test_an_argument_that_is_no_checkpoint_is_answered_with_what_is_there(
     assert "\n" not in str(error.value)
 
 
-def test_a_trailing_newline_in_latest_does_no_harm(tmp_path: Path) -> None:
-    save_tiny(tmp_path, 10)
-    (tmp_path / "latest.txt").write_text("10\n")
-    assert resolve(str(tmp_path)) == tmp_path / "10"
-
-
-STEPS = st.lists(st.integers(0, 60), unique=True, max_size=12)
-
-
-@given(
-    STEPS,
-    st.integers(1, 5),
-    st.one_of(st.none(), st.integers(1, 20)),
-    st.sets(st.integers(0, 60), max_size=3),
-    st.integers(0, 60),
-    st.booleans(),
-    st.permutations(range(61)),
+STEPS = st.integers(0, 60)
+KEEP = st.builds(
+    Keep, st.integers(1, 5), st.none() | st.integers(1, 20), st.frozensets(STEPS, max_size=3), st.booleans()
 )
-def test_retention_keeps_the_last_the_round_the_best_and_the_protected_and_nothing_else(
-    tmp_path_factory: pytest.TempPathFactory,
-    steps: list[int],
-    keep_last: int,
-    keep_every: int | None,
-    protect: set[int],
-    damaged: int,
-    keep_best: bool,
-    losses: list[int],
+
+
+@given(st.lists(STEPS, unique=True, max_size=12), KEEP, STEPS, st.permutations(range(61)))
+def test_retention_keeps_what_it_names_and_nothing_else(
+    tmp_path_factory: pytest.TempPathFactory, steps: list[int], keep: Keep, damaged: int, losses: list[int]
 ) -> None:
     """Steps that 7 divides had no validation, and the loss of every eleventh is not finite."""
     root = tmp_path_factory.mktemp("retention")
@@ -155,11 +121,10 @@ def test_retention_keeps_the_last_the_round_the_best_and_the_protected_and_nothi
         claim(root, step, saved_at=1000.0 + order, state={"val_loss": val[step]} if step in val else {})
     if damaged not in steps:
         (root / str(damaged)).mkdir()
-    expected = set(steps[-keep_last:]) | (protect & set(steps))
-    expected |= {step for step in steps if keep_every and step % keep_every == 0}
-    if keep_best:
+    expected = set(steps[-keep.last :]) | (keep.protected & set(steps))
+    expected |= {step for step in steps if keep.every and step % keep.every == 0}
+    if keep.best:
         expected |= {step for step in val if val[step] == min(val.values()) < math.inf}
-    keep = Keep(keep_last, keep_every, frozenset(protect), keep_best)
     removed = {int(path.name) for path in prune(root, keep)}
     foreign = {damaged} - set(steps)
     assert {int(path.name) for path in root.iterdir()} == expected | foreign

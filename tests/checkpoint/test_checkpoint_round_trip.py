@@ -1,12 +1,10 @@
 """What was saved comes back bit by bit, through our reader and through readers that are not ours."""
 
 import json
-import warnings
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -16,7 +14,7 @@ from kenotron.checkpoint.manifest import read_manifest
 from kenotron.checkpoint.reading import read_tensors
 from kenotron.checkpoint.saving import save
 from kenotron.config.errors import CheckpointError
-from support.checkpoint_states import assert_same, empty_like, load_and_compare, save_step, weights
+from support.checkpoint_states import assert_same, empty_like, load_and_compare, save_step
 
 DTYPES = [
     *(torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8),
@@ -69,31 +67,15 @@ def test_tensors_that_are_views_are_saved_as_they_look(tmp_path: Path) -> None:
 
 def test_the_safetensors_library_reads_a_rank_file(tmp_path: Path) -> None:
     """It checks the format's rules itself: header length, no gaps, no overlaps."""
-    model = {f"{dtype}": random_bits((3, 5), dtype) for dtype in DTYPES} | {
-        "scalar": torch.tensor(3),
-        "": torch.ones(0),
-    }
+    model = {f"{dtype}": random_bits((3, 5), dtype) for dtype in DTYPES}
+    model |= {"scalar": torch.tensor(3), "": torch.ones(0)}
     path = save_plain(tmp_path, 1, model)
     assert_same(load_file(path / "model" / "rank0.safetensors"), model)
 
 
-def test_the_own_safetensors_reader_of_torch_reads_the_model_folder(tmp_path: Path) -> None:
-    path = save_plain(tmp_path, 1, weights(1))
-    found = empty_like(weights(1))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.load(found, storage_reader=dcp.HuggingFaceStorageReader(str(path / "model")), no_dist=True)
-    assert_same(found, weights(1))
-
-
 def test_the_state_comes_back_equal(tmp_path: Path) -> None:
-    state = {
-        "consumed": 2**60,
-        "rate": 0.1 + 0.2,
-        "best": float("inf"),
-        "name": 'Kénotron \u2028 "x"',
-        "stages": [{"name": "a", "weights": (0.25, 0.75)}, None, True],
-    }
+    state = {"consumed": 2**60, "rate": 0.1 + 0.2, "best": float("inf"), "name": 'Kénotron \u2028 "x"'}
+    state["stages"] = [{"name": "a", "weights": (0.25, 0.75)}, None, True]
     path = save_plain(tmp_path, 3, {"w": torch.ones(1)}, state=state)
     loaded = load(path, model={"w": torch.zeros(1)}, optimizer=None)
     assert loaded == state | {"stages": [{"name": "a", "weights": [0.25, 0.75]}, None, True]}
@@ -103,16 +85,9 @@ def test_the_state_comes_back_equal(tmp_path: Path) -> None:
 def test_the_folder_holds_what_the_architecture_page_says(tmp_path: Path) -> None:
     saved = save_step(tmp_path / "deep" / "root", 10)
     files = {file.relative_to(saved.path).as_posix() for file in saved.path.rglob("*") if file.is_file()}
-    assert files == {
-        "manifest.json",
-        "config.yaml",
-        "model_config.json",
-        "model/index.json",
-        "model/rank0.safetensors",
-        "optimizer/index.json",
-        "optimizer/rank0.safetensors",
-        "tokenizer/tokenizer.json",
-    }
+    expected = """manifest.json config.yaml model_config.json model/index.json model/rank0.safetensors
+        optimizer/index.json optimizer/rank0.safetensors tokenizer/tokenizer.json"""
+    assert files == set(expected.split())
     assert (saved.path / "config.yaml").read_text() == "general:\n  step: 10\n"
     assert json.loads((saved.path / "model_config.json").read_text()) == {"hidden_size": 32}
     assert (tmp_path / "deep" / "root" / "latest.txt").read_bytes() == b"10"
@@ -121,16 +96,7 @@ def test_the_folder_holds_what_the_architecture_page_says(tmp_path: Path) -> Non
     assert set(read_manifest(saved.path).files) == files - {"manifest.json"}
 
 
-def test_a_step_that_is_saved_again_gives_way_to_the_new_one(tmp_path: Path) -> None:
-    save_step(tmp_path, 10, seed=1)
-    save_step(tmp_path, 10, seed=2)
-    assert load_and_compare(tmp_path / "10") == 2
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "10", "latest.txt"]
-
-
-def test_a_folder_of_someone_else_in_the_way_is_moved_aside_and_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_foreign_folder_in_the_way_is_moved_aside(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "10").mkdir()
     (tmp_path / "10" / "notes.txt").write_text("mine")
     with caplog.at_level("WARNING", "kenotron"):
@@ -156,32 +122,18 @@ def test_saving_copies_no_tensor_that_is_contiguous_on_the_host(tmp_path: Path, 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"a.wieght": torch.ones(2, 3), "b": torch.ones(4)}, "lacks 'a.wieght'; did you mean 'a.weight'?"),
-        ({"a.weight": torch.ones(2, 3)}, "has 'b', which this run does not have"),
-        (
-            {"a.weight": torch.ones(3, 2), "b": torch.ones(4)},
-            "'a.weight' has shape [2, 3] in the checkpoint and [3, 2] in this run",
-        ),
-        (
-            {"a.weight": torch.ones(3, 2), "b": torch.ones(5)},
-            "'a.weight' has shape [2, 3] in the checkpoint and [3, 2] in this run, and 1 more",
-        ),
-        (
-            {"a.weight": torch.ones(6), "b": torch.ones(4)},
-            "'a.weight' has shape [2, 3] in the checkpoint and [6] in this run",
-        ),
-        (
-            {"a.weight": torch.ones(2, 3).half(), "b": torch.ones(4)},
-            "'a.weight' is float32 in the checkpoint and float16 in this run",
-        ),
-        ({"a.weight": torch.ones(2, 3, device="meta"), "b": torch.ones(4)}, "without memory"),
+        ({"wieght": torch.ones(2, 3), "b": torch.ones(4)}, "lacks 'wieght'; did you mean 'weight'?"),
+        ({"weight": torch.ones(2, 3)}, "has 'b', which this run does not have"),
+        ({"weight": torch.ones(3, 2), "b": torch.ones(4)}, "'weight' has shape [2, 3] in the checkpoint and [3, 2] in"),
+        ({"weight": torch.ones(3, 2), "b": torch.ones(5)}, "and [3, 2] in this run, and 1 more"),
+        ({"weight": torch.ones(6), "b": torch.ones(4)}, "'weight' has shape [2, 3] in the checkpoint and [6] in"),
+        ({"weight": torch.ones(2, 3).half(), "b": torch.ones(4)}, "is float32 in the checkpoint and float16 in this"),
+        ({"weight": torch.ones(2, 3, device="meta"), "b": torch.ones(4)}, "without memory"),
         ({"x": torch.ones(1), "y": torch.ones(1), "z": torch.ones(1)}, "lacks 'x' and 2 more"),
     ],
 )
-def test_names_shapes_and_dtypes_that_do_not_fit_are_named_and_nothing_is_touched(
-    tmp_path: Path, given: dict, message: str
-) -> None:
-    path = save_plain(tmp_path, 1, {"a.weight": torch.zeros(2, 3), "b": torch.zeros(4)}, {"c": torch.zeros(1)})
+def test_what_does_not_fit_is_named_and_nothing_is_touched(tmp_path: Path, given: dict, message: str) -> None:
+    path = save_plain(tmp_path, 1, {"weight": torch.zeros(2, 3), "b": torch.zeros(4)}, {"c": torch.zeros(1)})
     optimizer = {"c": torch.ones(1)}
     with pytest.raises(CheckpointError) as error:
         load(path, model=given, optimizer=optimizer)
@@ -207,9 +159,7 @@ def test_a_checkpoint_without_optimizer_says_so(tmp_path: Path) -> None:
         ({"list": [1, {2, 3}]}, "state.list[1] is set"),
     ],
 )
-def test_a_state_that_json_would_change_is_refused_before_anything_is_written(
-    tmp_path: Path, state: dict, message: str
-) -> None:
+def test_a_state_that_json_would_change_is_refused_at_once(tmp_path: Path, state: dict, message: str) -> None:
     with pytest.raises(CheckpointError) as error:
         save_plain(tmp_path / "root", 1, {"w": torch.zeros(1)}, state=state)
     assert message in str(error.value)

@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from functools import cache
 from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
@@ -82,6 +82,23 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Make]:
         yield made
 
 
+@contextmanager
+def stopped(writer: Any) -> Iterator[None]:
+    """The process that writes does nothing meanwhile."""
+    os.kill(writer.process.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(writer.process.pid, signal.SIGCONT)
+
+
+def save(engine: Engine, root: Path, step: int) -> Any:
+    """What became of a save that was waited for."""
+    engine.save(root, step, content(step), KEEP)
+    (outcome,) = engine.collect()
+    return outcome
+
+
 def spoil(state: dict[str, Any]) -> None:
     """What the next update does, to everything."""
     for tensor in [*state["model"].values(), *state["optimizer"].values()]:
@@ -91,12 +108,14 @@ def spoil(state: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_every_byte_is_the_synchronous_engines(name: str, tmp_path: Path, make: Make) -> None:
+    """Also of what changes after the fence (fault 2: CPU tensors were handed to the file writer as they are)."""
     engine, reference = make(name), make("torch")
     for step in (10, 20, 30):
         state = content(step)
         before = engine.save(tmp_path / "a", step, state, KEEP)
         assert [outcome.path.name for outcome in before] == (["10"] if step == 20 else [])
-        engine.fence()
+        if name != "async":  # which has copied everything by now
+            engine.fence()
         spoil(state)
         reference.save(tmp_path / "b", step, content(step), KEEP)
         if step == 20:
@@ -114,9 +133,7 @@ def test_every_byte_is_the_synchronous_engines(name: str, tmp_path: Path, make: 
 
 
 @pytest.mark.parametrize("kind", ["torch", "datastates"])
-def test_the_plan_is_made_once_while_shapes_are_the_same(
-    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_is_made_once_for_equal_shapes(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[object] = []
     make_plan = plan.make_plan
     monkeypatch.setattr(plan, "make_plan", lambda *given: made.append(1) or make_plan(*given))
@@ -146,26 +163,11 @@ def test_no_file_is_truncated_after_its_first_bytes_were_written(tmp_path: Path,
     assert [load_and_compare(entry.path, 2) for entry in found] == list(range(1, 41))
 
 
-@pytest.mark.parametrize("name", ENGINES)
-def test_what_changes_after_the_fence_is_not_in_the_checkpoint(name: str, tmp_path: Path, make: Make) -> None:
-    """Fault 2: CPU tensors were handed to the file writer as they are."""
-    engine, state = make(name), content(1)
-    engine.save(tmp_path, 1, state, KEEP)
-    if name != "async":  # which has copied everything by now
-        engine.fence()
-    spoil(state)
-    engine.collect()
-    assert load_and_compare(tmp_path / "1", ROWS) == 1
-
-
 def test_nothing_is_announced_before_it_is_on_the_disk(tmp_path: Path, make: Make) -> None:
     """Fault 3: waiting for the copies is not waiting for the files."""
     engine = make("datastates")
-    engine.save(tmp_path, 1, content(1), KEEP)
-    engine.collect()
-    pid = engine.writer.process.pid
-    os.kill(pid, signal.SIGSTOP)
-    try:
+    save(engine, tmp_path, 1)
+    with stopped(engine.writer):
         assert engine.save(tmp_path, 2, content(2), KEEP) == []
         engine.fence()  # the copies need no disk
         assert engine.in_flight
@@ -173,17 +175,13 @@ def test_nothing_is_announced_before_it_is_on_the_disk(tmp_path: Path, make: Mak
         assert not (tmp_path / "2").exists()
         assert (tmp_path / "latest.txt").read_text() == "1"
         assert newest_complete(tmp_path) == tmp_path / "1"
-    finally:
-        os.kill(pid, signal.SIGCONT)
     (saved,) = engine.collect()
     assert saved.path == newest_complete(tmp_path) == tmp_path / "2"
     assert engine.settled()
     assert not engine.in_flight
 
 
-def test_the_fence_waits_for_copies_that_have_not_begun(
-    tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_fence_waits_for_copies_not_begun(tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fault 4: tensors were listed by a thread, and a fence before that found nothing to wait for."""
     slow_copies(monkeypatch, 0.3)
     engine, state = make("datastates"), content(1)
@@ -252,16 +250,11 @@ def test_a_tensor_larger_than_the_memory_makes_the_fence_wait_for_the_disk(tmp_p
     """Fault 7: it ended the process."""
     engine, state = make(SMALL_RING), content(1)
     assert state["model"]["model.embed_tokens.weight"].nbytes > 4 * background.LEAST_BYTES
-    engine.save(tmp_path, 0, content(0), KEEP)
-    engine.collect()
-    pid = engine.writer.process.pid
-    os.kill(pid, signal.SIGSTOP)
-    try:
+    save(engine, tmp_path, 0)
+    with stopped(engine.writer):
         engine.save(tmp_path, 1, state, KEEP)
         time.sleep(0.2)
         assert engine.thread.is_alive()  # the ring is full, and nobody reads it
-    finally:
-        os.kill(pid, signal.SIGCONT)
     engine.fence()
     spoil(state)
     assert engine.copier.ring.capacity == background.LEAST_BYTES
@@ -287,12 +280,8 @@ os.kill(os.getpid(), signal.SIGKILL)
 @pytest.mark.parametrize("name", ["async", pytest.param("datastates", marks=pytest.mark.slow)])
 def test_a_killed_process_leaves_no_half_checkpoint_and_no_writer(name: str, tmp_path: Path) -> None:
     """Fault 8: no rename, no checksum, no manifest."""
-    killed = subprocess.run(
-        [sys.executable, "-c", KILLED, name, str(tmp_path)],
-        env=environment(tmp_path, PYTHONPATH=os.pathsep.join(sys.path)),
-        timeout=120,
-        check=False,
-    )
+    env = environment(tmp_path, PYTHONPATH=os.pathsep.join(sys.path))
+    killed = subprocess.run([sys.executable, "-c", KILLED, name, str(tmp_path)], env=env, timeout=120)
     assert killed.returncode == -signal.SIGKILL
     pid = int((tmp_path / "pid").read_text())
     os.kill(pid, signal.SIGCONT)
@@ -316,8 +305,7 @@ def test_a_killed_process_leaves_no_half_checkpoint_and_no_writer(name: str, tmp
 
 def test_a_full_disk_costs_one_checkpoint_and_the_next_is_complete(tmp_path: Path, make: Make) -> None:
     engine: BackgroundEngine = make(SMALL_RING)
-    engine.save(tmp_path, 1, content(1), KEEP)
-    engine.collect()
+    save(engine, tmp_path, 1)
     limit = (100_000, resource.RLIM_INFINITY)
     resource.prlimit(engine.writer.process.pid, resource.RLIMIT_FSIZE, limit)
     engine.save(tmp_path, 2, content(2), KEEP)
@@ -329,31 +317,26 @@ def test_a_full_disk_costs_one_checkpoint_and_the_next_is_complete(tmp_path: Pat
     assert newest_complete(tmp_path) == tmp_path / "1"
     assert not [path for path in tmp_path.iterdir() if ".tmp-" in path.name]
     resource.prlimit(engine.writer.process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
-    engine.save(tmp_path, 3, content(3), KEEP)
-    (saved,) = engine.collect()
+    saved = save(engine, tmp_path, 3)
     assert isinstance(saved, Saved)
     assert load_and_compare(saved.path, ROWS) == 3
 
 
 def test_a_killed_writer_costs_one_checkpoint_and_is_started_again(tmp_path: Path, make: Make) -> None:
     engine: BackgroundEngine = make("datastates")
-    engine.save(tmp_path, 1, content(1), KEEP)
-    engine.collect()
+    save(engine, tmp_path, 1)
     os.kill(engine.writer.process.pid, signal.SIGSTOP)
     engine.save(tmp_path, 2, content(2), KEEP)
     os.kill(engine.writer.process.pid, signal.SIGKILL)
     (outcome,) = engine.collect()
     assert isinstance(outcome, Unsaved)
     assert "ended with exit code -9" in outcome.problem
-    engine.save(tmp_path, 3, content(3), KEEP)
-    (saved,) = engine.collect()
-    assert load_and_compare(saved.path, ROWS) == 3
+    assert load_and_compare(save(engine, tmp_path, 3).path, ROWS) == 3
 
 
 def test_signals_for_the_run_do_not_end_the_writer(tmp_path: Path, make: Make) -> None:
     engine: BackgroundEngine = make("async")
-    engine.save(tmp_path, 1, content(1), KEEP)
-    engine.collect()
+    save(engine, tmp_path, 1)
     engine.save(tmp_path, 2, content(2), KEEP)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         os.kill(engine.writer.process.pid, number)
@@ -424,10 +407,7 @@ def save_on_two_ranks(rank: int, folder: Path) -> list[Any]:
         outcomes.append(engine.save(folder / "b", 2, state() | {"save_tokenizer": no_space_left}, KEEP))
         os.kill(engine.writer.process.pid, signal.SIGSTOP)
         engine.save(folder / "b", 2, state(), KEEP)
-        if rank == 1:
-            os.kill(engine.writer.process.pid, signal.SIGKILL)
-        else:
-            os.kill(engine.writer.process.pid, signal.SIGCONT)
+        os.kill(engine.writer.process.pid, signal.SIGKILL if rank == 1 else signal.SIGCONT)
         outcomes.append(engine.collect())
         engine.save(folder / "b", 3, state(), KEEP)
         return [*outcomes, engine.collect()]

@@ -119,9 +119,7 @@ def test_threads_of_python_go_on_while_the_native_writer_writes(tmp_path: Path) 
             thread.join()
 
 
-def test_without_a_compiler_the_native_writer_is_refused_at_the_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_compiler_the_native_writer_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("KENOTRON_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("CXX", raising=False)

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from kenotron.checkpoint.folders import newest_complete
 from kenotron.checkpoint.loading import load
 from kenotron.checkpoint.saving import save
-from kenotron.config.errors import CheckpointError
 from kenotron.parallel.ranks import run_on_rank0
 from support.ranks import run_ranks
 
@@ -55,22 +54,3 @@ def test_a_run_that_resumes_gathers_neither_manifests_nor_names_nor_plans(tmp_pa
     for most, calls in run_ranks(2, resume, tmp_path):
         assert most < SMALL
         assert calls > 3
-
-
-def names_of_stage(rank: int, root: Path, dropped: int) -> str | None:
-    """Every rank has the tensors of a stage; those of `dropped` no rank has."""
-    every = list(tensors(0.0).items())
-    mine = dict(every[rank * 250 : (rank + 1) * 250 - dropped * rank])
-    try:
-        load(root / "10", model=mine, optimizer=None)
-    except CheckpointError as error:
-        return str(error)
-    return None
-
-
-def test_stages_together_must_have_all_names_of_a_checkpoint(tmp_path: Path) -> None:
-    save(tmp_path, 10, model=tensors(1.0), optimizer=None, state={}, config_yaml="", model_config={})
-    assert run_ranks(2, names_of_stage, tmp_path, 0) == [None, None]
-    for message in run_ranks(2, names_of_stage, tmp_path, 3):
-        assert message is not None
-        assert "has 'model.layers.497.self_attn.q_proj.weight' and 2 more, which this run does not have" in message

@@ -88,10 +88,9 @@ def test_a_folder_without_tensors_has_an_index() -> None:
 
 
 def refused(rank: int) -> str:
+    tensor = torch.zeros(2, dtype=(torch.int8, torch.cfloat)[rank])
     with pytest.raises((CheckpointError, PeerFailed)) as error:
-        Planner().plan(
-            {"model": {f"of{rank}": TensorShard.full(torch.zeros(2, dtype=(torch.int8, torch.cfloat)[rank]))}}
-        )
+        Planner().plan({"model": {f"of{rank}": TensorShard.full(tensor)}})
     return str(error.value)
 
 
