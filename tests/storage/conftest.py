@@ -74,12 +74,8 @@ def proxy() -> Iterator[Proxy]:
 @pytest.fixture
 def server(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
     """The proxy, whole and fast."""
-    for name, value in {
-        "AWS_ENDPOINT_URL": proxy.url,
-        "AWS_ACCESS_KEY_ID": "robot",
-        "AWS_SECRET_ACCESS_KEY": "secret",
-        "AWS_DEFAULT_REGION": "us-east-1",
-    }.items():
+    access = {"AWS_ACCESS_KEY_ID": "robot", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}
+    for name, value in {**access, "AWS_ENDPOINT_URL": proxy.url}.items():
         monkeypatch.setenv(name, value)
     for name in ("AWS_PROFILE", "HTTP_PROXY", "http_proxy"):
         monkeypatch.delenv(name, raising=False)

@@ -30,9 +30,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     return seen
 
 
-def test_a_file_is_synced_then_renamed_and_then_its_folder_is_synced(
-    tmp_path: Path, events: list[tuple[str, str]]
-) -> None:
+def test_a_file_is_synced_renamed_and_then_its_folder_synced(tmp_path: Path, events: list[tuple[str, str]]) -> None:
     replace_file(tmp_path / "latest.txt", b"10")
     (first, temporary), renamed, last = events
     assert first == "sync"
@@ -40,9 +38,7 @@ def test_a_file_is_synced_then_renamed_and_then_its_folder_is_synced(
     assert last == ("sync", str(tmp_path))
 
 
-def test_a_folder_is_published_with_all_of_its_files_and_names_synced(
-    tmp_path: Path, events: list[tuple[str, str]]
-) -> None:
+def test_a_folder_is_published_with_all_of_it_synced(tmp_path: Path, events: list[tuple[str, str]]) -> None:
     temporary, final = tmp_path / "1.tmp-0", tmp_path / "1"
     (temporary / "inner").mkdir(parents=True)
     for name in ("a", "inner/b"):

@@ -1,6 +1,7 @@
 """Checkpoints on S3 (moto's server) and Google's storage (its emulator), while the network breaks."""
 
 import http.client
+import os
 import shutil
 import socket
 import time
@@ -81,12 +82,16 @@ def failing(times: int, how: Callable[[Any], bool], only: str = "PUT") -> Callab
     return breaks
 
 
+def random_file(folder: Path, mebibytes: int) -> Path:
+    file = folder / "weights"
+    file.write_bytes(np.random.default_rng(0).bytes(mebibytes * MIB))
+    return file
+
+
 @pytest.mark.parametrize("how", [lambda handler: answer(handler, 503), cut, lose], ids=["503", "cut", "lost answer"])
-def test_a_large_file_arrives_in_parts_whatever_breaks_on_the_way(
-    tmp_path: Path, store: Store, server: Any, how: Callable[[Any], bool]
-) -> None:
-    file = tmp_path / "weights"
-    np.random.default_rng(0).integers(0, 256, 11 * MIB, np.uint8).tofile(file)
+def test_a_large_file_arrives_in_parts(tmp_path: Path, store: Store, server: Any, how: Callable[[Any], bool]) -> None:
+    """Whatever breaks on the way."""
+    file = random_file(tmp_path, 11)
     server.breaks = failing(2, how)
     sent: list[int] = []
     store.upload("10/weights", file, sent.append)
@@ -99,13 +104,10 @@ def test_a_large_file_arrives_in_parts_whatever_breaks_on_the_way(
     assert b"".join(store.stream("10/weights")) == file.read_bytes()
 
 
-def test_a_request_without_an_answer_times_out_and_is_sent_again(
-    tmp_path: Path, store: Store, server: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_without_an_answer_is_sent_again(tmp_path: Path, store: Store, server: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr("s3fs.S3FileSystem.read_timeout", 1)
     drivers.reset()
-    file = tmp_path / "weights"
-    np.random.default_rng(0).integers(0, 256, 6 * MIB, np.uint8).tofile(file)
+    file = random_file(tmp_path, 6)
     server.breaks = failing(1, silent)
     started = time.monotonic()
     store.upload("10/weights", file)
@@ -115,9 +117,7 @@ def test_a_request_without_an_answer_times_out_and_is_sent_again(
     assert b"".join(store.stream("10/weights")) == file.read_bytes()
 
 
-def test_a_store_that_stays_away_is_named_after_all_tries(
-    tmp_path: Path, store: Store, server: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_that_stays_away_is_named(tmp_path: Path, store: Store, server: Any, monkeypatch: Any) -> None:
     (tmp_path / "weights").write_bytes(b"x" * 100)
     server.breaks = lambda handler: answer(handler, 500)
     small = Store(store.url, RemoteData(tries=2))
@@ -143,9 +143,7 @@ def test_parts_of_a_huge_file_are_fewer_than_s3_allows() -> None:
 
 
 @pytest.mark.parametrize("tag", ["0123456789abcdef" * 2, "0x8DCD1F3A"], ids=["encrypted by KMS", "of another store"])
-def test_an_object_whose_tag_is_no_md5_is_read_back(
-    tag: str, tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_object_whose_tag_is_no_md5_is_read_back(tag: str, tmp_path: Path, store: Store, monkeypatch: Any) -> None:
     (tmp_path / "weights").write_bytes(b"x" * 1000)
     monkeypatch.setattr(Store, "_info", lambda *_: {"type": "file", "size": 1000, "ETag": f'"{tag}"'})
     monkeypatch.setattr(Store, "stream", lambda self, name: iter([self._fs.cat_file(self.at(name))]))
@@ -187,47 +185,35 @@ def test_a_checkpoint_survives_a_flaky_network(tmp_path: Path, store: Store, ser
     assert load_and_compare(path) == 20
 
 
-@pytest.mark.slow
-def test_googles_storage(tmp_path: Path, google: Any) -> None:
-    save_step(tmp_path / "here", 10)
-    save_step(tmp_path / "here", 20)
-    uploader = Uploader(tmp_path / "here", "gs://robots/run", keep=Keep(1))
+@pytest.mark.parametrize("url", ["file://{}/there", pytest.param("gs://robots/run", marks=pytest.mark.slow)])
+def test_a_folder_of_this_machine_and_googles_storage_are_stores(url: str, tmp_path: Path, request: Any) -> None:
+    if url.startswith("gs"):
+        request.getfixturevalue("google")
+    for step in (10, 20):
+        save_step(tmp_path / "here", step)
+    uploader = Uploader(tmp_path / "here", url.format(tmp_path), keep=Keep(1))
     uploader.upload_pending()
     assert uploader.problems == {}
-    remote = RemoteCheckpoints("gs://robots/run")
+    remote = RemoteCheckpoints(url.format(tmp_path))
     assert [entry.step for entry in remote.all()] == [20]
-    assert load_and_compare(remote.fetch(20, tmp_path / "there")) == 20
+    assert load_and_compare(remote.fetch(20, tmp_path / "again")) == 20
 
 
-def test_a_folder_of_this_machine_is_a_store_like_another(tmp_path: Path) -> None:
-    save_step(tmp_path / "here", 10)
-    url = f"file://{tmp_path}/there"
-    uploader = Uploader(tmp_path / "here", url)
-    uploader.upload_pending()
-    assert uploader.problems == {}
-    assert load_and_compare(RemoteCheckpoints(url).fetch(10, tmp_path / "again")) == 10
-
-
-def test_nothing_of_an_upload_that_failed_stays_in_the_bucket(
-    tmp_path: Path, store: Store, server: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_of_a_failed_upload_stays_in_the_bucket(tmp_path: Path, store: Store, server: Any, monkeypatch: Any):
     """Parts that no object has are invisible, and cost as others do."""
     monkeypatch.setattr(stores, "PART_TRIES", 1)
-    (tmp_path / "weights").write_bytes(bytes(11 * MIB))
     server.breaks = lambda handler: "partNumber=2" in handler.path and answer(handler, 500)
     with pytest.raises(InputError, match="tried 1 time"):
-        Store(store.url, RemoteData(tries=1)).upload("10/weights", tmp_path / "weights")
+        Store(store.url, RemoteData(tries=1)).upload("10/weights", random_file(tmp_path, 11))
     server.mend()
     client = boto3.client("s3", endpoint_url=server.url)
     assert "Uploads" not in client.list_multipart_uploads(Bucket="robots")
 
 
 @pytest.mark.slow
-def test_two_ranks_go_on_from_the_bucket_after_everything_here_is_lost(
-    tmp_path: Path, bucket: str, server: Any, nursery: Nursery
-) -> None:
-    access = {"AWS_ACCESS_KEY_ID": "robot", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}
-    more = access | {"AWS_ENDPOINT_URL": server.url, "KENOTRON_CACHE": str(tmp_path / "cache")}
+def test_two_ranks_go_on_from_the_bucket_alone(tmp_path: Path, bucket: str, server: Any, nursery: Nursery) -> None:
+    access = {name: os.environ[name] for name in os.environ if name.startswith("AWS_")}
+    more = access | {"KENOTRON_CACHE": str(tmp_path / "cache")}
     found: dict[str, list[float]] = {}
 
     def train(name: str, *overrides: str) -> str:

@@ -44,30 +44,23 @@ def wait_for_the_end(pid: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["async", "datastates"])
-def test_a_kill_while_a_save_is_in_flight_leaves_nothing_of_it_in_the_bucket_which_the_run_resumes_from(
+def test_a_save_killed_in_flight_is_not_in_the_bucket(
     engine: str, tmp_path: Path, bucket: str, server: Any, nursery: Nursery
 ) -> None:
+    """From which the run resumes."""
     access = {name: os.environ[name] for name in os.environ if name.startswith("AWS_")}
     env = access | {"KENOTRON_CACHE": str(tmp_path / "cache")}
-    remote = (
-        f"checkpoints.checkpoints_path=s3://{bucket}/run",
-        f"checkpoints.checkpointing_engine={engine}",
-        "checkpoints.checkpoint_interval=2",
-    )
+    keys = (f"checkpoints_path=s3://{bucket}/run", f"checkpointing_engine={engine}", "checkpoint_interval=2")
+    remote = [f"checkpoints.{key}" for key in keys]
 
     def train(name: str, *overrides: str) -> Any:
         (tmp_path / name).mkdir(exist_ok=True)
         file, staging = tiny_yaml(tmp_path / name), f"checkpoints.staging_path={tmp_path / name / 'staged'}"
         return nursery.run("train", file, *remote, staging, *overrides, folder=tmp_path, env=env)
 
-    whole = tiny_config(tmp_path / "whole", "tokens.train_steps=6")
-    train_quietly(whole)
-    killed = train(
-        "first",
-        "tokens.train_steps=8",
-        "general.hooks=[storage.test_remote_engines.KilledInFlight]",
-        "checkpoints.writer=support.slow_disk.stops_at_step_4",
-    )
+    whole = train_quietly(tiny_config(tmp_path / "whole", "tokens.train_steps=6")).config
+    kills = f"general.hooks=[{__name__}.KilledInFlight]"
+    killed = train("first", "tokens.train_steps=8", kills, "checkpoints.writer=support.slow_disk.stops_at_step_4")
     assert killed.code == -signal.SIGKILL, killed.stderr
     staged = tmp_path / "first" / "staged"
     wait_for_the_end(int((staged / STOPPED).read_text()))

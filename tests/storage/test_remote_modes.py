@@ -1,25 +1,22 @@
 """Every way of reading a dataset gives from an S3 server what it gives from the same files here."""
 
-import io
 import json
 import random
 from collections.abc import Callable
-from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import yaml
 from test_remote_tokens import write_folder
 
-from kenotron.cli import main
 from kenotron.config import Config, InputError
 from kenotron.data import open_run
 from kenotron.storage import fetching
 from kenotron.text.byte_level_bpe import train_byte_level_bpe
 from kenotron.text.tokenizer import load_tokenizer
-from support.data_runs import run_config
+from support.data_runs import assert_same_batches, batches_of, quiet, run_config
+from support.tiny_run import Shell
 
 Upload = Callable[[Path, str], str]
 
@@ -80,81 +77,58 @@ def test_numbers(tmp_path: Path, upload: Upload, mode: str, tokenizer: str, monk
     told: list[list[Any]] = []
     for path in (str(here), upload(here, "data")):
         monkeypatch.setenv("KENOTRON_CACHE", str(tmp_path / path.replace("/", "")))  # nothing made before is found
-        config = config_of(mode, path, tokenizer)
-        with open_run(config, report=lambda line: None) as data:
-            with data.loader(1) as loader:
-                batches = [batch for step in loader for batch in step]
-            batches += [batch for batch, *_ in data.validation()]
-        told.append(batches)
+        told.append(batches_of(config_of(mode, path, tokenizer)))
     assert len(told[0]) > 24
-    for one, other in zip(*told, strict=True):
-        np.testing.assert_array_equal(one.tokens, other.tokens)
-        np.testing.assert_array_equal(one.labels, other.labels)
-        np.testing.assert_array_equal(one.documents, other.documents)
+    assert_same_batches(*told)
 
 
 def test_a_stream_goes_on_where_it_stopped(tmp_path: Path, upload: Upload, tokenizer: str) -> None:
     here = write_rows(tmp_path / "data")
     whole, rest = (config_of("streamed texts", path, tokenizer) for path in (str(here), upload(here, "data")))
-    quiet = {"report": lambda line: None}
-    with open_run(whole, **quiet) as data:
+    with open_run(whole, report=quiet) as data:
         expected = [data.batch(step) for step in range(1, 13)]
-    with open_run(rest, **quiet) as data:
+    with open_run(rest, report=quiet) as data:
         for step in range(1, 7):
             data.batch(step)
         states = {name: state() for name, state in data.streams.states(6).items()}
-    with open_run(rest, 7, **quiet) as data:
+    with open_run(rest, 7, quiet) as data:
         data.streams.restore(6, states.get)
         for step in range(7, 13):
-            for one, other in zip(data.batch(step), expected[step - 1], strict=True):
-                np.testing.assert_array_equal(one.tokens, other.tokens)
+            assert_same_batches(data.batch(step), expected[step - 1])
     upload(write_rows(tmp_path / "other") / "a.jsonl", "data/b.jsonl.gz")  # of another size
-    with open_run(rest, 7, **quiet) as data, pytest.raises(InputError, match="the state of another stream: files is"):
+    with open_run(rest, 7, quiet) as data, pytest.raises(InputError, match="the state of another stream: files is"):
         data.streams.restore(6, states.get)
 
 
-def run(*arguments: str) -> str:
-    said = io.StringIO()
-    with redirect_stdout(said), pytest.raises(SystemExit) as stop:
-        main(["data", *arguments])
-    assert not stop.value.code
-    return said.getvalue()
-
-
-def test_what_a_step_reads_is_told(tmp_path: Path, upload: Upload) -> None:
+def test_what_a_step_reads_is_told(tmp_path: Path, upload: Upload, shell: Shell) -> None:
     here = write_folder(tmp_path / "tokens")
     there = upload(here, "tokens")
     answers = []
     for path in (str(here), there):
         file = tmp_path / "run.yaml"
         file.write_text(yaml.safe_dump(run_config({"tokens": path}).model_dump(mode="json")))
-        answers.append(run("which", str(file), "--step", "3").replace(path, ""))
+        code, said, _ = shell("data", "which", file, "--step", "3")
+        assert code == 0
+        answers.append(said.replace(path, ""))
     assert answers[0] == answers[1]
 
 
-def test_fetch_looks_at_what_is_read_elsewhere(tmp_path: Path, upload: Upload, capsys: Any) -> None:
+def test_fetch_looks_at_what_is_read_elsewhere(tmp_path: Path, upload: Upload, shell: Shell) -> None:
     here = write_folder(tmp_path / "tokens", loss=False)
     size = sum(file.stat().st_size for file in here.rglob("*") if file.is_file() and ".hidden" not in file.parts)
     upload(here, "tokens")
     config = run_config({"tokens": ["s3://robots/tokens", "s3://robots/tokens/part 0/0.ds"]}).model_dump(mode="json")
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
-    told = run("fetch", str(tmp_path / "run.yaml"))
+    code, told, _ = shell("data", "fetch", tmp_path / "run.yaml")
+    assert code == 0
     assert f"remote s3://robots/tokens: {size / 1000:.3g} kB, read during training" in told
     assert "remote s3://robots/tokens/part 0/0.ds: 10 kB, read during training" in told
-    with pytest.raises(SystemExit) as stop:
-        main(
-            [
-                "data",
-                "fetch",
-                str(tmp_path / "run.yaml"),
-                "data_stages.0.data.dataset={tokens: [s3://robots/x, s3://no/y]}",
-            ]
-        )
-    assert stop.value.code == 2
-    said = capsys.readouterr()
-    assert "Ready" not in said.out
+    missing = "data_stages.0.data.dataset={tokens: [s3://robots/x, s3://no/y]}"
+    code, told, errors = shell("data", "fetch", tmp_path / "run.yaml", missing)
+    assert code == 2
+    assert "Ready" not in told
     for path in ("s3://robots/x", "s3://no/y"):
-        assert f"data_stages.0.data.dataset.tokens: no such file or folder: {path}" in said.err
+        assert f"data_stages.0.data.dataset.tokens: no such file or folder: {path}" in errors
 
 
 def test_a_tokenizer_elsewhere_is_refused() -> None:

@@ -16,7 +16,7 @@ from kenotron.data.formats import open_token_files
 from kenotron.data.sources.token_files import TokenPath, open_folder
 from kenotron.storage import drivers, fetching
 from kenotron.storage.paths import as_path
-from support.data_runs import run_config
+from support.data_runs import assert_same_batches, batches_of, run_config
 from support.megatron_files import write_megatron
 from support.written_tokens import write_ds
 
@@ -94,19 +94,12 @@ def test_raw_and_single_file(tmp_path: Path, upload: Upload) -> None:
 def test_a_packed_run_and_its_resume(tmp_path: Path, upload: Upload) -> None:
     here = write_folder(tmp_path / "tokens")
     there = upload(here, "tokens")
-    batches: dict[str, list[Any]] = {}
-    for name, path in (("local", str(here)), ("remote", there)):
-        config = run_config({"dataset_folder": path, "packing": "best_fit"}, data__num_loading_workers=2)
-        with open_run(config, report=lambda line: None) as data, data.loader(1) as loader:
-            batches[name] = [batch for step in loader for batch in step]
-            batches[name] += [batch for batch, *_ in data.validation()]
-        with open_run(config, 7, report=lambda line: None) as data, data.loader(7) as loader:
-            batches[f"{name} resumed"] = [batch for step in loader for batch in step]
-    assert len(batches["local"]) > 24
-    for suffix in ("", " resumed"):
-        for one, other in zip(batches[f"local{suffix}"], batches[f"remote{suffix}"], strict=True):
-            np.testing.assert_array_equal(one.tokens, other.tokens)
-            np.testing.assert_array_equal(one.labels, other.labels)
+    both = [{"dataset_folder": path, "packing": "best_fit"} for path in (str(here), there)]
+    local, remote = (run_config(dataset, data__num_loading_workers=2) for dataset in both)
+    for start, least in ((1, 24), (7, 12)):
+        expected = batches_of(local, start)
+        assert len(expected) > least
+        assert_same_batches(batches_of(remote, start), expected)
 
 
 def test_local_copy_is_read(tmp_path: Path, upload: Upload, server: Any) -> None:
@@ -135,9 +128,7 @@ def test_a_missing_driver_names_its_extra(url: str, module: str, extra: str, mon
     known = import_module("fsspec.registry")._registry
     monkeypatch.delitem(known, protocol, raising=False)  # it may be imported already
     drivers.reset()
-    with pytest.raises(
-        InputError, match=rf"^{protocol}://: its driver is not installed: pip install 'kenotron\[{extra}\]'$"
-    ):
+    with pytest.raises(InputError, match=rf"^{protocol}://: its driver is not installed: pip install .*\[{extra}\]'$"):
         as_path(url)
 
 

@@ -5,6 +5,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from kenotron.config import Config, load
 from kenotron.data import RunData, TokenBatch, open_run
 from kenotron.data.sources.text import TextDataset
@@ -111,6 +113,20 @@ def validation_texts(data: RunData) -> Iterator[str]:
             texts = source.spec.documents(run.config.remote_data)
             limit = hash_threshold(texts.documents(), run.val_fraction)
             yield from (piece.text for piece in texts.documents() if is_held_out(piece.text, limit, reserved))
+
+
+def batches_of(config: Config, start_step: int = 1) -> list[TokenBatch]:
+    """Every batch from a step on as the loader gives them, and then those of validation."""
+    with open_run(config, start_step, quiet) as data, data.loader(start_step) as loader:
+        batches = [batch for step in loader for batch in step]
+        return [*batches, *(batch for batch, *_ in data.validation())]
+
+
+def assert_same_batches(found: Sequence[TokenBatch], expected: Sequence[TokenBatch]) -> None:
+    """Equal tokens, labels and documents."""
+    for one, other in zip(found, expected, strict=True):
+        for name in ("tokens", "labels", "documents"):
+            np.testing.assert_array_equal(getattr(one, name), getattr(other, name), name)
 
 
 def rows(batches: Sequence[TokenBatch]) -> dict[int, list[int]]:
