@@ -4,7 +4,7 @@ from mutants.mutant import Mutant
 
 CONSOLE = "training/test_console_and_metrics.py"
 RESUME = "training/test_exact_resume.py"
-SIGNALLED = f"{RESUME}::test_a_signal_finishes_the_step_saves_and_exits_with_0_and_the_run_goes_on_exactly"
+SIGNALLED = f"{RESUME}::test_a_signal_saves_and_exits_with_0_and_the_run_goes_on"
 STATISTICS = "layouts/test_layer_statistics.py"
 
 MUTANTS = [
@@ -102,7 +102,7 @@ MUTANTS = [
         find="tokens.validates and (is_due(run) or run.finished)",
         replace="tokens.validates and is_due(run)",
         why="the loss that is published is that of a thousand steps before the end",
-        tests=(f"{CONSOLE}::test_the_last_step_is_validated_whatever_the_interval",),
+        tests=(f"{CONSOLE}::test_validations_by_each_unit_and_at_the_end",),
     ),
     Mutant(
         name="the-majority-of-replicas-is-blamed",

@@ -286,9 +286,6 @@ MUTANTS = [
         find='until_end.enter_context(durable.held(folder / ".lock", durable.RELEASE_SECONDS, busy))',
         replace="pass",
         why="the second sets the first one's metrics aside, and both write into one history",
-        tests=(
-            "training/test_whose_run.py::"
-            "test_a_second_run_of_the_name_of_a_living_one_is_refused_before_it_touches_the_logs",
-        ),
+        tests=("training/test_whose_run.py::test_a_run_of_the_name_of_a_living_one_is_refused",),
     ),
 ]

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,8 +22,10 @@ from kenotron.config import InputError
 from kenotron.config.errors import RunFailed, human_format
 from kenotron.runs.logged import tag_of
 from kenotron.training.metrics import drop_later_steps
+from kenotron.training.step import to_device
+from support.data_runs import validation_texts
 from support.pages import files, read_page
-from support.tiny_run import metrics, text_overrides, tiny_config, train_and_listen, train_quietly
+from support.tiny_run import losses, metrics, text_overrides, tiny_config, train_and_listen, train_quietly
 
 PREFIX = re.compile(r"^\d\d/\d\d/\d{4} \d\d:\d\d:\d\d \[(DEBUG|INFO|WARNING|ERROR)\|DP=0\|PP=0\|TP=0\]: ")
 # Line 1 and line 5 of the seeds' log.
@@ -125,8 +128,7 @@ def test_tflops_are_three_forward_passes_over_the_steps_time(watched) -> None:
 
 
 def test_recomputation_counts_for_the_hardware_and_not_for_the_model(tmp_path: Path) -> None:
-    config = tiny_config(tmp_path, "parallelism.recompute_layer=true")
-    train_quietly(config)
+    config = train_quietly(tiny_config(tmp_path, "parallelism.recompute_layer=true")).config
     for step in metrics(config):
         # A token's products in two blocks: q, o 16x16; k, v 16x8; gate, up, down 16x24; attention's square 16 x 16 x 2.
         blocks = 2 * 2 * (2 * 16 * 16 + 2 * 16 * 8 + 3 * 16 * 24 + 2 * 16 * 16)
@@ -142,35 +144,21 @@ def test_validation_is_part_of_the_line_of_its_step(watched) -> None:
     assert watched[1].count("validation: 4 / 8 | val_loss: ") == 1
 
 
-def test_the_last_step_is_validated_whatever_the_interval(tmp_path: Path) -> None:
-    validate = ("tokens.val_check_interval=2", "tokens.limit_val_batches=1", "tokens.val_fraction=0.2")
-    config = tiny_config(tmp_path, *text_overrides(tmp_path), *validate, "tokens.train_steps=5")
-    train_quietly(config)
-    assert [step["iteration"] for step in metrics(config) if "val_loss" in step] == [2, 4, 5]
-
-
 @pytest.mark.parametrize(
-    ("unit", "steps"),
+    ("interval", "unit", "steps"),
     [
-        ({"unit": "tokens", "interval": 150}, [3, 5, 8, 9]),  # 64 tokens a step
-        ({"unit": "epochs", "interval": 2}, [5, 9]),  # 9 samples, one is held out; 4 a step
-        ({"unit": "epochs", "interval": 1}, [3, 5, 7, 9]),
+        (4, "steps", [4, 8, 9]),
+        (150, "tokens", [3, 5, 8, 9]),  # 64 tokens a step
+        (2, "epochs", [5, 9]),  # 9 samples, one is held out; 4 a step
+        (1, "epochs", [3, 5, 7, 9]),
     ],
 )
-def test_validations_after_so_many_tokens_or_epochs(unit: dict[str, Any], steps: list[int], tmp_path: Path) -> None:
-    rows = "{source: support.user_parts.counting, kwargs: {rows: 10}}"
-    run = train_quietly(
-        tiny_config(
-            tmp_path,
-            f"data_stages.0.data.dataset={rows}",
-            "tokens.val_datasets=[{source: support.user_parts.counting}]",
-            f"tokens.val_check_interval={unit['interval']}",
-            f"tokens.val_check_unit={unit['unit']}",
-            "tokens.limit_val_batches=1",
-            "tokens.train_steps=9",
-        )
-    )
-    assert [step["iteration"] for step in metrics(run.config) if "val_loss" in step] == steps
+def test_validations_by_each_unit_and_at_the_end(interval: int, unit: str, steps: list[int], tmp_path: Path) -> None:
+    rows = "data_stages.0.data.dataset={source: support.user_parts.counting, kwargs: {rows: 10}}"
+    held_out = ("tokens.val_datasets=[{source: support.user_parts.counting}]", "tokens.limit_val_batches=1")
+    when = (f"tokens.val_check_interval={interval}", f"tokens.val_check_unit={unit}", "tokens.train_steps=9")
+    config = train_quietly(tiny_config(tmp_path, rows, *held_out, *when)).config
+    assert [step["iteration"] for step in metrics(config) if "val_loss" in step] == steps
 
 
 def test_a_run_is_tested_after_its_last_step(tmp_path: Path) -> None:
@@ -216,23 +204,18 @@ def test_tensorboard_reads_every_scalar_back(watched) -> None:
 
 
 @pytest.mark.parametrize(("interval", "shown"), [(1, [1, 2, 3, 4, 5, 6]), (3, [1, 4, 6]), (10, [1, 6])])
-def test_iteration_lines_come_every_so_many_steps_and_at_the_last(
-    interval: int, shown: list[int], tmp_path: Path
-) -> None:
+def test_lines_come_every_so_many_steps_and_at_the_last(interval: int, shown: list[int], tmp_path: Path) -> None:
     config = tiny_config(tmp_path, f"logging.iteration_step_info_interval={interval}", "tokens.train_steps=6")
     _, said = train_and_listen(config)
-    found = [int(found) for found in re.findall(r"^step (\d+)/6 \|", said, re.MULTILINE)]
-    assert found == shown
+    assert [int(found) for found in re.findall(r"^step (\d+)/6 \|", said, re.MULTILINE)] == shown
     assert len(metrics(config)) == 6  # what is written does not depend on what is shown
 
 
 def test_log_level_is_the_least_severe_that_is_shown(tmp_path: Path) -> None:
     seen = {}
     for level in ("debug", "info", "warning", "error"):
-        (tmp_path / level).mkdir()
-        _, said = train_and_listen(
-            tiny_config(tmp_path / level, f"logging.log_level={level}", "logging.format=nanotron")
-        )
+        keys = (f"logging.log_level={level}", "logging.format=nanotron")
+        _, said = train_and_listen(tiny_config(tmp_path / level, *keys))
         seen[level] = {PREFIX.match(line).group(1) for line in said.splitlines()}
     assert seen["warning"] == {"WARNING"}
     assert seen["error"] == set()
@@ -240,17 +223,13 @@ def test_log_level_is_the_least_severe_that_is_shown(tmp_path: Path) -> None:
     assert seen["debug"] >= seen["info"]
 
 
-def test_log_level_passive_leaves_the_logger_as_it_is(tmp_path: Path) -> None:
+def test_log_level_passive_leaves_the_logger_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import logging
 
     logger = logging.getLogger("kenotron")
-    before = logger.level
-    try:
-        logger.setLevel("CRITICAL")
-        _, said = train_and_listen(tiny_config(tmp_path, "logging.log_level=passive"))
-        assert (said, logger.level) == ("", logging.CRITICAL)
-    finally:
-        logger.setLevel(before)
+    monkeypatch.setattr(logger, "level", logging.CRITICAL)
+    _, said = train_and_listen(tiny_config(tmp_path, "logging.log_level=passive"))
+    assert (said, logger.level) == ("", logging.CRITICAL)
 
 
 def test_sample_prompts_are_continued_at_the_start_and_at_the_end(tmp_path: Path) -> None:
@@ -270,24 +249,17 @@ def test_sample_prompts_are_continued_at_the_start_and_at_the_end(tmp_path: Path
 def test_sampling_does_not_change_the_run(tmp_path: Path) -> None:
     found = []
     for name, prompts in (("without", []), ("with", ['logging.sample_prompts=["The sum"]'])):
-        (tmp_path / name).mkdir()
         config = tiny_config(tmp_path / name, *text_overrides(tmp_path), *prompts, "model.dtype=bfloat16")
-        train_quietly(config)
-        found.append([step["lm_loss"] for step in metrics(config)])
+        found.append(losses(train_quietly(config).config))
     assert found[0] == found[1]
 
 
 def test_the_profiler_writes_its_trace_for_the_steps_it_names(tmp_path: Path) -> None:
-    keys = "profiler_export_path: %s, wait: 1, warmup: 1, active: 2, repeat: 1, skip_first: 1" % (tmp_path / "traces")
-    config = tiny_config(
-        tmp_path,
-        f"profiler={{{keys}, export_chrome_trace: true, with_stack: false}}",
-        "tokens.train_steps=6",
-        "general.run=traced_%date",
-    )
+    keys = f"profiler_export_path: {tmp_path}/traces, wait: 1, warmup: 1, active: 2, repeat: 1, skip_first: 1"
+    profiler = f"profiler={{{keys}, export_chrome_trace: true, with_stack: false}}"
+    config = tiny_config(tmp_path, profiler, "tokens.train_steps=6", "general.run=traced_%date")
     run, said = train_and_listen(config)
     (folder,) = (tmp_path / "traces").iterdir()
-    assert run is not None
     assert folder.name == run.config.general.run  # with the date filled in
     (chrome,) = folder.glob("chrome_trace_step_*.json")
     (board,) = folder.glob("*.pt.trace.json")
@@ -305,15 +277,9 @@ def test_a_run_over_text_validates_in_bits_per_byte(tmp_path: Path) -> None:
     run, said = train_and_listen(config)
     step = metrics(config)[-1]
     # Independently: every held-out token's loss in bits over the bytes of the held-out documents.
-    import torch
-
-    from support.data_runs import validation_texts
-
     texts = list(validation_texts(run.data))
     total = 0.0
     for batch, *_ in run.data.validation():
-        from kenotron.training.step import to_device
-
         micro = to_device(batch, run)
         with torch.no_grad():
             logits = run.model(micro.tokens, micro.ctx).double()
@@ -384,9 +350,7 @@ def test_a_resumed_run_has_every_step_once_in_metrics_and_tensorboard(tmp_path: 
     assert not [*(tmp_path / "logs" / "tiny").glob("replaced-*")]
 
 
-def test_a_full_disk_under_tensorboard_ends_the_run_with_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_under_tensorboard_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The writer is a thread, whose own traceback says nothing more."""
     from tensorboard.summary.writer.record_writer import RecordWriter
 
@@ -404,9 +368,7 @@ def test_a_full_disk_under_tensorboard_ends_the_run_with_one_line(
     assert len(shown) == 1  # of any other thread
 
 
-def test_a_run_goes_on_when_the_reader_of_its_lines_goes_away(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_goes_on_when_the_reader_of_its_lines_goes_away(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     """As `head` does; without a traceback."""
 
     class Gone(io.StringIO):
@@ -416,9 +378,7 @@ def test_a_run_goes_on_when_the_reader_of_its_lines_goes_away(
             return super().write(text)
 
     monkeypatch.setattr(sys, "stdout", Gone())
-    run = kn.train(tiny_config(tmp_path))
-    assert run is not None
-    assert run.finished
+    assert kn.train(tiny_config(tmp_path)).finished
     assert "Traceback" not in capsys.readouterr().err
 
 
@@ -436,9 +396,7 @@ def test_time_left_is_reckoned_from_the_steps_of_this_start(tmp_path: Path, monk
 
 
 def test_the_page_on_metrics_has_every_field(watched) -> None:
-    from support.tiny_run import REPOSITORY
-
-    page = (REPOSITORY / "docs" / "metrics.md").read_text()
+    page = read_page("metrics.md")
     assert [name for step in metrics(watched[0]) for name in step if f"`{name}`" not in page] == []
 
 
@@ -461,8 +419,7 @@ def test_the_hook_of_the_page_sends_every_line_to_a_tracker(tmp_path: Path, monk
     for name, text in {**files(read_page("metrics.md")), "mlflow.py": MLFLOW}.items():
         (tmp_path / name).write_text(text)
         monkeypatch.delitem(sys.modules, name.removesuffix(".py"), raising=False)
-    config = tiny_config(tmp_path, "general.hooks=[my_tracker.Tracker]")
-    train_quietly(config)
+    config = train_quietly(tiny_config(tmp_path, "general.hooks=[my_tracker.Tracker]")).config
     project, name, *lines, end = importlib.import_module("mlflow").calls
     assert (project, name) == ("tests", config.general.run)
     assert lines == [(line["iteration"], line) for line in metrics(config)]

@@ -2,11 +2,10 @@
 
 import json
 import math
+import re
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 
 from kenotron.config.errors import RunFailed
 from support.tiny_run import (
@@ -16,7 +15,7 @@ from support.tiny_run import (
     metrics,
     saved_weights,
     tiny_config,
-    tiny_dict,
+    tiny_yaml,
     train_and_listen,
     train_quietly,
 )
@@ -29,24 +28,17 @@ def poison(steps: list[int], value: str = ".nan") -> str:
 EVERY_STEP = "checkpoints.checkpoint_interval=1"
 
 
-@pytest.mark.parametrize(
-    ("decides", "value", "dtype"),
-    [
-        ("host", ".nan", "float32"),
-        ("host", ".inf", "bfloat16"),
-        ("device", ".inf", "float32"),
-        ("device", ".nan", "bfloat16"),
-    ],
-)
-def test_a_poisoned_gradient_skips_the_step_and_changes_no_bit(
-    decides: str, value: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("host_decides", [True, False])
+@pytest.mark.parametrize(("value", "dtype"), [(".nan", "float32"), (".inf", "bfloat16")])
+def test_a_poisoned_gradient_changes_no_bit(
+    host_decides: bool, value: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if decides == "device":  # as fused Adam does on a GPU
+    if not host_decides:  # as fused Adam does on a GPU
         monkeypatch.setattr("kenotron.optim.clip.reads_are_free", lambda tensor: False)
     config = tiny_config(tmp_path, poison([2], value), EVERY_STEP, f"model.dtype={dtype}", "tokens.train_steps=4")
     _, said = train_and_listen(config)
-    assert [step["skipped"] for step in metrics(config)] == [False, True, False, False]
-    assert [step["iteration"] for step in metrics(config)] == [1, 2, 3, 4]
+    steps = [(step["iteration"], step["skipped"]) for step in metrics(config)]
+    assert steps == [(1, False), (2, True), (3, False), (4, False)]
     assert metrics(config)[1]["grad_norm"] is None
     assert math.isfinite(losses(config)[1])
     text = (tmp_path / "logs" / "tiny" / "metrics.jsonl").read_text()
@@ -57,21 +49,13 @@ def test_a_poisoned_gradient_skips_the_step_and_changes_no_bit(
         assert equal_bits(before, after), part
         assert not equal_bits(after, later), part
     (warning,) = (line for line in said.splitlines() if "skipped" in line)
-    assert warning.startswith("warning: ")
-    assert "step 2 skipped" in warning
-    assert "1 skipped so far" in warning
+    assert re.match("warning: step 2 skipped.*1 skipped so far", warning)
 
 
 def test_the_next_step_is_the_one_that_would_have_come_without_the_skipped_one(tmp_path: Path) -> None:
     """Nothing of the bad gradient stays behind: the step after it starts from the same weights with fresh gradients."""
-    (tmp_path / "poisoned").mkdir()
-    (tmp_path / "clean").mkdir()
-    changes = (
-        EVERY_STEP,
-        "tokens.train_steps=3",
-        "optimizer.optimizer_factory={name: sgd}",
-        "optimizer.clip_grad=null",
-    )
+    sgd = ("optimizer.optimizer_factory={name: sgd}", "optimizer.clip_grad=null")
+    changes = (EVERY_STEP, "tokens.train_steps=3", *sgd)
     poisoned = train_quietly(tiny_config(tmp_path / "poisoned", poison([2]), *changes))
     clean = train_quietly(tiny_config(tmp_path / "clean", *changes))
     assert losses(poisoned.config)[:2] == losses(clean.config)[:2]
@@ -111,13 +95,9 @@ def test_none_allowed_stops_at_the_first(tmp_path: Path) -> None:
 
 
 def test_a_poisoned_weight_stops_the_run_with_exit_code_1_and_one_line(shell: Shell, tmp_path: Path) -> None:
-    content: dict[str, Any] = tiny_dict(tmp_path)
-    content["general"]["hooks"] = [{"path": "support.user_parts.PoisonWeight", "kwargs": {"step": 2}}]
-    content["optimizer"]["skip_nonfinite_steps"] = 3
-    content["tokens"]["train_steps"] = 50
-    file = tmp_path / "run.yaml"
-    file.write_text(yaml.safe_dump(content))
-    code, _, errors = shell("train", file)
+    hook = "general.hooks=[{path: support.user_parts.PoisonWeight, kwargs: {step: 2}}]"
+    steps = ("optimizer.skip_nonfinite_steps=3", "tokens.train_steps=50")
+    code, _, errors = shell("train", tiny_yaml(tmp_path), hook, *steps)
     assert code == 1
     assert errors.startswith("error: step 6: lm_loss nan")
     assert errors.count("\n") == 1
@@ -126,8 +106,7 @@ def test_a_poisoned_weight_stops_the_run_with_exit_code_1_and_one_line(shell: Sh
 
 def test_the_count_survives_a_restart(tmp_path: Path) -> None:
     allowed = "optimizer.skip_nonfinite_steps=3"
-    first = tiny_config(tmp_path, poison([3, 4]), allowed, "tokens.train_steps=4")
-    train_quietly(first)
+    train_quietly(tiny_config(tmp_path, poison([3, 4]), allowed, "tokens.train_steps=4"))
     manifest = json.loads((tmp_path / "checkpoints" / "4" / "manifest.json").read_text())
     assert manifest["state"]["hooks"]["kenotron.training.guards.NonFiniteGuard"] == {"in_a_row": 2, "total": 2}
     with pytest.raises(RunFailed, match=r"step 6: .*4 non-finite steps in a row"):
@@ -135,10 +114,6 @@ def test_the_count_survives_a_restart(tmp_path: Path) -> None:
 
 
 def test_no_checkpoint_is_pruned_while_steps_are_being_skipped(tmp_path: Path) -> None:
-    keys = ("checkpoints.checkpoint_interval=1", "checkpoints.keep_last=1", "tokens.train_steps=5")
-    train_quietly(tiny_config(tmp_path, poison([3, 4, 5]), *keys))
-    steps = sorted(int(path.name) for path in (tmp_path / "checkpoints").iterdir() if path.name.isdigit())
-    assert steps == [2, 3, 4, 5]
-    train_quietly(tiny_config(tmp_path, *keys[:2], "tokens.train_steps=6"))
-    steps = sorted(int(path.name) for path in (tmp_path / "checkpoints").iterdir() if path.name.isdigit())
-    assert steps == [6]
+    for hook, steps, kept in ((poison([3, 4, 5]), 5, ["2", "3", "4", "5"]), (poison([]), 6, ["6"])):
+        train_quietly(tiny_config(tmp_path, hook, EVERY_STEP, "checkpoints.keep_last=1", f"tokens.train_steps={steps}"))
+        assert sorted(path.name for path in (tmp_path / "checkpoints").glob("[0-9]*")) == kept

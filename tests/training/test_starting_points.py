@@ -36,11 +36,8 @@ def steps_saved(folder: Path) -> list[int]:
 @pytest.fixture(scope="module")
 def earlier(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A run of 8 steps with a checkpoint at 4."""
-    config = tiny_config(
-        tmp_path_factory.mktemp("earlier"), RATES, "tokens.train_steps=8", "checkpoints.checkpoint_interval=4"
-    )
-    train_quietly(config)
-    return config
+    keys = (RATES, "tokens.train_steps=8", "checkpoints.checkpoint_interval=4")
+    return train_quietly(tiny_config(tmp_path_factory.mktemp("earlier"), *keys)).config
 
 
 def start_from(earlier: Any, folder: Path, *overrides: str) -> Any:
@@ -75,9 +72,7 @@ def test_another_global_batch_is_refused_with_overrides_that_keep_it(earlier: An
 
 
 @pytest.mark.parametrize("folder", ["model", "optimizer"])
-def test_a_damaged_checkpoint_of_another_run_is_refused_with_the_name_of_its_file(
-    folder: str, earlier: Any, tmp_path: Path
-) -> None:
+def test_a_damaged_checkpoint_of_another_run_is_refused(folder: str, earlier: Any, tmp_path: Path) -> None:
     damaged = tmp_path / "damaged"
     shutil.copytree(Path(earlier.checkpoints.checkpoints_path) / "4", damaged)
     (file,) = (damaged / folder).glob("*.safetensors")
@@ -89,8 +84,7 @@ def test_a_damaged_checkpoint_of_another_run_is_refused_with_the_name_of_its_fil
 
 def test_a_folder_of_checkpoints_means_its_newest(earlier: Any, tmp_path: Path) -> None:
     folder = f"checkpoints.resume_checkpoint_path={earlier.checkpoints.checkpoints_path}"
-    config = tiny_config(tmp_path, RATES, "tokens.train_steps=10", folder)
-    train_quietly(config)
+    config = train_quietly(tiny_config(tmp_path, RATES, "tokens.train_steps=10", folder)).config
     assert [step["iteration"] for step in metrics(config)] == [9, 10]
 
 
@@ -124,9 +118,7 @@ def test_another_architecture_is_an_error_that_names_the_tensor(earlier: Any, tm
         (("checkpoints.keep_last=1", "checkpoints.keep_every=4"), [4, 7]),
     ],
 )
-def test_the_checkpoints_that_a_run_of_7_steps_leaves(
-    keys: tuple[str, ...], expected: list[int], tmp_path: Path
-) -> None:
+def test_the_checkpoints_that_a_run_leaves(keys: tuple[str, ...], expected: list[int], tmp_path: Path) -> None:
     config = tiny_config(tmp_path, "tokens.train_steps=7", "checkpoints.checkpoint_interval=2", *keys)
     train_quietly(config)
     assert steps_saved(tmp_path / "checkpoints") == expected
@@ -141,8 +133,6 @@ def test_the_initial_state_is_that_of_the_rules_and_a_start_from_it_is_a_start(t
     initialize_model(model, std=0.05, scaling="NUM_LAYERS", seed=7)
     expected = {name: parameter.detach() for name, parameter in named_parameters(model)}
     assert equal_bits(saved_weights(tmp_path / "checkpoints" / "0"), expected)
-
-    import shutil
 
     shutil.rmtree(tmp_path / "checkpoints" / "3")  # as if it had been killed before the first step was done
     (tmp_path / "checkpoints" / "latest.txt").write_text("0")
@@ -162,10 +152,8 @@ def test_weights_of_a_hugging_face_folder_start_a_run(earlier: Any, tmp_path: Pa
 
     at_4 = Path(earlier.checkpoints.checkpoints_path) / "4"
     to_hf(at_4, tmp_path / "hf", dtype="float32")
-    config = tiny_config(
-        tmp_path, f"model.init_method={{path: '{tmp_path / 'hf'}'}}", "checkpoints.save_initial_state=true"
-    )
-    train_quietly(config)
+    source = f"model.init_method={{path: '{tmp_path / 'hf'}'}}"
+    train_quietly(tiny_config(tmp_path, source, "checkpoints.save_initial_state=true"))
     assert largest_difference(saved_weights(tmp_path / "checkpoints" / "0"), saved_weights(at_4)) == 0
 
 
@@ -176,20 +164,17 @@ def test_settings_that_the_weights_were_not_trained_with_are_warned_of(earlier: 
     at_4 = Path(earlier.checkpoints.checkpoints_path) / "4"
     to_hf(at_4, tmp_path / "hf", dtype="float32")
     changed = "model.model_config.rope_theta=5e5", "model.model_config.z_loss_enabled=true", "tokens.train_steps=5"
-    for number, source in enumerate(
-        (
-            f"model.init_method={{path: '{tmp_path / 'hf'}'}}",
-            f"model.init_method={{path: '{at_4}'}}",
-            f"checkpoints.resume_checkpoint_path={at_4}",
-        )
+    for path, key in (
+        (tmp_path / "hf", "model.init_method.path"),
+        (at_4, "model.init_method.path"),
+        (at_4, "checkpoints.resume_checkpoint_path"),
     ):
-        (tmp_path / str(number)).mkdir()
-        _, said = train_and_listen(tiny_config(tmp_path / str(number), RATES, source, *changed))
-        lines = [line for line in said.splitlines() if "were trained with" in line]
-        (path,) = {tmp_path / "hf", at_4} & {Path(word) for word in lines[0].split()}
-        assert lines == [
-            f"warning: model.model_config.rope_theta is 500000.0, but the weights in {path} were trained with 10000.0"
-        ]
+        folder = tmp_path / f"{key} {path.name}"
+        source = f"model.init_method={{path: '{path}'}}" if "init" in key else f"{key}={path}"
+        _, said = train_and_listen(tiny_config(folder, RATES, source, *changed))
+        (line,) = [line for line in said.splitlines() if "were trained with" in line]
+        assert line.startswith("warning: model.model_config.rope_theta is 500000.0, but the weights in ")
+        assert line.endswith(f" in {path} were trained with 10000.0")
 
 
 def test_checkpoints_of_nanotron_are_not_taken_for_none(tmp_path: Path) -> None:
@@ -206,8 +191,7 @@ def test_checkpoints_of_nanotron_are_not_taken_for_none(tmp_path: Path) -> None:
 
 
 def test_fresh_loses_nothing_however_often(tmp_path: Path) -> None:
-    config = tiny_config(tmp_path)
-    train_quietly(config)
+    config = train_quietly(tiny_config(tmp_path)).config
     first = losses(config)
     for _ in range(3):
         train_quietly(config, fresh=True)
@@ -219,18 +203,14 @@ def test_fresh_loses_nothing_however_often(tmp_path: Path) -> None:
 
 
 def test_fresh_also_sets_aside_what_a_killed_save_left_almost_done(tmp_path: Path) -> None:
-    config = tiny_config(tmp_path)
-    train_quietly(config)
+    config = train_quietly(tiny_config(tmp_path)).config
     root = tmp_path / "checkpoints"
     (root / "3").rename(root / "3.tmp-0123abcd")  # whole, but killed before its rename
-    run, said = train_and_listen(config, fresh=True)
-    assert run is not None
+    _, said = train_and_listen(config, fresh=True)
     assert "Training from step 1 to 3: " in said
 
 
-def test_with_every_checkpoint_damaged_the_run_is_refused_and_fresh_starts_over(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_with_every_checkpoint_damaged_the_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A new run would replace them one by one, and a queue would have begun it with nobody looking."""
     config = tiny_config(tmp_path, "checkpoints.checkpoint_interval=1")
     final = weights(train_quietly(config))
