@@ -32,9 +32,7 @@ def engine_config(folder: Path, engine: str, *more: str) -> Any:
 
 
 @pytest.mark.parametrize("engine", [pytest.param("async", marks=pytest.mark.slow), "datastates"])
-def test_a_run_saves_and_resumes_as_with_the_synchronous_engine(
-    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_resumes_as_with_the_synchronous_engine(engine: str, tmp_path: Path, monkeypatch: Any) -> None:
     """The ninth fault of DataStates-LLM was a resume that did not work."""
     slow_copies(monkeypatch)
     whole = tiny_config(tmp_path / "whole", EVERY_STEP, "tokens.train_steps=6")
@@ -43,11 +41,9 @@ def test_a_run_saves_and_resumes_as_with_the_synchronous_engine(
     _, said = train_and_listen(first)
     for step in (1, 2, 3):
         assert f"Saved checkpoint at {tmp_path}/parts/checkpoints/{step}: " in said
+        paths = [tmp_path / name / "checkpoints" / str(step) for name in ("parts", "whole")]
         for folder in ("model", "optimizer"):
-            saved, other = (
-                saved_weights(tmp_path / of / "checkpoints" / str(step), folder) for of in ("parts", "whole")
-            )
-            assert equal_bits(saved, other), f"{folder} of step {step}"
+            assert equal_bits(*(saved_weights(path, folder) for path in paths)), f"{folder} of step {step}"
     assert ", of which training waited " in said
     resumed = engine_config(tmp_path / "parts", engine, "tokens.train_steps=6")
     run = train_quietly(resumed)
@@ -69,21 +65,18 @@ class FullDisk(kn.Hook):
     def after_step(self, run: Any, result: Any) -> None:
         while not run.checkpoints.engine.settled():
             time.sleep(0.01)
-        most = 20_000 if run.step in self.steps else resource.RLIM_INFINITY
-        resource.prlimit(
-            run.checkpoints.engine.writer.process.pid, resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY)
-        )
+        limits = (20_000 if run.step in self.steps else resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+        resource.prlimit(run.checkpoints.engine.writer.process.pid, resource.RLIMIT_FSIZE, limits)
 
 
 def full_disk(folder: Path, first: int, last: int) -> Any:
     kwargs = f"{{first: {first}, last: {last}}}"
-    hook = f"general.hooks=[{{path: training.test_engine_runs.FullDisk, kwargs: {kwargs}}}]"
+    hook = f"general.hooks=[{{path: {__name__}.FullDisk, kwargs: {kwargs}}}]"
     return engine_config(folder, "datastates", "tokens.train_steps=4", hook)
 
 
 def test_a_save_that_fails_in_the_background_is_an_error_in_the_log_and_the_run_goes_on(tmp_path: Path) -> None:
     run, said = train_and_listen(full_disk(tmp_path, 2, 2))
-    assert run is not None
     assert run.step == 4
     assert f"Checkpoint {tmp_path}/checkpoints/2 was not saved: cannot write " in said
     assert [entry.step for entry in list_checkpoints(tmp_path / "checkpoints")] == [1, 3, 4]

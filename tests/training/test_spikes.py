@@ -62,8 +62,7 @@ def test_a_batch_of_garbage_is_as_if_it_had_never_been_read(tmp_path: Path) -> N
     assert [step for step, line in found.items() if line["skipped"]] == [GARBAGE]
     assert [found[step]["lm_loss"] for step in others] == list(trained_on(config(tmp_path / "reference"), others))
     # Without the guard the batch changes all that follows.
-    bare = config(tmp_path / "bare")
-    train_quietly(bare)
+    bare = train_quietly(config(tmp_path / "bare")).config
     assert losses(bare)[:GARBAGE] == losses(guarded)[:GARBAGE]
     assert losses(bare)[GARBAGE - 1] > losses(bare)[0] > losses(bare)[GARBAGE - 2] + 1
     assert losses(bare)[GARBAGE] != losses(guarded)[GARBAGE]
@@ -78,8 +77,7 @@ def test_a_batch_of_garbage_is_as_if_it_had_never_been_read(tmp_path: Path) -> N
 def test_damaged_weights_return_to_the_snapshot_also_in_a_run_that_is_killed(tmp_path: Path) -> None:
     """Step 15 reads garbage, and after step 18 a weight is wrong: 19 and 20 spike, and the weights of 17 return."""
     interval = "checkpoints.checkpoint_interval=12"
-    guarded = config(tmp_path / "guarded", GUARD, interval, f"general.hooks=[{DAMAGE}]")
-    train_quietly(guarded)
+    guarded = train_quietly(config(tmp_path / "guarded", GUARD, interval, f"general.hooks=[{DAMAGE}]")).config
     trained = [step for step in range(1, STEPS + 1) if step not in (15, 18, 19, 20)]
     found = {line["iteration"]: line["lm_loss"] for line in metrics(guarded)}
     assert [found[step] for step in trained] == list(trained_on(config(tmp_path / "reference"), trained))
@@ -91,8 +89,7 @@ def test_damaged_weights_return_to_the_snapshot_also_in_a_run_that_is_killed(tmp
         crash = f"{{path: support.user_parts.OnRank, kwargs: {{what: raise, rank: 0, step: {step}}}}}"
         with pytest.raises(RuntimeError, match="this hook is broken"):
             train_quietly(config(killed, GUARD, interval, f"general.hooks=[{DAMAGE}, {crash}]"))
-    again = config(killed, GUARD, interval, f"general.hooks=[{DAMAGE}]")
-    train_quietly(again)
+    again = train_quietly(config(killed, GUARD, interval, f"general.hooks=[{DAMAGE}]")).config
     for name in ("lm_loss", "grad_norm", "state_hash", "skipped"):
         assert [line[name] for line in metrics(again)] == [line[name] for line in metrics(guarded)], name
     assert lines(again) == lines(guarded)
@@ -106,8 +103,7 @@ def test_a_run_that_resumes_from_a_local_checkpoint_returns_to_the_same_weights(
     keys = (GUARD, "checkpoints.checkpoint_interval=12")
     folders = {name: tmp_path / name for name in ("whole", "killed")}
     local = {name: f"checkpoints.local={{path: {folder}/shm, interval: 7}}" for name, folder in folders.items()}
-    whole = config(folders["whole"], *keys, local["whole"], f"general.hooks=[{DAMAGE}]")
-    train_quietly(whole)
+    whole = train_quietly(config(folders["whole"], *keys, local["whole"], f"general.hooks=[{DAMAGE}]")).config
     for step in (17, 22):
         crash = f"{{path: support.user_parts.OnRank, kwargs: {{what: raise, rank: 0, step: {step}}}}}"
         with pytest.raises(RuntimeError, match="this hook is broken"):
@@ -124,8 +120,7 @@ def test_a_run_that_resumes_from_a_local_checkpoint_returns_to_the_same_weights(
 def test_weights_return_to_where_the_run_began_before_the_first_update(tmp_path: Path) -> None:
     """Two non-finite steps at the start: there is no optimizer state yet to return to."""
     poison = "general.hooks=[{path: support.user_parts.Poison, kwargs: {steps: [2, 3]}}]"
-    guarded = config(tmp_path / "guarded", GUARD, poison, garbage=False)
-    train_quietly(guarded)
+    guarded = train_quietly(config(tmp_path / "guarded", GUARD, poison, garbage=False)).config
     trained = list(range(4, STEPS + 1))
     found = {line["iteration"]: line["lm_loss"] for line in metrics(guarded)}
     assert [found[step] for step in trained] == list(trained_on(config(tmp_path / "reference", garbage=False), trained))

@@ -10,16 +10,15 @@ import yaml
 from fsspec.implementations.memory import MemoryFileSystem
 
 from kenotron.checkpoint.remote import RemoteCheckpoints, check_same_run, fetch_for_run
-from kenotron.cli import main
 from kenotron.config import Config, InputError, dump, load
 from kenotron.config.errors import CheckpointError, RunFailed
 from kenotron.observers.uploads import STOPPED_WAIT_S, build_uploader
 from kenotron.storage import fetching
-from kenotron.training import Hook
 from support.checkpoint_states import flip_a_byte
-from support.tiny_run import losses, tiny_config, train_and_listen, train_quietly
+from support.tiny_run import Shell, losses, tiny_config, train_and_listen, train_quietly
 
 URL = "memory://robots/run"
+Machine = Callable[..., Config]
 REMOTE = (f"checkpoints.checkpoints_path={URL}", "checkpoints.checkpoint_interval=2", "tokens.train_steps=4")
 
 
@@ -32,11 +31,10 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
 
 
 @pytest.fixture
-def machine(tmp_path: Path) -> Callable[..., Config]:
+def machine(tmp_path: Path) -> Machine:
     """The config of the run on a machine of its own: its folders are `<tmp_path>/<name>`."""
 
     def config(name: str, *overrides: str) -> Config:
-        (tmp_path / name).mkdir(exist_ok=True)
         return tiny_config(tmp_path / name, *REMOTE, *overrides)
 
     return config
@@ -45,8 +43,7 @@ def machine(tmp_path: Path) -> Callable[..., Config]:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """The losses of six steps without a break."""
-    config = tiny_config(tmp_path_factory.mktemp("whole"), "tokens.train_steps=6")
-    train_quietly(config)
+    config = train_quietly(tiny_config(tmp_path_factory.mktemp("whole"), "tokens.train_steps=6")).config
     return losses(config)
 
 
@@ -58,9 +55,8 @@ def complete() -> list[int]:
     return [entry.step for entry in RemoteCheckpoints(URL).all() if entry.manifest]
 
 
-def test_another_machine_goes_on_from_the_store(machine: Callable[..., Config], whole: list[float]) -> None:
-    first = machine("a")
-    train_quietly(first)
+def test_another_machine_goes_on_from_the_store(machine: Machine, whole: list[float]) -> None:
+    first = train_quietly(machine("a")).config
     assert complete() == [2, 4]
     staged = Path(first.logging.log_dir) / "remote" / "memory" / "robots" / "run"
     assert steps_of(staged) == ["2", "4"]
@@ -73,9 +69,7 @@ def test_another_machine_goes_on_from_the_store(machine: Callable[..., Config], 
     assert f"checkpoints_path: {URL}\n" in (staged / "staged" / "6" / "config.yaml").read_text()
 
 
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(
-    machine: Callable[..., Config], whole: list[float], bucket: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_checkpoint_is_passed_over(machine: Machine, whole: list[float], bucket: Any, capsys: Any) -> None:
     train_quietly(machine("a", "tokens.train_steps=6"))
     name = next(name for name in bucket if "/6/model" in name and name.endswith(".safetensors"))
     flip_a_byte(bucket[name])
@@ -87,9 +81,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(
     assert RemoteCheckpoints(URL).verify(6) == []  # sent again, whole
 
 
-def test_with_every_checkpoint_of_the_store_damaged_none_is_replaced(
-    machine: Callable[..., Config], bucket: dict[str, Any]
-) -> None:
+def test_with_every_checkpoint_damaged_none_is_replaced(machine: Machine, bucket: dict[str, Any]) -> None:
     train_quietly(machine("a", "tokens.train_steps=6"))
     for name in [name for name in bucket if "/model/" in name and name.endswith(".safetensors")]:
         flip_a_byte(bucket[name])
@@ -99,9 +91,8 @@ def test_with_every_checkpoint_of_the_store_damaged_none_is_replaced(
     assert sorted(bucket) == before
 
 
-def test_local_damage_is_mended_from_the_store(machine: Callable[..., Config], whole: list[float]) -> None:
-    config = machine("a")
-    train_quietly(config)
+def test_local_damage_is_mended_from_the_store(machine: Machine, whole: list[float]) -> None:
+    config = train_quietly(machine("a")).config
     flip_a_byte(next((config.checkpoint_folder / "4" / "model").glob("*.safetensors")))
     config = machine("a", "tokens.train_steps=6")
     assert f"Fetching {URL}/4: " in train_and_listen(config)[1]
@@ -109,13 +100,10 @@ def test_local_damage_is_mended_from_the_store(machine: Callable[..., Config], w
 
 
 @pytest.mark.parametrize("named", [f"{URL}/2", URL])
-def test_a_new_run_starts_at_a_checkpoint_of_a_store(
-    machine: Callable[..., Config], whole: list[float], tmp_path: Path, named: str
-) -> None:
+def test_a_run_starts_at_a_stores_checkpoint(machine: Machine, whole: list[float], tmp_path: Path, named: str) -> None:
     train_quietly(machine("a", "tokens.train_steps=2"))
     local = (f"checkpoints.checkpoints_path={tmp_path}/own", f"checkpoints.resume_checkpoint_path={named}")
-    config = machine("b", *local)
-    train_quietly(config)
+    config = train_quietly(machine("b", *local)).config
     assert losses(config) == whole[2:4]
     MemoryFileSystem.store.clear()
     config = machine("b", *local, "tokens.train_steps=6")
@@ -123,31 +111,28 @@ def test_a_new_run_starts_at_a_checkpoint_of_a_store(
     assert losses(config) == whole[2:]
 
 
-def test_retention_holds_in_the_store_and_local_copies_can_go(machine: Callable[..., Config]) -> None:
+def test_retention_holds_in_the_store_and_local_copies_can_go(machine: Machine) -> None:
     keep = ("checkpoints.keep_last=1", "checkpoints.keep_every=4", "checkpoints.remove_after_upload=true")
-    config = machine("a", *keep, "checkpoints.checkpoint_interval=1", "tokens.train_steps=6")
-    train_quietly(config)
+    config = train_quietly(machine("a", *keep, "checkpoints.checkpoint_interval=1", "tokens.train_steps=6")).config
     assert complete() == [4, 6]
     assert steps_of(config.checkpoint_folder) == []
 
 
-def test_the_best_checkpoint_stays_in_the_store(machine: Callable[..., Config]) -> None:
+def test_the_best_checkpoint_stays_in_the_store(machine: Machine) -> None:
     keep = ("checkpoints.keep_best=true", "tokens.limit_val_batches=2", "tokens.val_check_interval=1")
     worse = "optimizer.learning_rate_scheduler.learning_rate=0.1"  # the loss rises from the first step on
     train_quietly(machine("a", *keep, worse, "checkpoints.keep_last=1", "checkpoints.checkpoint_interval=1"))
     assert complete() == [1, 4]
 
 
-NANOTRON = (
-    "s3_upload={upload_s3_path: 'memory://robots/run', remove_after_upload: true, s5cmd_numworkers: 3, "
-    "s5cmd_concurrency: 7, s5cmd_path: /opt/s5cmd}"
-)
+def s3_upload(remove: str, workers: str = "null", concurrency: str = "null", path: str = "null") -> str:
+    """nanotron's section."""
+    transfer = f"s5cmd_numworkers: {workers}, s5cmd_concurrency: {concurrency}, s5cmd_path: {path}"
+    return f"s3_upload={{upload_s3_path: '{URL}', remove_after_upload: {remove}, {transfer}}}"
 
 
-def test_nanotrons_section_uploads_the_checkpoints_of_a_local_folder(
-    machine: Callable[..., Config], tmp_path: Path, whole: list[float]
-) -> None:
-    local = (NANOTRON, f"checkpoints.checkpoints_path={tmp_path}/own")
+def test_nanotrons_section_uploads_a_local_folder(machine: Machine, tmp_path: Path, whole: list[float]) -> None:
+    local = (s3_upload("true", "3", "7", "/opt/s5cmd"), f"checkpoints.checkpoints_path={tmp_path}/own")
     config = machine("a", *local)
     uploader, _ = build_uploader(config, URL)
     assert (uploader.files_at_once, uploader.store._parts_at_once, uploader.remove) == (3, 7, True)
@@ -165,9 +150,7 @@ def test_nanotrons_section_uploads_the_checkpoints_of_a_local_folder(
     assert steps_of(tmp_path / "own") == ["4", "6"]
 
 
-def test_a_store_that_fails_ends_no_run_and_the_next_start_uploads(
-    machine: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, whole: list[float]
-) -> None:
+def test_the_next_start_uploads_what_a_store_refused(machine: Machine, monkeypatch: Any, whole: list[float]) -> None:
     config = machine("a")
     put = MemoryFileSystem.put_file
 
@@ -187,25 +170,14 @@ def test_a_store_that_fails_ends_no_run_and_the_next_start_uploads(
     assert complete() == [2, 4]
 
 
-class StopsAtOnce(Hook):
-    """Stops the run before its first step."""
-
-    def on_train_start(self, run: Any) -> None:
-        run.stop("SIGTERM")
-
-
-def test_a_run_that_is_stopped_before_its_first_step_waits_as_briefly_as_later(
-    machine: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_stopped_before_its_first_step_waits_briefly(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float | None] = []
     monkeypatch.setattr("kenotron.observers.uploads.finish", lambda made, lines, seconds=None: waits.append(seconds))
-    train_quietly(machine("a", f"general.hooks=[{__name__}.StopsAtOnce]"))
+    train_quietly(machine("a", "general.hooks=[training.test_local_checkpoints.StopsAtOnce]"))
     assert waits == [STOPPED_WAIT_S]
 
 
-def test_a_store_that_cannot_be_used_is_known_before_the_first_step(
-    machine: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_that_cannot_be_used_is_known_at_once(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise PermissionError("Access Denied")
 
@@ -219,33 +191,22 @@ def test_a_store_that_cannot_be_used_is_known_before_the_first_step(
 
 
 def local_run(folder: Path, *overrides: str) -> Config:
-    folder.mkdir(exist_ok=True)
     return tiny_config(folder, "checkpoints.checkpoint_interval=2", "tokens.train_steps=4", *overrides)
 
 
-UPLOADED = (
-    f"s3_upload={{upload_s3_path: '{URL}', remove_after_upload: false, s5cmd_numworkers: null, "
-    "s5cmd_concurrency: null, s5cmd_path: null}"
-)
+UPLOADED = s3_upload("false")
 
 
-def test_a_store_of_another_run_is_refused_before_anything_in_it_changes(
-    machine: Callable[..., Config], tmp_path: Path, bucket: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_store_of_another_run_is_refused(machine: Machine, tmp_path: Path, bucket: Any, shell: Shell) -> None:
     train_quietly(machine("a"))
-    other = local_run(tmp_path / "b")
-    train_quietly(other)
+    other = train_quietly(local_run(tmp_path / "b")).config
     before = {name: file.getvalue() for name, file in bucket.items()}
-    message = (
-        f"{URL} holds the checkpoints of a different run from .*; name another URL, or if it is the same run, copy"
-    )
+    message = f"{URL} holds the checkpoints of a different run from .*; name another URL, or if it is the same run, "
     with pytest.raises(InputError, match=message):
         train_quietly(local_run(tmp_path / "b", UPLOADED, "checkpoints.keep_last=1", "tokens.train_steps=8"))
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as ended:
-        main(["checkpoint", "upload", str(other.checkpoint_folder), URL])
-    assert ended.value.code
-    assert "a different run" in capsys.readouterr().err
+    code, _, errors = shell("checkpoint", "upload", other.checkpoint_folder, URL)
+    assert code
+    assert "a different run" in errors
     assert {name: file.getvalue() for name, file in bucket.items()} == before
     own = other.checkpoint_folder / ".run"
     own.unlink()  # as of a folder whose files were copied by `*`, or of an average
@@ -261,21 +222,17 @@ def test_a_store_of_another_run_is_refused_before_anything_in_it_changes(
     assert complete() == [2, 4, 6]
 
 
-def test_a_folder_without_an_id_that_has_a_checkpoint_of_the_store_is_of_its_run(
-    machine: Callable[..., Config], tmp_path: Path
-) -> None:
-    mine = machine("a").checkpoint_folder
-    train_quietly(machine("a"))
-    copied = tmp_path / "copied"
-    shutil.copytree(next(path for path in mine.glob("[0-9]*")), copied / next(mine.glob("[0-9]*")).name)
+def test_a_folder_with_a_checkpoint_of_the_store_is_of_its_run(machine: Machine, tmp_path: Path) -> None:
+    mine = train_quietly(machine("a")).config.checkpoint_folder
+    copied = tmp_path / "copied"  # without an id
+    shutil.copytree(mine / "2", copied / "2")
     check_same_run(RemoteCheckpoints(URL), copied, None)
     assert (copied / ".run").read_text() == RemoteCheckpoints(URL).store.read(".run").decode()
 
 
-def test_a_store_without_an_id_gets_that_of_its_run(machine: Callable[..., Config]) -> None:
+def test_a_store_without_an_id_gets_that_of_its_run(machine: Machine) -> None:
     """`--fresh` removes the store's id; the run may be killed when its first upload is no longer here."""
-    config = machine("a")
-    train_quietly(config)
+    config = train_quietly(machine("a")).config
     remote = RemoteCheckpoints(URL)
     own = remote.store.read(".run").decode()
     remote.store.delete(".run")
@@ -289,46 +246,35 @@ def test_a_run_goes_on_with_its_store_from_either_side(tmp_path: Path, whole: li
     """A local run gets a store, another machine takes it up, and so does the first again."""
     train_quietly(local_run(tmp_path / "a", "tokens.train_steps=2", "checkpoints.checkpoint_interval=1"))
     train_quietly(local_run(tmp_path / "a", UPLOADED, "tokens.train_steps=3"))
-    other = local_run(tmp_path / "b", UPLOADED, "tokens.train_steps=5")
-    train_quietly(other)
-    last = local_run(tmp_path / "a", UPLOADED, "tokens.train_steps=6")
-    train_quietly(last)
+    other = train_quietly(local_run(tmp_path / "b", UPLOADED, "tokens.train_steps=5")).config
+    last = train_quietly(local_run(tmp_path / "a", UPLOADED, "tokens.train_steps=6")).config
     assert losses(other) == whole[3:5]
     assert losses(last)[-1] == whole[5]
 
 
-def test_what_a_fresh_run_resumes_from_is_fetched_though_it_has_checkpoints(
-    machine: Callable[..., Config], tmp_path: Path
-) -> None:
+def test_what_a_fresh_run_resumes_from_is_fetched_nonetheless(machine: Machine, tmp_path: Path) -> None:
     train_quietly(machine("a"))
     train_quietly(local_run(tmp_path / "b"))
     named = f"checkpoints.resume_checkpoint_path={URL}/2"
     again = local_run(tmp_path / "b", named, "checkpoints.load_mode=model_only")
     fetch_for_run(again, fresh=True)
-    assert again.resume_folder is not None
     assert (again.resume_folder / "manifest.json").is_file()
 
 
 @pytest.mark.parametrize("folder", ["in the store", "here"])
-def test_a_branch_of_what_a_store_holds_is_uploaded_elsewhere(
-    folder: str,
-    machine: Callable[..., Config],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def test_a_branch_is_uploaded_elsewhere(
+    folder: str, machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shell: Shell
 ) -> None:
     monkeypatch.setenv("KENOTRON_CACHE", str(tmp_path / "cache"))
     if folder == "here":
-        parent = local_run(tmp_path / "a", UPLOADED.replace("remove_after_upload: false", "remove_after_upload: true"))
+        parent = local_run(tmp_path / "a", s3_upload("true"))
     else:
         parent = machine("a", f"checkpoints.staging_path={tmp_path}/staged")
     train_quietly(parent)
     (tmp_path / "my.yaml").write_text(dump(parent))
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as ended:
-        main(["branch", f"{tmp_path}/my.yaml", "--at", "2", "--cooldown", "3", "--name", "cool"])
-    assert not ended.value.code
-    config = load(yaml.safe_load(capsys.readouterr().out), [f"logging.log_dir={tmp_path}/b"])
+    code, said, _ = shell("branch", f"{tmp_path}/my.yaml", "--at", "2", "--cooldown", "3", "--name", "cool")
+    assert code == 0
+    config = load(yaml.safe_load(said), [f"logging.log_dir={tmp_path}/b"])
     assert config.upload_url == f"{URL}-cool"
     run = train_quietly(config)
     assert (run.step, losses(config)[0]) == (5, losses(parent)[2])

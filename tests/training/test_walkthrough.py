@@ -1,6 +1,7 @@
 """The seeds' walkthrough: their config, unchanged, by their own commands, with the hub's files in a local cache."""
 
 import json
+import math
 import re
 import shutil
 import socket
@@ -15,7 +16,7 @@ import kenotron as kn
 from kenotron.config.writing import diff
 from support.hub_cache import TOKENIZER, offline_environment
 from support.nursery import Finished, Nursery
-from support.tiny_run import REPOSITORY, environment
+from support.tiny_run import REPOSITORY, environment, saved_weights
 
 ONE_PROCESS = "examples/config_tiny_llama-david.yaml"
 EIGHT_PROCESSES = "examples/llama/config_tiny_llama.yaml"
@@ -25,6 +26,9 @@ COMMENTS = {"dp": "数据并行大小", "pp": "流水线并行大小", "tp": "�
 LEARNING_RATES = """0.00015 0.0003 0.000296 0.000283 0.000264 0.000237 0.000206 0.000172 0.000138 0.000104
     7.26e-05 4.65e-05 2.66e-05 1.42e-05 1e-05"""
 CONSUMED = "512 1.02K 1.54K 2.05K 2.56K 3.07K 3.58K 4.1K 4.61K 5.12K 5.63K 6.14K 6.66K 7.17K 7.68K"
+Run = Callable[..., Finished]
+Walked = tuple[Path, subprocess.CompletedProcess[str]]
+Steps = list[dict[str, float]]
 TRAIN = ("--config-file", ONE_PROCESS)
 PROMPTS_NAMED = "no --prompt: continuing 'The future of AI is' and 'def fib(n)'\n"
 LINE = re.compile(r"^\d\d/\d\d/\d{4} \d\d:\d\d:\d\d \[(?:INFO|WARNING)\|DP=0\|PP=0\|TP=0\]: (.*)$")
@@ -38,40 +42,30 @@ def settings(folder: Path, home: Path) -> dict[str, str]:
     }
 
 
-def torchrun(
-    script: str, *arguments: str, folder: Path, home: Path, ranks: int = 1
-) -> subprocess.CompletedProcess[str]:
-    """``CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --nproc_per_node=1 <script> …`` with no way out of this machine."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}", str(REPOSITORY / script)]
-    return subprocess.run(
-        [*launcher, *arguments],
-        cwd=folder,
-        env=environment(folder, **settings(folder, home)),
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-
-
 @pytest.fixture(scope="module")
-def walked(tmp_path_factory: pytest.TempPathFactory, hub_home: Path) -> tuple[Path, subprocess.CompletedProcess[str]]:
-    """The folder of a finished walkthrough, and what the command said."""
+def walked(tmp_path_factory: pytest.TempPathFactory, hub_home: Path) -> Walked:
+    """The folder after ``CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --nproc_per_node=1 run_train.py …``, and what it said.
+
+    There is no way out of this machine.
+    """
     folder = tmp_path_factory.mktemp("walkthrough")
     text = (REPOSITORY / ONE_PROCESS).read_text()
     for axis, comment in COMMENTS.items():
         text = text.replace(f"  {axis}: 1\n", f"  {axis}: 1  # {comment}\n")
     (folder / "examples").mkdir()
     (folder / ONE_PROCESS).write_text(text, encoding="utf-8")
-    return folder, torchrun("run_train.py", *TRAIN, folder=folder, home=hub_home)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=1", REPOSITORY / "run_train.py", *TRAIN]
+    env = environment(folder, **settings(folder, hub_home))
+    return folder, subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=400)
 
 
 @pytest.fixture(scope="module")
-def messages(walked: tuple[Path, subprocess.CompletedProcess[str]]) -> list[str]:
+def messages(walked: Walked) -> list[str]:
     """Every line of the log without its prefix, which each must have."""
-    matches = [LINE.match(line) for line in walked[1].stdout.splitlines()]
-    without = [line for line, match in zip(walked[1].stdout.splitlines(), matches) if match is None]
+    lines = walked[1].stdout.splitlines()
+    without = [line for line in lines if not LINE.match(line)]
     assert not without, f"lines without the seeds' prefix: {without[:3]}"
-    return [match.group(1) for match in matches if match]
+    return [LINE.sub(r"\1", line) for line in lines]
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +76,7 @@ def iterations(messages: list[str]) -> list[dict[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def steps(walked: tuple[Path, subprocess.CompletedProcess[str]]) -> list[dict[str, float]]:
+def steps(walked: Walked) -> Steps:
     """The objects of metrics.jsonl."""
     (path,) = (walked[0] / "logs").glob("*/metrics.jsonl")
     return [json.loads(line) for line in path.read_text().splitlines()]
@@ -104,35 +98,26 @@ def test_the_watch_on_sockets_is_awake(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_model_has_12368_parameters(walked, messages: list[str]) -> None:
-    assert any(message.startswith("Total number of parameters: 12.4K (0.05MiB)") for message in messages)
-    assert any(message.startswith("Local number of parameters: 12.4K (0.05MiB)") for message in messages)
-    from kenotron.checkpoint import reading
-
-    tensors = reading.read_tensors(walked[0] / "checkpoints" / "15")
-    assert sum(tensor.numel() for tensor in tensors.values()) == 12368
+    for which in ("Total", "Local"):
+        assert any(message.startswith(f"{which} number of parameters: 12.4K (0.05MiB)") for message in messages)
+    assert sum(tensor.numel() for tensor in saved_weights(walked[0] / "checkpoints" / "15").values()) == 12368
 
 
 @pytest.mark.slow
-def test_the_learning_rate_printed_and_written_is_the_seeds_at_every_step(
-    iterations: list[dict[str, str]], steps: list[dict[str, float]]
-) -> None:
+def test_the_learning_rate_printed_and_written_is_the_seeds(iterations: list[dict[str, str]], steps: Steps) -> None:
     assert [fields["lr"] for fields in iterations] == LEARNING_RATES.split()
     assert [float(f"{step['lr']:.3g}") for step in steps] == [float(rate) for rate in LEARNING_RATES.split()]
 
 
 @pytest.mark.slow
-def test_consumed_tokens_count_two_sequences_of_256_a_step(
-    iterations: list[dict[str, str]], steps: list[dict[str, float]]
-) -> None:
+def test_consumed_tokens_count_two_sequences_of_256_a_step(iterations: list[dict[str, str]], steps: Steps) -> None:
     assert [fields["consumed_tokens"] for fields in iterations] == CONSUMED.split()
     assert [step["consumed_tokens"] for step in steps] == [512 * (k + 1) for k in range(15)]
     assert {fields["global_batch_size"] for fields in iterations} == {"2"}
 
 
 @pytest.mark.slow
-def test_the_loss_starts_at_that_of_a_uniform_guess_and_falls(steps: list[dict[str, float]]) -> None:
-    import math
-
+def test_the_loss_starts_at_that_of_a_uniform_guess_and_falls(steps: Steps) -> None:
     assert abs(steps[0]["lm_loss"] - math.log(256)) < 0.1  # std 0.025 at width 16: the logits are almost equal
     assert steps[-1]["lm_loss"] < steps[0]["lm_loss"]
 
@@ -172,14 +157,14 @@ def test_the_log_has_every_line_of_the_seeds(messages: list[str]) -> None:
 
 
 @pytest.fixture
-def again(walked, hub_home: Path, nursery: Nursery) -> Callable[..., Finished]:
+def again(walked, hub_home: Path, nursery: Nursery) -> Run:
     """Another command in the walkthrough's folder: `torchrun`, whose ranks are forks of one process."""
     env = settings(walked[0], hub_home)
     return lambda script, *given, ranks=1: nursery.torchrun(script, *given, ranks=ranks, folder=walked[0], env=env)
 
 
 @pytest.mark.slow
-def test_the_seeds_generate_command_continues_two_prompts(again: Callable[..., Finished]) -> None:
+def test_the_seeds_generate_command_continues_two_prompts(again: Run) -> None:
     finished = again("run_generate.py", "--ckpt-path", "checkpoints/10/", "--tp", "1", "--pp", "1")
     assert (finished.code, finished.stderr) == (0, PROMPTS_NAMED)
     first, second = finished.stdout.split("\n\n")[:2]
@@ -189,7 +174,7 @@ def test_the_seeds_generate_command_continues_two_prompts(again: Callable[..., F
 
 
 @pytest.mark.slow
-def test_processes_that_do_not_fit_the_layout_are_reported_once_and_at_the_end(again: Callable[..., Finished]) -> None:
+def test_processes_that_do_not_fit_the_layout_are_reported_once_and_at_the_end(again: Run) -> None:
     finished = again("run_train.py", *TRAIN, ranks=2)
     line = "error: parallelism: dp 1 x pp 1 x tp 1 x cp 1 needs 1 process, but 2 were started"
     lines = finished.stderr.splitlines()
@@ -200,7 +185,7 @@ def test_processes_that_do_not_fit_the_layout_are_reported_once_and_at_the_end(a
 
 
 @pytest.mark.slow
-def test_the_same_command_again_says_that_the_run_is_finished(walked, again: Callable[..., Finished]) -> None:
+def test_the_same_command_again_says_that_the_run_is_finished(walked, again: Run) -> None:
     before = sorted((walked[0] / "logs").iterdir())
     finished = again("run_train.py", *TRAIN)
     assert (finished.code, finished.stderr) == (0, "")
@@ -223,16 +208,14 @@ def examples(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def forked(examples: Path, hub_home: Path, nursery: Nursery) -> Callable[..., Finished]:
+def forked(examples: Path, hub_home: Path, nursery: Nursery) -> Run:
     """`torchrun` in `examples`, whose ranks are forks of one process."""
     env = settings(examples, hub_home)
     return lambda script, *given, ranks=1: nursery.torchrun(script, *given, ranks=ranks, folder=examples, env=env)
 
 
 @pytest.mark.slow
-def test_kenotrons_command_trains_on_8_ranks_and_any_layout_decodes_what_it_saved(
-    forked: Callable[..., Finished],
-) -> None:
+def test_kenotrons_command_trains_on_8_ranks_and_any_layout_decodes_what_it_saved(forked: Run) -> None:
     trained = forked("run_train.py", "--config-file", EIGHT_PROCESSES, ranks=8)
     assert (trained.code, trained.stderr) == (0, "")
     assert "iteration: 15 / 15" in trained.stdout
@@ -252,7 +235,7 @@ def test_kenotrons_command_trains_on_8_ranks_and_any_layout_decodes_what_it_save
 
 @pytest.mark.slow
 @pytest.mark.cases(slow=0)
-def test_the_8_process_commands_of_the_first_readme_work_without_a_network(forked: Callable[..., Finished]) -> None:
+def test_the_8_process_commands_of_the_first_readme_work_without_a_network(forked: Run) -> None:
     """run_train.py with debug_run_train.yaml, then run_generation.py on the checkpoint's own layout."""
     trained = forked("run_train.py", "--config-file", "examples/debug_run_train.yaml", ranks=8)
     assert (trained.code, trained.stderr) == (0, "")
