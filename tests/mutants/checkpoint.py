@@ -100,7 +100,7 @@ MUTANTS = [
         find="    if follows and not (root / str(follows)).exists():\n",
         replace="    if False:\n",
         why="who removes the newest checkpoints to go back gets their weights all the same",
-        tests=(f"{LOCAL}::test_who_removes_the_newest_durable_checkpoints_goes_back_to_those_that_are_left",),
+        tests=(f"{LOCAL}::test_who_removes_the_newest_durable_checkpoints_goes_back",),
     ),
     Mutant(
         name="a-stop-after-a-local-checkpoint-saves-nothing",

@@ -42,9 +42,7 @@ def own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE)
 
 
-def test_it_is_set_while_a_run_trains_and_two_runs_have_the_same_bits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_is_set_while_a_run_trains_and_gives_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cudnn, "benchmark", True)
     before = settings()
     configs = [tiny_config(tmp_path / name, KEY, f"general.hooks=[{__name__}.Settings]") for name in "ab"]
@@ -57,9 +55,7 @@ def test_it_is_set_while_a_run_trains_and_two_runs_have_the_same_bits(
 
 def test_an_operator_without_an_order_ends_the_run_in_one_line(tmp_path: Path) -> None:
     hooks = f"general.hooks=[{__name__}.Unordered]"
-    line = (
-        r"^general\.deterministic: put_ does not have a deterministic implementation on this device; set the key to f"
-    )
+    line = r"^general\.deterministic: put_ does not have a deterministic implementation on this device; set the key to"
     with pytest.raises(RunFailed, match=line):
         train_quietly(tiny_config(tmp_path / "with", KEY, hooks))
     assert settings()[0] == 0

@@ -25,9 +25,7 @@ from support.tiny_run import tiny_config
 @pytest.mark.parametrize(
     "overrides", [(), ("parallelism.recompute_layer=true",), ("model.model_config.z_loss_enabled=true",)]
 )
-def test_a_step_reads_from_the_device_once(
-    overrides: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_reads_from_the_device_once(overrides: tuple[str, ...], tmp_path: Path, monkeypatch: Any) -> None:
     """Counted on a CPU, with the two shortcuts off that are taken only where a read is free."""
     for module in (clip, linear_cross_entropy):
         monkeypatch.setattr(module, "reads_are_free", lambda x: False)

@@ -95,11 +95,17 @@ def test_the_other_engines_save_parts_too(engine: str, tmp_path: Path, whole: Pa
 
 
 @pytest.mark.slow
-def test_a_lost_machine_costs_the_steps_since_the_durable_checkpoint(tmp_path: Path, whole: Path) -> None:
+@pytest.mark.parametrize("fault", ["a lost machine", "a damaged part"])
+def test_a_part_that_is_lost_or_damaged_is_named(fault: str, tmp_path: Path, whole: Path) -> None:
+    """It costs the steps since the durable checkpoint."""
     fail(tmp_path)
-    (tmp_path / "other").rename(tmp_path / "lost")  # at once: what has ended may still be removing an old part
+    if fault == "a lost machine":
+        (tmp_path / "other").rename(tmp_path / "lost")  # at once: what has ended may still be removing an old part
+        problem = "no machine has its part 1 of 2"
+    else:
+        problem = f"{flip_a_byte(next(tmp_path.glob('other/run-*/1of2/6/model/rank1.safetensors')))} is damaged"
     said = resume(tmp_path)
-    assert "warning: skipping checkpoint 6: no machine has its part 1 of 2" in said
+    assert f"warning: skipping checkpoint 6: {problem}" in said
     assert "Training from step 5 to" in said
     same_run(tmp_path, whole)
 
@@ -164,17 +170,6 @@ def test_one_machine_goes_on_from_parts_of_two_and_the_other_way_round(tmp_path:
     assert "Training from step 7 to" in resume(tmp_path / "to two")
     for name in ("to one", "to two"):
         same_run(tmp_path / name, whole)
-
-
-@pytest.mark.slow
-def test_a_damaged_part_is_named(tmp_path: Path, whole: Path) -> None:
-    fail(tmp_path)
-    (victim,) = tmp_path.glob("other/run-*/1of2/6/model/rank1.safetensors")
-    flip_a_byte(victim)
-    said = resume(tmp_path)
-    assert f"warning: skipping checkpoint 6: {victim} is damaged" in said
-    assert "Training from step 5 to" in said
-    same_run(tmp_path, whole)
 
 
 def test_what_was_not_copied_as_it_was_written_is_refused(tmp_path: Path) -> None:

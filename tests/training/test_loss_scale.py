@@ -31,9 +31,7 @@ class SmallGradients(kn.Hook):
     def before_update(self, run: kn.Run) -> None:
         """Copy it."""
         if run.step == 0:
-            self.found |= {
-                name: each.grad.clone() for name, each in named_parameters(*run.parts) if each.grad is not None
-            }
+            self.found |= {name: each.grad.clone() for name, each in named_parameters(*run.parts)}
 
 
 def gradients(folder: Path, *overrides: str) -> dict[str, torch.Tensor]:

@@ -77,16 +77,12 @@ def buffers(folder: Path, step: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("engine", ["torch", "datastates"])
-def test_they_are_saved_as_forward_left_them_and_resumed(
-    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_they_are_saved_as_forward_left_them_and_resumed(engine: str, tmp_path: Path, monkeypatch: Any) -> None:
     slow_copies(monkeypatch)
     saves = f"checkpoints.checkpointing_engine={engine}"
-    whole = configure(tmp_path / "whole", saves, "tokens.train_steps=5")
-    train_quietly(whole)
+    whole = train_quietly(configure(tmp_path / "whole", saves, "tokens.train_steps=5")).config
     with prepared(whole, Mesh()) as run:
         tokens = [torch.from_numpy(run.data.batch(step, 0, 1)[0].tokens) for step in range(1, 6)]
-    expected = torch.zeros(8)
     for step in range(1, 6):
         found = buffers(tmp_path / "whole", step)
         assert int(found["seen"]) == 64 * step
@@ -97,8 +93,7 @@ def test_they_are_saved_as_forward_left_them_and_resumed(
             assert torch.allclose(found["mean"], expected, rtol=1e-6, atol=1e-8)
     assert "scratch" not in saved_weights(tmp_path / "whole" / "checkpoints" / "5")
 
-    parts = configure(tmp_path / "parts", saves, "tokens.train_steps=2")
-    train_quietly(parts)
+    parts = train_quietly(configure(tmp_path / "parts", saves, "tokens.train_steps=2")).config
     train_quietly(configure(tmp_path / "parts", saves, "tokens.train_steps=5"))
     assert losses(parts) == losses(whole)
     ours, theirs = (saved_weights(tmp_path / name / "checkpoints" / "5") for name in ("parts", "whole"))
@@ -114,8 +109,7 @@ def test_only_steps_that_are_done_change_them(tmp_path: Path) -> None:
 
 
 def test_validation_and_generation_leave_them(tmp_path: Path) -> None:
-    config = configure(tmp_path)
-    train_quietly(config)
+    config = train_quietly(configure(tmp_path)).config
     with prepared(config, Mesh()) as run:
         (batch,) = run.data.batch(1, 0, 1)
         train_step(run, [batch])

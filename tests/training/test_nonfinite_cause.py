@@ -35,10 +35,8 @@ def test_the_module_is_named_and_the_micro_batch(where: str, recompute: bool, tm
     config = tiny_config(tmp_path, spoil, *TWO_MICRO_BATCHES, *([layout] if where == "backward" else []))
     _, said = train_and_listen(config)
     found = line(config)
-    assert [found[key] for key in ("iteration", "where", "module", "layer", "ranks", "again")] == [
-        *(2, where, DOWN, 1, [0]),
-        "the same",
-    ]
+    expected = {"iteration": 2, "where": where, "module": DOWN, "layer": 1, "ranks": [0], "again": "the same"}
+    assert expected.items() <= found.items()
     with open_run(config, report=lambda line: None) as data:
         batches = data.batch(2)[1:] if where == "forward" else data.batch(2)
         assert [sample["sample"] for sample in found["samples"]] == [int(i) for b in batches for i in b.sample_ids]
@@ -50,9 +48,7 @@ def test_a_fault_that_does_not_come_again_is_called_transient_and_changes_nothin
     config = tiny_config(tmp_path, hook("SpoilModule", module=DOWN, step=2, times=1), *TWO_MICRO_BATCHES)
     _, said = train_and_listen(config)
     assert line(config)["again"] == "finite"
-    clean = tiny_config(tmp_path / "clean", *TWO_MICRO_BATCHES)
-    (tmp_path / "clean").mkdir()
-    train_quietly(clean)
+    clean = train_quietly(tiny_config(tmp_path / "clean", *TWO_MICRO_BATCHES)).config
     second = metrics(clean)[1]
     assert f"finite (lm_loss {second['lm_loss']:.4g}, grad_norm {second['grad_norm']:.4g}): a transient fault" in said
 
@@ -67,19 +63,16 @@ def test_a_fault_that_does_not_come_again_is_called_transient_and_changes_nothin
 def test_a_weight_or_gradient_that_is_not_finite_is_named(
     name: str, kwargs: dict[str, object], where: str, module: str, tmp_path: Path
 ) -> None:
-    config = tiny_config(tmp_path, hook(name, **kwargs))
-    train_quietly(config)
+    config = train_quietly(tiny_config(tmp_path, hook(name, **kwargs))).config
     found = line(config)
     assert (found["iteration"], found["where"], found["module"], found["layer"]) == (2, where, module, None)
 
 
 @pytest.mark.parametrize("module", [DOWN, "model.layers.1.self_attn.v_proj"])
-def test_backward_is_looked_at_where_outputs_change_in_place_and_several_modules_read_one(
-    module: str, tmp_path: Path
-) -> None:
+def test_backward_is_looked_at_where_outputs_change_in_place(module: str, tmp_path: Path) -> None:
+    """And several modules read one."""
     spoil = hook("SpoilModule", module=module, step=2, where="backward").removesuffix("]")
-    config = tiny_config(tmp_path, f"{spoil}, support.user_parts.InPlace]", *TWO_MICRO_BATCHES)
-    train_quietly(config)
+    config = train_quietly(tiny_config(tmp_path, f"{spoil}, support.user_parts.InPlace]", *TWO_MICRO_BATCHES)).config
     assert [line(config)[key] for key in ("where", "module", "ranks")] == ["backward", module, [0]]
     assert [step["skipped"] for step in metrics(config)] == [False, True, False]
 

@@ -71,15 +71,9 @@ def test_weights_after_some_steps_are_those_of_transformers_and_torch(kind: str,
     overrides = ["optimizer.optimizer_factory.adam_eps=1.0e-4"]
     if kind == "sgd":
         overrides = [SGD, "optimizer.learning_rate_scheduler.learning_rate=0.5"]
-    config = tiny_config(
-        tmp_path,
-        "checkpoints.save_initial_state=true",
-        "optimizer.clip_grad=0.5",
-        "tokens.batch_accumulation_per_replica=2",
-        "tokens.train_steps=4",
-        f"model.model_config.tie_word_embeddings={tied}",
-        *overrides,
-    )
+    overrides += ["checkpoints.save_initial_state=true", "optimizer.clip_grad=0.5", "tokens.train_steps=4"]
+    overrides += ["tokens.batch_accumulation_per_replica=2", f"model.model_config.tie_word_embeddings={tied}"]
+    config = tiny_config(tmp_path, *overrides)
     run = train_quietly(config)
     peak = config.optimizer.learning_rate_scheduler.learning_rate
 
@@ -102,10 +96,8 @@ def splits(folder: Path, *overrides: str) -> list[Any]:
     """The same global batch of 4 as 4 x 1, 2 x 2, 1 x 4."""
     runs = []
     for micro, accumulated in ((4, 1), (2, 2), (1, 4)):
-        here = folder / f"{micro}x{accumulated}"
-        here.mkdir()
         split = (f"tokens.micro_batch_size={micro}", f"tokens.batch_accumulation_per_replica={accumulated}")
-        runs.append(train_quietly(tiny_config(here, *overrides, *split)))
+        runs.append(train_quietly(tiny_config(folder / f"{micro}x{accumulated}", *overrides, *split)))
     return runs
 
 
@@ -175,29 +167,20 @@ def test_fp32_is_fp32_throughout(tmp_path: Path) -> None:
 
 
 def test_the_learning_rate_is_applied_printed_and_written_alike(tmp_path: Path) -> None:
-    schedule = "optimizer.learning_rate_scheduler={learning_rate: 0.01, lr_warmup_steps: 2, lr_decay_style: linear}"
-    config = tiny_config(
-        tmp_path,
-        schedule,
-        "optimizer.learning_rate_scheduler.min_decay_lr=0.002",
-        "tokens.train_steps=6",
-        "general.hooks=[support.user_parts.Spy]",
-        "optimizer.param_groups=[{pattern: embed_tokens, learning_rate_scale: 0.5}]",
-    )
-    run = train_quietly(config)
+    keys = "learning_rate: 0.01, lr_warmup_steps: 2, lr_decay_style: linear, min_decay_lr: 0.002"
+    schedule = (f"optimizer.learning_rate_scheduler={{{keys}}}", "tokens.train_steps=6")
+    groups = "optimizer.param_groups=[{pattern: embed_tokens, learning_rate_scale: 0.5}]"
+    run = train_quietly(tiny_config(tmp_path, *schedule, groups, "general.hooks=[support.user_parts.Spy]"))
     (spy,) = (hook for hook in run.hooks if isinstance(hook, user_parts.Spy))
     curve = [0.005, 0.01, 0.008, 0.006, 0.004, 0.002]
-    assert [step["lr"] for step in metrics(config)] == pytest.approx(curve)
+    assert [step["lr"] for step in metrics(run.config)] == pytest.approx(curve)
     assert spy.rates == [pytest.approx([rate / 2, rate]) for rate in curve]
 
 
 def test_the_loss_of_a_step_leaves_the_z_loss_out_and_shows_it_apart(tmp_path: Path) -> None:
     keys = ("model.model_config.z_loss_enabled=true", "model.model_config.z_loss_coefficient=0.5")
-    (tmp_path / "with").mkdir()
-    (tmp_path / "without").mkdir()
-    with_z, without = tiny_config(tmp_path / "with", *keys), tiny_config(tmp_path / "without")
-    for config in (with_z, without):
-        train_quietly(config)
+    with_z = train_quietly(tiny_config(tmp_path / "with", *keys)).config
+    without = train_quietly(tiny_config(tmp_path / "without")).config
     assert losses(with_z)[0] == pytest.approx(losses(without)[0], rel=1e-6)
     assert losses(with_z)[2] != losses(without)[2]  # it moved the weights
     assert 0.5 * 3 < metrics(with_z)[0]["z_loss"] < 0.5 * 25  # log(64) is 4.2
@@ -207,7 +190,6 @@ def test_the_loss_of_a_step_leaves_the_z_loss_out_and_shows_it_apart(tmp_path: P
 def test_padding_the_vocabulary_changes_neither_the_run_nor_the_saved_files(tmp_path: Path) -> None:
     runs = {}
     for multiple in (1, 48):  # 64 tokens in 96 rows
-        (tmp_path / str(multiple)).mkdir()
         config = tiny_config(tmp_path / str(multiple), f"model.make_vocab_size_divisible_by={multiple}")
         runs[multiple] = train_quietly(config)
     assert runs[48].model.model.embed_tokens.weight.shape == (96, 16)
@@ -218,9 +200,7 @@ def test_padding_the_vocabulary_changes_neither_the_run_nor_the_saved_files(tmp_
         assert largest_difference(plain, padded) < 1e-6
 
 
-def test_the_update_waits_for_the_host_only_where_a_hook_decides(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_update_waits_for_the_host_only_for_a_hook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU fused Adam is queued before the numbers are read: the run is the same, to fp32's rounding."""
     order: list[str] = []
     monkeypatch.setattr(Numbers, "read", lambda self, read=Numbers.read: order.append("read") or read(self))
@@ -228,7 +208,6 @@ def test_the_update_waits_for_the_host_only_where_a_hook_decides(
     monkeypatch.setattr(torch.optim.AdamW, "step", lambda self: order.append("update") or step(self))
     runs = []
     for name, changes in (("host", ()), ("device", ()), ("hook", ("general.hooks=[support.user_parts.Recorder]",))):
-        (tmp_path / name).mkdir()
         order.clear()
         runs.append(losses(train_quietly(tiny_config(tmp_path / name, "tokens.train_steps=3", *changes)).config))
         assert order == (["update", "read"] if name == "device" else ["read", "update"]) * 3
