@@ -95,9 +95,7 @@ def entries(root: Path) -> list[str]:
     return sorted(path.name for path in root.iterdir() if path.name != ".lock")
 
 
-@pytest.mark.parametrize(
-    "step", [pytest.param(20, marks=pytest.mark.slow), 10], ids=["a new step", "the same step again"]
-)
+@pytest.mark.parametrize("step", [pytest.param(20, marks=pytest.mark.slow), 10])  # a new one, the same again
 def test_a_process_killed_at_any_call_leaves_the_old_state_or_the_new_one(folder: Path, step: int) -> None:
     save_step(folder / "pattern", 10, seed=1)
 
@@ -234,9 +232,10 @@ def test_everything_is_synced_before_the_rename(tmp_path: Path, monkeypatch: pyt
     """A power cut forgets what was not synced, so at the rename every file and folder must have been."""
     events: list[tuple[str, str]] = []
     fsync, rename = os.fsync, os.rename
-    monkeypatch.setattr(
-        os, "fsync", lambda fd: (events.append(("sync", os.readlink(f"/proc/self/fd/{fd}"))), fsync(fd))
-    )
+
+    def record_sync(descriptor: int) -> None:
+        events.append(("sync", os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
 
     def record(source: Path, target: Path) -> None:
         events.append(("rename", str(target)))
@@ -248,6 +247,7 @@ def test_everything_is_synced_before_the_rename(tmp_path: Path, monkeypatch: pyt
             assert later == {str(source)}, "something but the folder's own name was synced after the manifest"
         rename(source, target)
 
+    monkeypatch.setattr(os, "fsync", record_sync)
     monkeypatch.setattr(os, "rename", record)
     save_step(tmp_path / "root", 10)
     kinds = [(kind, Path(path).name) for kind, path in events]

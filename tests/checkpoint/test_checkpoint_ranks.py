@@ -47,10 +47,7 @@ def moments(rank: int) -> dict[str, Any]:
 
 def sharded(tensors: dict[str, Any], layout: dict[str, list], shape: tuple[int, ...] = (2,)) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", shape)
-    return {
-        name: distribute_tensor(value, mesh, layout[name]) if name in layout else value
-        for name, value in tensors.items()
-    }
+    return tensors | {name: distribute_tensor(tensors[name], mesh, layout[name]) for name in layout}
 
 
 def save_on_rank(rank: int, root: Path, step: int = 10, **kwargs: Any) -> Any:

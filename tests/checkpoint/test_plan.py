@@ -73,10 +73,8 @@ def test_blocks_that_overlap_are_an_error() -> None:
 
 
 def test_a_block_without_elements_is_not_written_unless_its_tensor_is_empty() -> None:
-    shards = {
-        "empty": TensorShard(torch.zeros(0, 4), (0, 4), (0, 0)),
-        "no rows here": TensorShard(torch.zeros(0, 4), (3, 4), (3, 0)),
-    }
+    rows = {"empty": 0, "none of them here": 3}
+    shards = {name: TensorShard(torch.zeros(0, 4), (count, 4), (count, 0)) for name, count in rows.items()}
     assert [block.name for block in held_blocks({"model": shards})] == ["empty"]
 
 

@@ -93,15 +93,21 @@ def bucket(server: Proxy) -> str:
     return "robots"
 
 
+def objects(path: Path, key: str) -> dict[str, bytes]:
+    """Names and bytes of a file, or of a folder's files, put at `key`."""
+    if path.is_file():
+        return {key: path.read_bytes()}
+    return {f"{key}/{p.relative_to(path).as_posix()}": p.read_bytes() for p in sorted(path.rglob("*")) if p.is_file()}
+
+
 @pytest.fixture
 def upload(server: Proxy, bucket: str) -> Callable[[Path, str], str]:
     """Puts a file or folder into the bucket; returns its URL."""
     client = boto3.client("s3", endpoint_url=f"http://127.0.0.1:{server.port}")
 
     def put(path: Path, key: str) -> str:
-        for file in [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file()):
-            name = key if path.is_file() else f"{key}/{file.relative_to(path).as_posix()}"
-            client.put_object(Bucket=bucket, Key=name, Body=file.read_bytes())
+        for name, data in objects(path, key).items():
+            client.put_object(Bucket=bucket, Key=name, Body=data)
         return f"s3://{bucket}/{key}"
 
     return put
@@ -138,11 +144,10 @@ def google_upload(google: Proxy) -> Callable[[Path, str], str]:
     """Puts a file or folder into the bucket; returns its URL."""
 
     def put(path: Path, key: str) -> str:
-        for file in [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file()):
-            name = key if path.is_file() else f"{key}/{file.relative_to(path).as_posix()}"
-            address = f"{google.url}/upload/storage/v1/b/robots/o"
+        for name, data in objects(path, key).items():
             about = {"uploadType": "media", "name": name}
-            requests.post(address, params=about, data=file.read_bytes(), timeout=10).raise_for_status()
+            address = f"{google.url}/upload/storage/v1/b/robots/o"
+            requests.post(address, params=about, data=data, timeout=10).raise_for_status()
         return f"gs://robots/{key}"
 
     return put

@@ -68,14 +68,16 @@ def test_two_failures_then_an_answer(server: Any, tokens: Any, capsys: pytest.Ca
 
 
 @pytest.mark.parametrize(("asked", "waited"), [("7", 7.0), ("3600", 60.0), ("Fri, 31 Dec 1999 23:59:59 GMT", None)])
-def test_a_server_may_ask_to_be_waited_for(
-    server: Any, tokens: Any, asked: str, waited: float | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_may_ask_to_be_waited_for(server: Any, tokens: Any, asked: str, waited: Any, monkeypatch: Any) -> None:
     url, ids = tokens
     slept = waits_of(monkeypatch)
     server.breaks = failing(1, 503, Retry_After=asked)
     np.testing.assert_array_equal(opened(url)[:], ids)
     assert slept == ([waited] if waited else [pytest.approx(0.01, rel=0.3)])
+
+
+def gets(server: Any) -> list[str]:
+    return [read for read in server.reads if "GET" in read]
 
 
 def waits_of(monkeypatch: pytest.MonkeyPatch) -> list[float]:
@@ -91,7 +93,7 @@ def test_a_short_answer_is_tried_again(server: Any, tokens: Any) -> None:
     server.breaks = failing(1, 206, b"x" * 100)
     server.reads.clear()
     np.testing.assert_array_equal(array[:], ids)
-    assert len([read for read in server.reads if "GET" in read]) == 2
+    assert len(gets(server)) == 2
 
 
 @pytest.mark.parametrize("tries", [1, 3])
@@ -107,7 +109,7 @@ def test_a_server_that_dies_is_named(server: Any, tokens: Any, tries: int, monke
     told = "cannot be read, tried 3 times" if tries == 3 else "cannot be read, tried 1 time"
     with pytest.raises(InputError, match=rf"ids\.npy, bytes 30000-39999: {told} \(.*"):
         array[15_000:15_010]
-    assert len([read for read in server.reads if "GET" in read]) == tries
+    assert len(gets(server)) == tries
     server.breaks = failing(0)
     np.testing.assert_array_equal(array[15_000:15_010], ids[15_000:15_010])
 
@@ -120,7 +122,7 @@ def test_what_no_retry_mends_is_reported_at_once(server: Any, tokens: Any, statu
     server.reads.clear()
     with pytest.raises(InputError, match="has vanished since" if status == 404 else "cannot be read \\(Permission"):
         array[:]
-    assert len([read for read in server.reads if "GET" in read]) == 1
+    assert len(gets(server)) == 1
 
 
 def test_without_credentials(server: Any, tokens: Any, monkeypatch: pytest.MonkeyPatch, request: Any) -> None:
@@ -205,13 +207,10 @@ def test_many_threads_fetch_a_block_once(server: Any, tokens: Any, monkeypatch: 
     with ThreadPoolExecutor(8) as pool:
         for some, rows in zip(starts, pool.map(read, starts), strict=True):
             np.testing.assert_array_equal(rows, np.stack([ids[start : start + 500] for start in some]))
-    ranges = [read for read in server.reads if "GET" in read]
-    assert len(ranges) == len(set(ranges)) <= 10
+    assert len(gets(server)) == len(set(gets(server))) <= 10
 
 
-def test_a_block_that_arrives_while_another_thread_asks_for_it_is_not_fetched_again(
-    server: Any, tokens: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_block_that_arrives_meanwhile_is_not_fetched_again(server: Any, tokens: Any, monkeypatch: Any) -> None:
     """One thread finds the block missing; before it goes on, another one fetches it completely."""
     url, _ = tokens
     block = next(opened(url)._blocks(0, 10))
@@ -233,4 +232,4 @@ def test_a_block_that_arrives_while_another_thread_asks_for_it_is_not_fetched_ag
         future = fetching.request_block(block)
         assert future is None or future.result()
         others[0].result()
-    assert len([read for read in server.reads if "GET" in read]) == 1
+    assert len(gets(server)) == 1
