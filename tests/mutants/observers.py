@@ -62,7 +62,7 @@ MUTANTS = [
         find='        return soon or (self.received, name) == ("SIGUSR1", "SIGTERM")\n',
         replace="        return soon\n",
         why="Slurm's SIGTERM at the limit, while the run that SIGUSR1 has stopped is being saved, ends it without",
-        tests=(f"{RESUME}::test_the_time_limit_after_its_warning_is_the_same_request",),
+        tests=(f"{RESUME}::test_the_time_limit_after_its_warning_is_one_request",),
     ),
     Mutant(
         name="a-hang-of-a-rank-that-waits-like-all-others",

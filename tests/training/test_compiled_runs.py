@@ -38,12 +38,8 @@ def test_nothing_is_compiled_after_the_second_step(
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
 
-    text = [
-        *text_overrides(tmp_path),
-        "model.document_masking=true",
-        f"tokens.train_steps={STEPS}",
-        "tokens.sequence_length=64",
-    ]
+    text = [*text_overrides(tmp_path), "model.document_masking=true", "tokens.sequence_length=64"]
+    text.append(f"tokens.train_steps={STEPS}")
     config = problem_of_family(family, *text).config(f"compile=true recompute={str(recompute).lower()}", tmp_path)
     counts: list[dict[str, Any]] = []
     documents: set[int] = set()

@@ -3,13 +3,11 @@
 The table is in every_key.py; a key of the schema that stands in none of its lists fails here.
 """
 
-import io
 import json
 import os
 import re
 import sysconfig
 from collections.abc import Callable, Iterator
-from contextlib import redirect_stdout
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -28,7 +26,7 @@ from support.key_runs import Runs
 from support.layout_runs import SHORT
 from support.nursery import Nursery
 from support.reference_page import mark_of
-from support.tiny_run import REPOSITORY, TEXTS, tiny_config, tiny_dict, train_and_listen, train_quietly, weights
+from support.tiny_run import TEXTS, equal_bits, tiny_config, tiny_yaml, train_and_listen, train_quietly, weights
 from support.written_tokens import write_ds
 
 SHORT_NAMES = {path.split(".")[1]: short for short, path in SHORT.items()}
@@ -74,9 +72,8 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def runs(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
     with pytest.MonkeyPatch.context() as patch:
         get_path = sysconfig.get_path  # the embedded corpus: a few files instead of Python's library
-        patch.setattr(
-            sysconfig, "get_path", lambda n, *more: str(shared / "lib") if n == "stdlib" else get_path(n, *more)
-        )
+        ours = {"stdlib": str(shared / "lib")}
+        patch.setattr(sysconfig, "get_path", lambda name, *more: ours.get(name) or get_path(name, *more))
         yield Runs(shared, lambda: tmp_path_factory.mktemp("run"))
 
 
@@ -128,9 +125,7 @@ def exported(runs: Runs) -> Callable[[Outcome], dict[str, Any]]:
 
 
 @pytest.mark.parametrize("key", EXPORTED)
-def test_keys_for_the_export_leave_the_run_as_it_is_and_travel_with_it(
-    key: str, runs: Runs, exported: Callable[[Outcome], dict[str, Any]]
-) -> None:
+def test_keys_for_the_export_leave_the_run_as_it_is(key: str, runs: Runs, exported: Any) -> None:
     base = EXPORT_BASE.get(key.split(".")[0], ())
     before, after = (runs.trained(overrides, saved=True) for overrides in (base, (*base, EXPORTED[key])))
     assert every_key.final_weights(after) == every_key.final_weights(before)
@@ -149,7 +144,7 @@ def test_every_key_of_the_schema_is_in_the_table() -> None:
 
 
 def test_the_tests_that_the_table_names_are_there_and_know_the_key() -> None:
-    files = {path.name: path for path in (REPOSITORY / "tests").rglob("test_*.py")}
+    files = {path.name: path for path in Path(__file__).parents[1].rglob("test_*.py")}
     for key, file in OWN.items():
         text, name = files[file].read_text(), key.split(".")[1]
         short = SHORT_NAMES.get(name, name)  # "cp=2" in tests of layouts
@@ -173,9 +168,8 @@ def test_compile_compiles_every_block_in_place(tmp_path: Path) -> None:
     mesh = build_mesh({}, 1, "cpu")
     for wanted in ("false", "true"):
         (model,), _ = build_parts(tiny_config(tmp_path, f"model.compile={wanted}"), mesh, torch.device("cpu"))
-        assert [block._compiled_call_impl is not None for block in model.model.layers.values()] == [
-            wanted == "true"
-        ] * 2
+        compiled = [block._compiled_call_impl is not None for block in model.model.layers.values()]
+        assert compiled == [wanted == "true"] * 2
         assert all("_orig_mod" not in name for name, _ in model.named_parameters())
 
 
@@ -189,30 +183,20 @@ def test_loading_workers_are_threads_that_read_ahead(workers: int, tmp_path: Pat
 
 
 def test_the_number_of_loading_workers_does_not_change_the_run(tmp_path: Path) -> None:
-    found = []
-    for workers in (0, 3):
-        (tmp_path / str(workers)).mkdir()
-        config = tiny_config(tmp_path / str(workers), f"data_stages.0.data.num_loading_workers={workers}")
-        found.append({name: w.numpy().tobytes() for name, w in weights(train_quietly(config)).items()})
-    assert found[0] == found[1]
+    keys = [f"data_stages.0.data.num_loading_workers={workers}" for workers in (0, 3)]
+    assert equal_bits(*(weights(train_quietly(tiny_config(tmp_path / key, key))) for key in keys))
 
 
 @pytest.mark.slow
 def test_a_tokenizer_revision_that_is_not_there_is_named(nursery: Nursery, hub_home: Path, tmp_path: Path) -> None:
-    content = tiny_dict(tmp_path)
-    content["data_stages"][0]["data"]["dataset"] = {"text_files": "a.txt"}
-    content["tokenizer"] = {
-        "tokenizer_name_or_path": "robot-test/dummy-tokenizer-wordlevel",
-        "tokenizer_revision": "v9",
-    }
-    content["model"]["model_config"]["vocab_size"] = 256
     (tmp_path / "a.txt").write_text("word1 word2 word3 " * 400)
-    (tmp_path / "run.yaml").write_text(json.dumps(content))
-    offline = offline_environment(hub_home)
-    finished = nursery.run("train", "run.yaml", folder=tmp_path, env=offline)
+    keys = (f"{every_key.DATASET}={{text_files: a.txt}}", "model.model_config.vocab_size=256")
+    named = (f"tokenizer.tokenizer_name_or_path={TOKENIZER}", "tokenizer.tokenizer_revision=")
+    given = {"folder": tmp_path, "env": offline_environment(hub_home)}
+    finished = nursery.run("train", tiny_yaml(tmp_path), *keys, named[0], named[1] + "v9", **given)
     assert finished.code == 2
     assert TOKENIZER in finished.stderr
-    finished = nursery.run("train", "run.yaml", "tokenizer.tokenizer_revision=main", folder=tmp_path, env=offline)
+    finished = nursery.run("train", tiny_yaml(tmp_path), *keys, named[0], named[1] + "main", **given)
     assert (finished.code, finished.stderr) == (0, "")
 
 
@@ -232,13 +216,10 @@ def test_the_configuration_of_a_dataset_is_asked_for(monkeypatch: pytest.MonkeyP
     assert {arguments[:2] for arguments in asked} == {("someone/texts", "small")}
 
 
-def test_a_tokenized_dataset_is_cached_unless_the_cache_is_to_be_overwritten(
-    shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tokenized_dataset_is_cached_unless_overwritten(shared: Path, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("KENOTRON_CACHE", str(tmp_path / "cache"))
     said = []
     for number, overwrite in enumerate(("false", "false", "true")):
-        (tmp_path / str(number)).mkdir()
         for path in (tmp_path / "cache").glob("tokens/*"):
             os.utime(path, (0, 0))  # as if an earlier process had made it
         again = f"{every_key.DATASET}.dataset_overwrite_cache={overwrite}"
@@ -247,9 +228,7 @@ def test_a_tokenized_dataset_is_cached_unless_the_cache_is_to_be_overwritten(
     assert said == [1, 0, 1]
 
 
-def test_tokenizing_takes_as_many_workers_as_are_asked_for(
-    shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tokenizing_takes_as_many_workers_as_are_asked_for(shared: Path, tmp_path: Path, monkeypatch: Any) -> None:
     from kenotron.text import encode
 
     asked = []
@@ -262,7 +241,6 @@ def test_tokenizing_takes_as_many_workers_as_are_asked_for(
     monkeypatch.setattr(encode, "ThreadPoolExecutor", Spy)
     for workers in (1, 3):
         folder = tmp_path / str(workers)
-        folder.mkdir()
         monkeypatch.setenv("KENOTRON_CACHE", str(folder / "cache"))
         number = f"{every_key.DATASET}.dataset_processing_num_proc_per_process={workers}"
         train_quietly(tiny_config(folder, *(text.replace("{folder}", str(shared)) for text in HUB), number))
@@ -291,12 +269,7 @@ def test_in_fp32_gradients_are_in_fp32_whatever_the_key_says(runs: Runs) -> None
 
 def test_the_run_of_a_yaml_file_is_the_run_of_its_printed_config(tmp_path: Path) -> None:
     """The resolved config that a run writes makes the same run again."""
-    config = tiny_config(tmp_path)
-    with redirect_stdout(io.StringIO()):
-        first = weights(train_quietly(config))
-    again = load(
-        tmp_path / "logs" / "tiny" / "config.yaml",
-        [f"checkpoints.checkpoints_path={tmp_path}/other", f"logging.log_dir={tmp_path}/other logs"],
-    )
-    second = weights(train_quietly(again))
-    assert all(first[name].equal(second[name]) for name in first)
+    first = weights(train_quietly(tiny_config(tmp_path)))
+    elsewhere = [f"checkpoints.checkpoints_path={tmp_path}/other", f"logging.log_dir={tmp_path}/other logs"]
+    again = load(tmp_path / "logs" / "tiny" / "config.yaml", elsewhere)
+    assert equal_bits(weights(train_quietly(again)), first)

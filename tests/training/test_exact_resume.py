@@ -15,7 +15,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import yaml
 
 from kenotron.checkpoint.start import Start
 from kenotron.observers.signals import Signals
@@ -36,7 +35,6 @@ from support.tiny_run import (
     tiny_dict,
     tiny_yaml,
     train_quietly,
-    write_texts,
 )
 
 STEPS = 12
@@ -44,46 +42,33 @@ ENDLESS = "tokens.train_steps=1000000"
 MOMENTS = ("lm_loss", "grad_norm", "lr", "consumed_tokens", "real_tokens", "val_loss", "skipped")
 
 
-def stages(dataset: dict[str, Any], *seeds: int) -> list[dict[str, Any]]:
+def stages(dataset: str, *seeds: int) -> str:
     """Two of one dataset, the second from step 6 on."""
-    starts = zip(("first", "second"), (1, 6), seeds)
-    return [{"name": n, "start_training_step": k, "data": {"dataset": dataset, "seed": s}} for n, k, s in starts]
+    first, second = (f"data: {{dataset: {dataset}, seed: {seed}}}" for seed in seeds)
+    return f"data_stages=[{{name: a, start_training_step: 1, {first}}}, {{name: b, start_training_step: 6, {second}}}]"
 
 
-RUNS: dict[str, dict[str, Any]] = {
-    "fp32 with AdamW": {},
-    "bf16 with Muon, two micro-batches": {
-        "model.dtype": "bfloat16",
-        "optimizer.optimizer_factory": {"name": "muon", "adam_beta1": 0.9, "adam_beta2": 0.95, "adam_eps": 1e-8},
-        "tokens.micro_batch_size": 2,
-        "tokens.batch_accumulation_per_replica": 2,
-        "model.model_config.tie_word_embeddings": True,
-    },
-    "text that is streamed": {
-        "model.document_masking": True,
-        "data_stages": stages({"text_files": "texts.jsonl", "streaming": {"shuffle_buffer": 20}}, 1, 1),
-    },
-    "local checkpoints after every step": {"checkpoints.local": {"path": "local", "interval": 1}},
+RUNS: dict[str, tuple[str, ...]] = {
+    "fp32 with AdamW": (),
+    "bf16 with Muon, two micro-batches": (
+        *("model.dtype=bfloat16", "model.model_config.tie_word_embeddings=true"),
+        "optimizer.optimizer_factory={name: muon, adam_beta1: 0.9, adam_beta2: 0.95, adam_eps: 1.0e-8}",
+        *("tokens.micro_batch_size=2", "tokens.batch_accumulation_per_replica=2"),
+    ),
+    "text that is streamed": (
+        "model.document_masking=true",
+        stages("{text_files: texts.jsonl, streaming: {shuffle_buffer: 20}}", 1, 1),
+    ),
+    "local checkpoints after every step": ("checkpoints.local={path: local, interval: 1}",),
 }
 
 
-def two_stages_of_text(folder: Path, changes: dict[str, Any]) -> Path:
-    """A run over two stages of text with validation, saved every third step, as a YAML file."""
-    content = tiny_dict(folder)
-    content["data_stages"] = stages({"text_files": Path(write_texts(folder)).name}, 1, 2)
-    content["tokenizer"] = {"train": {"vocab_size": 300}}
-    content["model"]["model_config"] |= {"vocab_size": 300, "eos_token_id": 0}
-    content["tokens"] |= {"train_steps": STEPS, "val_check_interval": 3, "limit_val_batches": 1, "val_fraction": 0.1}
-    content["checkpoints"] |= {"checkpoint_interval": 3, "keep_last": 2}
-    for path, value in changes.items():
-        *sections, key = path.split(".")
-        section = content
-        for name in sections:
-            section = section[name]
-        section[key] = value
-    file = folder / "run.yaml"
-    file.write_text(yaml.safe_dump(content))
-    return file
+def two_stages_of_text(folder: Path, changes: tuple[str, ...]) -> list[str | Path]:
+    """The arguments of a run over two stages of text with validation, saved every third step."""
+    text = [*text_overrides(folder)[1:], stages("{text_files: texts.jsonl}", 1, 2)]  # in the current folder
+    validation = ("tokens.val_check_interval=3", "tokens.limit_val_batches=1", "tokens.val_fraction=0.1")
+    saves = ("checkpoints.checkpoint_interval=3", "checkpoints.keep_last=2", f"tokens.train_steps={STEPS}")
+    return [tiny_yaml(folder), *text, *validation, *saves, *changes]
 
 
 def digest(folder: Path) -> dict[str, str]:
@@ -102,13 +87,11 @@ SLOW = "local checkpoints after every step"
 
 
 @pytest.fixture(scope="module", params=[pytest.param(name, marks=[pytest.mark.slow][: name == SLOW]) for name in RUNS])
-def uninterrupted(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, nursery: Nursery
-) -> tuple[dict[str, Any], Path]:
+def uninterrupted(request: Any, tmp_path_factory: pytest.TempPathFactory, nursery: Nursery) -> tuple[Any, Path]:
     """The changes that make the run, and the folder in which it went through in one go."""
     folder = tmp_path_factory.mktemp("uninterrupted")
     changes = RUNS[request.param]
-    finished = nursery.run("train", two_stages_of_text(folder, changes), folder=folder)
+    finished = nursery.run("train", *two_stages_of_text(folder, changes), folder=folder)
     assert (finished.code, finished.stderr) == (0, "")
     assert [step["iteration"] for step in story(folder)] == list(range(1, STEPS + 1))
     return changes, folder
@@ -126,15 +109,15 @@ def same_run(folder: Path, other: Path) -> None:
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("attempt", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_run_killed_at_file_system_events_ends_as_if_it_had_not_been(
-    attempt: int, uninterrupted: tuple[dict[str, Any], Path], nursery: Nursery, tmp_path: Path
+def test_a_run_killed_at_file_system_events_ends_as_if_not(
+    attempt: int, uninterrupted: tuple[Any, Path], nursery: Nursery, tmp_path: Path
 ) -> None:
     changes, whole = uninterrupted
-    file = two_stages_of_text(tmp_path, changes)
+    arguments = two_stages_of_text(tmp_path, changes)
     dice = random.Random(f"{attempt} {sorted(changes)}")
     kills = 0
     for _ in range(60):  # a save alone is some twenty events; a run that got nowhere for long would not end
-        finished = nursery.run("train", file, folder=tmp_path, die_at=dice.randint(10, 90))
+        finished = nursery.run("train", *arguments, folder=tmp_path, die_at=dice.randint(10, 90))
         assert finished.code in (0, -signal.SIGKILL), finished.stderr
         if finished.code == 0:
             break
@@ -235,9 +218,7 @@ def test_a_signal_saves_and_exits_with_0_and_the_run_goes_on(name: str, nursery:
         ("SIGTERM", "SIGTERM", 60, pytest.raises(KeyboardInterrupt)),
     ],
 )
-def test_the_time_limit_after_its_warning_is_the_same_request(
-    first: str, second: str, seconds: int, expected: Any
-) -> None:
+def test_the_time_limit_after_its_warning_is_one_request(first: str, second: str, seconds: int, expected: Any) -> None:
     asked: list[str] = []
     hook = Signals()
     run: Any = SimpleNamespace(stop=asked.append, mesh=SimpleNamespace(is_first=False))
@@ -362,7 +343,6 @@ def test_a_document_that_was_validated_on_is_not_trained_on_once_files_were_adde
     held = side(train_quietly(tiny_config(tmp_path, *overrides)), "validation")
     assert ordered[1].strip() in held
     put(ordered[:1] + ordered[30:])
-    (tmp_path / "new").mkdir()
     weights = f"model.init_method={{path: {tmp_path / 'checkpoints'}}}"
     resumed = train_quietly(tiny_config(tmp_path, *overrides, "tokens.train_steps=5"))
     new = train_quietly(tiny_config(tmp_path / "new", *overrides, weights, "tokens.train_steps=1"))

@@ -53,8 +53,7 @@ def example(heading: str, folder: Path, *overrides: str) -> Config:
 
 def test_the_hook_averages_the_loss_also_after_a_restart(user: Path) -> None:
     train_quietly(example("Hook", user, "tokens.train_steps=2"))
-    config = example("Hook", user, "tokens.train_steps=5")
-    train_quietly(config)
+    config = train_quietly(example("Hook", user, "tokens.train_steps=5")).config
     average = losses(config)[0]
     for step in metrics(config):
         average = 0.9 * average + 0.1 * step["lm_loss"]
@@ -97,8 +96,7 @@ def test_the_optimizer_takes_lions_steps_also_after_a_restart(user: Path) -> Non
 
 
 def test_the_schedule_is_its_formula(user: Path) -> None:
-    config = example("Schedule", user, "tokens.train_steps=7")
-    train_quietly(config)
+    config = train_quietly(example("Schedule", user, "tokens.train_steps=7")).config
     expected = [0.005, 0.01, 0.01 * 0.8**2, 0.01 * 0.6**2, 0.01 * 0.4**2, 0.01 * 0.2**2, 0.0001]
     assert [step["lr"] for step in metrics(config)] == pytest.approx(expected, rel=1e-9)
 

@@ -2,32 +2,26 @@
 
 import json
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import kenotron as kn
 from kenotron.checkpoint.reading import read_tensors
 from kenotron.config import InputError
 from kenotron.config.errors import RunFailed, human_format
-from kenotron.observers import observers
+from kenotron.observers import observers, validation
 from kenotron.parallel.mesh import Mesh
 from kenotron.training.build import build_hooks
 from kenotron.training.hooks import Hook, load_hook
 from support import user_parts
-from support.tiny_run import (
-    metrics,
-    saved_weights,
-    slow_copies,
-    tiny_config,
-    tiny_dict,
-    train_and_listen,
-    train_quietly,
-)
+from support.tiny_run import metrics, saved_weights, slow_copies, tiny_config, train_and_listen, train_quietly
 
 RECORDER = "general.hooks=[support.user_parts.Recorder]"
+NAMED = ", ".join(f"{{path: support.user_parts.Recorder, kwargs: {{name: {name}}}}}" for name in "ab")
+RECORDERS = f"general.hooks=[{NAMED}]"
 VALIDATION = ("tokens.val_check_interval=2", "tokens.limit_val_batches=1")
 
 
@@ -38,23 +32,12 @@ def recorders(run: Any) -> list[user_parts.Recorder]:
 def test_moments_come_in_their_order(tmp_path: Path) -> None:
     run = train_quietly(tiny_config(tmp_path, RECORDER, *VALIDATION, "checkpoints.checkpoint_interval=2"))
     (recorder,) = recorders(run)
-    step = ["before_step {0}", "before_update {0}"]
-    expected = [
-        "on_train_start 0",
-        *[moment.format(0) for moment in step],
-        "after_step 1",
-        *[moment.format(1) for moment in step],
-        "after_validation 2",
-        "after_step 2",
-        "on_save 2",
-        *[moment.format(2) for moment in step],
-        "after_validation 3",
-        "after_step 3",
-        "on_train_end 3",
-        "on_save 3",
-        "on_close",
+    assert recorder.moments == [
+        *("on_train_start 0", "before_step 0", "before_update 0", "after_step 1"),
+        *("before_step 1", "before_update 1", "after_validation 2", "after_step 2", "on_save 2"),
+        *("before_step 2", "before_update 2", "after_validation 3", "after_step 3"),
+        *("on_train_end 3", "on_save 3", "on_close"),
     ]
-    assert recorder.moments == expected
 
 
 def test_before_an_update_gradients_are_clipped(tmp_path: Path) -> None:
@@ -72,30 +55,19 @@ def test_a_skipped_step_has_no_update(tmp_path: Path) -> None:
 
 
 def test_state_survives_a_restart_also_of_two_hooks_of_one_class(tmp_path: Path) -> None:
-    hooks = (
-        "general.hooks=["
-        + ", ".join(f"{{path: support.user_parts.Recorder, kwargs: {{name: {n}}}}}" for n in "ab")
-        + "]"
-    )
-    train_quietly(tiny_config(tmp_path, hooks))
+    train_quietly(tiny_config(tmp_path, RECORDERS))
     state = json.loads((tmp_path / "checkpoints" / "3" / "manifest.json").read_text())["state"]["hooks"]
     assert state["support.user_parts.Recorder"] == {"seen": 3, "name": "a"}
     assert state["support.user_parts.Recorder#2"] == {"seen": 3, "name": "b"}
-    run = train_quietly(tiny_config(tmp_path, hooks, "tokens.train_steps=5"))
+    run = train_quietly(tiny_config(tmp_path, RECORDERS, "tokens.train_steps=5"))
     assert [recorder.seen for recorder in recorders(run)] == [5, 5]
 
 
 @pytest.mark.parametrize("engine", ["torch", "datastates"])
-def test_tensors_of_a_state_survive_a_restart_as_tensors(
-    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tensors_of_a_state_survive_a_restart(engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slow_copies(monkeypatch)  # the hook changes its tensors in `before_step`, while the engine copies
-    keys = (
-        "general.hooks=[support.user_parts.Averages]",
-        f"checkpoints.checkpointing_engine={engine}",
-        "checkpoints.checkpoint_interval=1",
-        "checkpoints.save_initial_state=true",
-    )
+    saves = (f"checkpointing_engine={engine}", "checkpoint_interval=1", "save_initial_state=true")
+    keys = ("general.hooks=[support.user_parts.Averages]", *(f"checkpoints.{key}" for key in saves))
     train_quietly(tiny_config(tmp_path, *keys))
     resumed = train_quietly(tiny_config(tmp_path, *keys, "tokens.train_steps=5"))
     path, name = tmp_path / "checkpoints", "support.user_parts.Averages"
@@ -124,17 +96,13 @@ def test_hooks_may_change_between_the_parts_of_a_run(tmp_path: Path) -> None:
 def test_a_hook_may_end_the_run_in_good_order(tmp_path: Path) -> None:
     hooks = "general.hooks=[support.user_parts.Recorder, {path: support.user_parts.StopAt, kwargs: {step: 2}}]"
     run, said = train_and_listen(tiny_config(tmp_path, hooks, "tokens.train_steps=100"))
-    assert run is not None
     assert (run.step, run.stop_reason, run.finished) == (2, "enough", False)
     assert "Run stopped (enough) at step 2 of 100" in said
     assert recorders(run)[0].moments[-3:] == ["on_train_end 2", "on_save 2", "on_close"]
 
 
 def test_hooks_are_called_by_priority_and_then_in_the_order_of_the_list(tmp_path: Path) -> None:
-    listed = [{"path": "support.user_parts.Recorder", "kwargs": {"name": name}} for name in "ab"]
-    content = tiny_dict(tmp_path)
-    content["general"]["hooks"] = listed
-    config = kn.load(content, VALIDATION)
+    config = tiny_config(tmp_path, RECORDERS, *VALIDATION)
     hooks = build_hooks(config, Mesh(), observers(config, Mesh()))
     assert [type(hook).__name__ for hook in hooks] == [
         *("NonFiniteCause", "Validation", "DataStall", "History", "Recorder", "Recorder", "StateHash", "Metrics"),
@@ -149,16 +117,13 @@ def test_a_recorded_metric_is_part_of_its_step_everywhere(tmp_path: Path) -> Non
     config = tiny_config(tmp_path, "general.hooks=[support.user_parts.Measures]", "logging.tensorboard=true")
     _, said = train_and_listen(config)
     first, second, third = metrics(config)
-    assert [step["twice_the_loss"] for step in (first, second, third)] == [
-        2 * step["lm_loss"] for step in (first, second, third)
-    ]
+    assert all(step["twice_the_loss"] == 2 * step["lm_loss"] for step in (first, second, third))
     assert (first["mean_rank"], first["highest_rank"]) == (0, 0)
     assert "parameters" in first
     assert "parameters" not in second
     lines = [line for line in said.splitlines() if line.startswith("step ")]
-    assert [
-        f"| twice_the_loss {human_format(step['twice_the_loss'])}" in line for step, line in zip(metrics(config), lines)
-    ] == [True] * 3
+    for step, line in zip(metrics(config), lines, strict=True):
+        assert f"| twice_the_loss {human_format(step['twice_the_loss'])}" in line
     curves = EventAccumulator(str(tmp_path / "logs" / "tiny"))
     curves.Reload()
     points = [(point.step, point.value) for point in curves.Scalars("train/twice_the_loss")]
@@ -172,16 +137,14 @@ def test_a_metric_under_the_name_of_another_is_refused(tmp_path: Path) -> None:
 
 
 def test_hooks_learn_of_an_error_before_they_are_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recorded: list[user_parts.Recorder] = []
-    plain = user_parts.Recorder.__init__
-    monkeypatch.setattr(
-        user_parts.Recorder, "__init__", lambda self, name="": (plain(self, name), recorded.append(self))[0]
-    )
+    said: list[str] = []
+    monkeypatch.setattr(user_parts.Recorder, "on_error", lambda self, run, error: said.append(f"{run.step} {error}"))
+    monkeypatch.setattr(user_parts.Recorder, "on_close", lambda self, run: said.append("closed"))
     monkeypatch.setattr(user_parts.Broken, "on_error", lambda self, run, error: 1 / 0, raising=False)
     config = tiny_config(tmp_path, "general.hooks=[support.user_parts.Broken, support.user_parts.Recorder]")
     with pytest.raises(RuntimeError, match="this hook is broken"):
         train_quietly(config)
-    assert recorded[0].moments[-2:] == ["on_error 1 this hook is broken", "on_close"]
+    assert said == ["1 this hook is broken", "closed"]
 
 
 def test_a_function_that_returns_a_hook_will_do_and_anything_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,13 +173,7 @@ def test_a_run_asked_to_stop_saves_without_validating_first(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("last", [1, 4])
-def test_a_validation_under_way_gives_way_to_the_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: int
-) -> None:
-    import signal
-
-    from kenotron.observers import validation
-
+def test_a_validation_under_way_gives_way_to_the_checkpoint(tmp_path: Path, monkeypatch: Any, last: int) -> None:
     to_device, batches = validation.to_device, []
 
     def and_terminate(*given: object) -> object:
@@ -237,8 +194,6 @@ def test_a_step_that_waits_for_its_batches_is_a_data_stall_in_the_log(tmp_path: 
     source = "{source: support.user_parts.LateOnce, kwargs: {seconds: 1.2}}"
     data = f"data_stages.0.data={{seed: 3, num_loading_workers: 1, dataset: {source}}}"
     _, said = train_and_listen(tiny_config(tmp_path, data, "parallelism.timeout_seconds=0.5"))
-    stalls = [line for line in said.splitlines() if "data stall" in line]
-    assert re.fullmatch(
-        r"warning: step 3 has waited \d s for its batches, a data stall: reading at user_parts\.py:\d+ in __getitem__",
-        stalls[0],
-    )
+    stall, *_ = [line for line in said.splitlines() if "data stall" in line]
+    expected = r"warning: step 3 has waited \d s for its batches, a data stall: reading at user_parts\.py:\d+ in "
+    assert re.fullmatch(expected + "__getitem__", stall)

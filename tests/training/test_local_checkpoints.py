@@ -26,7 +26,6 @@ from support.ranks import ROUNDING, run_ranks
 from support.tiny_run import (
     equal_bits,
     losses,
-    metrics,
     numbers,
     saved_weights,
     tiny_config,
@@ -54,12 +53,10 @@ def on_rank(what: str, step: int, rank: int = 0, more: str = "") -> str:
     return f"general.hooks=[{{path: support.user_parts.OnRank, kwargs: {kwargs}}}]"
 
 
-def fail(folder: Path, step: int, *more: str, **intervals: int) -> str:
-    """A run that ends by an error in `step`; what it said."""
-    said = io.StringIO()
-    with pytest.raises(RuntimeError, match="this hook is broken"), redirect_stdout(said):
-        kn.train(config(folder, on_rank("raise", step), *more, **intervals))
-    return said.getvalue()
+def fail(folder: Path, step: int, *more: str, **intervals: int) -> None:
+    """A run that ends by an error in `step`."""
+    with pytest.raises(RuntimeError, match="this hook is broken"):
+        train_quietly(config(folder, on_rank("raise", step), *more, **intervals))
 
 
 def local_steps(folder: Path) -> list[int]:
@@ -85,6 +82,14 @@ def same_run(folder: Path, whole: Path) -> None:
         assert equal_bits(*last)
 
 
+def goes_on(folder: Path, first: int, whole: Path, *more: str, **intervals: int) -> str:
+    """What the run said that goes on with step `first` and ends as one without faults."""
+    _, said = train_and_listen(config(folder, *more, **intervals))
+    assert f"Training from step {first} to" in said
+    same_run(folder, whole)
+    return said
+
+
 # ---- where a run goes on -----------------------------------------------------------------------------------
 
 
@@ -94,9 +99,7 @@ def test_a_run_that_failed_goes_on_from_the_local_checkpoint_of_the_step_before(
     fail(tmp_path, 7)
     assert (local_steps(tmp_path), durable_steps(tmp_path)) == ([6], [4])
     assert (tmp_path / "checkpoints" / "latest.txt").read_text() == "4"
-    _, said = train_and_listen(config(tmp_path))
-    assert "Training from step 7 to" in said
-    same_run(tmp_path, whole)
+    goes_on(tmp_path, 7, whole)
     assert durable_steps(tmp_path) == [4, 8]
     assert list((tmp_path / "shm").iterdir()) == []
 
@@ -106,11 +109,8 @@ def test_hooks_uploads_and_retention_see_durable_checkpoints_alone(tmp_path: Pat
     recorder = "general.hooks=[support.user_parts.Recorder]"
     run: Any = train_quietly(config(tmp_path, recorder, "checkpoints.keep_last=2", durable=3))
     (hook,) = [hook for hook in run.hooks if hasattr(hook, "moments")]
-    assert [moment for moment in hook.moments if moment.startswith("on_save")] == [
-        "on_save 3",
-        "on_save 6",
-        "on_save 8",
-    ]
+    saves = [moment for moment in hook.moments if moment.startswith("on_save")]
+    assert saves == ["on_save 3", "on_save 6", "on_save 8"]
     assert durable_steps(tmp_path) == [6, 8]
 
 
@@ -135,28 +135,16 @@ class Looks(kn.Hook):
         self.seen.append([] if run.finished else local_steps(self.folder))
 
 
-def test_a_damaged_local_checkpoint_is_named_and_the_durable_one_taken(tmp_path: Path, whole: Path) -> None:
+@pytest.mark.parametrize(
+    ("damaged", "first"), [("shm/run-*/6", 5), pytest.param("checkpoints/4", 7, marks=pytest.mark.slow)]
+)
+def test_a_damaged_checkpoint_is_named_and_passed_over(damaged: str, first: int, tmp_path: Path, whole: Path) -> None:
     fail(tmp_path, 7)
-    victim = flip_a_byte(next((tmp_path / "shm").glob("run-*/6/model/rank0.safetensors")))
-    _, said = train_and_listen(config(tmp_path))
-    assert f"warning: skipping checkpoint 6: {victim} is damaged" in said
-    assert "Training from step 5 to" in said
-    same_run(tmp_path, whole)
+    victim = flip_a_byte(next(tmp_path.glob(f"{damaged}/model/rank0.safetensors")))
+    assert f"warning: skipping checkpoint {damaged[-1]}: {victim} is damaged" in goes_on(tmp_path, first, whole)
 
 
-@pytest.mark.slow
-def test_a_damaged_durable_checkpoint_costs_nothing_if_the_local_one_is_ahead(tmp_path: Path, whole: Path) -> None:
-    fail(tmp_path, 7)
-    victim = flip_a_byte(tmp_path / "checkpoints" / "4" / "model" / "rank0.safetensors")
-    _, said = train_and_listen(config(tmp_path))
-    assert f"{victim} is damaged" in said
-    assert "Training from step 7 to" in said
-    same_run(tmp_path, whole)
-
-
-def test_a_local_checkpoint_behind_the_durable_one_does_not_count(
-    tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_local_checkpoint_behind_the_durable_one_does_not_count(tmp_path: Path, whole: Path, monkeypatch: Any):
     """A kill between the end of a durable save and the removal of the local checkpoint."""
     monkeypatch.setattr("kenotron.checkpoint.local.LocalTier.remove", lambda self: None)
     fail(tmp_path, 6, local=3)
@@ -164,8 +152,7 @@ def test_a_local_checkpoint_behind_the_durable_one_does_not_count(
     monkeypatch.undo()
     fail(tmp_path, 6, on_rank("raise", 5), local=3)
     assert local_steps(tmp_path) == []  # it is not kept either
-    train_quietly(config(tmp_path, local=3))
-    same_run(tmp_path, whole)
+    goes_on(tmp_path, 5, whole, local=3)
 
 
 def test_a_folder_of_checkpoints_that_was_removed_begins_another_run(tmp_path: Path, whole: Path) -> None:
@@ -173,9 +160,7 @@ def test_a_folder_of_checkpoints_that_was_removed_begins_another_run(tmp_path: P
     fail(tmp_path, 3, "general.seed=8")
     assert local_steps(tmp_path) == [2]
     shutil.rmtree(tmp_path / "checkpoints")
-    _, said = train_and_listen(config(tmp_path))
-    assert "Training from step 1 to" in said
-    same_run(tmp_path, whole)
+    goes_on(tmp_path, 1, whole)
 
 
 @pytest.mark.slow
@@ -189,28 +174,22 @@ def test_two_runs_in_one_local_folder_do_not_see_each_other(tmp_path: Path) -> N
         assert f"Training from step {step} to" in said
 
 
-def test_who_removes_the_newest_durable_checkpoints_goes_back_to_those_that_are_left(
-    tmp_path: Path, whole: Path
-) -> None:
+def test_who_removes_the_newest_durable_checkpoints_goes_back(tmp_path: Path, whole: Path) -> None:
     fail(tmp_path, 6, durable=2, local=1)
     fail(tmp_path, 6, durable=2, local=1)
     assert (local_steps(tmp_path), durable_steps(tmp_path)) == ([5], [2, 4])
     shutil.rmtree(tmp_path / "checkpoints" / "4")
-    _, said = train_and_listen(config(tmp_path, durable=2))
+    said = goes_on(tmp_path, 3, whole, durable=2)
     assert f"it follows checkpoint 4, which is not in {tmp_path}/checkpoints" in said
-    assert "Training from step 3 to" in said
-    same_run(tmp_path, whole)
 
 
 def test_fresh_removes_local_checkpoints(tmp_path: Path, whole: Path) -> None:
     fail(tmp_path, 7, "general.seed=8")
-    with redirect_stdout(said := io.StringIO()):
-        kn.train(config(tmp_path), fresh=True)
-    assert "--fresh: the local checkpoints in " in said.getvalue()
-    assert "Training from step 1 to" in said.getvalue()
+    _, said = train_and_listen(config(tmp_path), fresh=True)
+    assert "--fresh: the local checkpoints in " in said
+    assert "Training from step 1 to" in said
     same_run(tmp_path, whole)
-    with redirect_stdout(io.StringIO()):
-        kn.train(config(tmp_path), fresh=True)
+    train_quietly(config(tmp_path), fresh=True)
     assert list((tmp_path / "shm").iterdir()) == []
 
 
@@ -273,11 +252,10 @@ def test_a_full_local_folder_is_a_warning_and_training_goes_on(engine: str, tmp_
     room = f"general.hooks=[{{path: {__name__}.LittleRoomAt, kwargs: {{steps: [2, 6]}}}}]"
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
-        run, said = train_and_listen(config(tmp_path, room, f"checkpoints.checkpointing_engine={engine}"))
+        _, said = train_and_listen(config(tmp_path, room, f"checkpoints.checkpointing_engine={engine}"))
     finally:
         signal.signal(signal.SIGXFSZ, before)
         resource.prlimit(0, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    assert run is not None
     # Of the step that was to be saved, or of the checkpoint, if the writer says so later.
     warnings = [line for line in said.splitlines() if line.startswith("warning: ") and "cannot write" in line]
     assert len(warnings) == 2, said
@@ -349,9 +327,7 @@ PROCESSES = ("parallelism.dp=2", "tokens.micro_batch_size=2")
 
 
 @pytest.fixture(scope="module", params=[0, 1], ids=["zero 0", "zero 1"])
-def whole_on_two(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, nursery: Nursery
-) -> tuple[Path, tuple[str, ...]]:
+def whole_on_two(request: Any, tmp_path_factory: pytest.TempPathFactory, nursery: Nursery) -> tuple[Path, Any]:
     """A run of two processes without faults, and the overrides of its layout."""
     folder = tmp_path_factory.mktemp("two")
     layout = (*PROCESSES, f"optimizer.zero_stage={request.param}")
@@ -369,7 +345,7 @@ def begins(finished: Finished) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["torch", "datastates"])
 def test_sigkill_between_durable_saves_costs_the_steps_since_the_local_one(
-    engine: str, whole_on_two: tuple[Path, tuple[str, ...]], nursery: Nursery, tmp_path: Path
+    engine: str, whole_on_two: tuple[Path, Any], nursery: Nursery, tmp_path: Path
 ) -> None:
     reference, layout = whole_on_two
     hooks = on_rank("SIGKILL", 7, rank=1).removesuffix("]") + ", support.user_parts.WaitsForTheWriter]"
@@ -377,7 +353,7 @@ def test_sigkill_between_durable_saves_costs_the_steps_since_the_local_one(
     killed = nursery.run("train", tiny_yaml(tmp_path), *overrides, hooks, folder=tmp_path)
     assert killed.code == 1
     assert durable_steps(tmp_path) == []
-    assert len(metrics(tiny_config(tmp_path))) >= 6
+    assert len(losses(tiny_config(tmp_path))) >= 6
     finished = nursery.run("train", tiny_yaml(tmp_path), *overrides, folder=tmp_path)
     assert (finished.code, finished.stderr) == (0, "")
     assert begins(finished) == [7]  # of the steps before none is done again
@@ -386,9 +362,7 @@ def test_sigkill_between_durable_saves_costs_the_steps_since_the_local_one(
 
 
 @pytest.mark.slow
-def test_spare_processes_go_on_from_the_local_checkpoint(
-    whole_on_two: tuple[Path, tuple[str, ...]], nursery: Nursery, tmp_path: Path
-) -> None:
+def test_spares_go_on_from_the_local_checkpoint(whole_on_two: Any, nursery: Nursery, tmp_path: Path) -> None:
     reference, layout = whole_on_two
     fault = on_rank("SIGKILL", 6, rank=1, more=f", once: {tmp_path / 'happened'}")
     overrides = (*layout, *keys(tmp_path, durable=1000), fault, "--spares", "1")
@@ -399,9 +373,7 @@ def test_spare_processes_go_on_from_the_local_checkpoint(
 
 
 @pytest.mark.slow
-def test_a_run_named_by_date_keeps_its_name_before_the_first_durable_checkpoint(
-    nursery: Nursery, tmp_path: Path
-) -> None:
+def test_a_run_named_by_date_keeps_its_name_without_a_durable_one(nursery: Nursery, tmp_path: Path) -> None:
     overrides = (*PROCESSES, *keys(tmp_path, durable=1000), "general.run=named_%date")
     killed = nursery.run("train", tiny_yaml(tmp_path), *overrides, on_rank("SIGKILL", 3, rank=1), folder=tmp_path)
     assert killed.code == 1

@@ -54,6 +54,14 @@ def resume(folder: Path, *more: str, disks: tuple[str, ...] = ("one", "other"), 
     return run_ranks(ranks, train_on_machine, folder, list(disks), more, False)[0]
 
 
+def goes_on(folder: Path, first: int, whole: Path, *more: str, **machines: Any) -> str:
+    """What the run said that goes on with step `first` and ends as one without faults."""
+    said = resume(folder, *more, **machines)
+    assert f"Training from step {first} to" in said
+    same_run(folder, whole)
+    return said
+
+
 def parts(folder: Path) -> list[str]:
     """The parts of local checkpoints, as disk/part/step."""
     found = [path for path in folder.glob("*/run-*/*/*") if path.name.isdigit()]
@@ -72,13 +80,11 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_each_machine_keeps_its_part_and_the_run_goes_on_from_all_of_them(tmp_path: Path, whole: Path) -> None:
     fail(tmp_path)
     assert parts(tmp_path) == ["one/0of2/6", "other/1of2/6"]
-    said = resume(tmp_path)
-    assert "Training from step 7 to" in said
+    said = goes_on(tmp_path, 7, whole)
     durable_one = tmp_path / "checkpoints" / "6"
     assert f"Copying the parts of the local checkpoint of step 6 to {durable_one}" in said
     assert verify(durable_one) == []
     assert not {"durable_step", "save"} & manifest.read_manifest(durable_one).state.keys()
-    same_run(tmp_path, whole)
     assert [*tmp_path.glob("o*/*")] == []
 
 
@@ -89,8 +95,7 @@ def test_the_other_engines_save_parts_too(engine: str, tmp_path: Path, whole: Pa
     waits = "general.hooks=[training.test_local_checkpoints.AllFail, support.user_parts.WaitsForTheWriter]"
     fail(tmp_path, name, waits)
     assert {"one/0of2/6", "other/1of2/6"} <= set(parts(tmp_path))
-    assert "Training from step 7 to" in resume(tmp_path, name)
-    same_run(tmp_path, whole)
+    goes_on(tmp_path, 7, whole, name)
     assert verify(tmp_path / "checkpoints" / "8") == []
 
 
@@ -104,10 +109,7 @@ def test_a_part_that_is_lost_or_damaged_is_named(fault: str, tmp_path: Path, who
         problem = "no machine has its part 1 of 2"
     else:
         problem = f"{flip_a_byte(next(tmp_path.glob('other/run-*/1of2/6/model/rank1.safetensors')))} is damaged"
-    said = resume(tmp_path)
-    assert f"warning: skipping checkpoint 6: {problem}" in said
-    assert "Training from step 5 to" in said
-    same_run(tmp_path, whole)
+    assert f"warning: skipping checkpoint 6: {problem}" in goes_on(tmp_path, 5, whole)
 
 
 def files_of(rank: int, folder: Path) -> bytes:
@@ -156,20 +158,17 @@ def test_another_layout_goes_on_from_the_parts(
 @pytest.mark.slow
 def test_machines_may_share_the_folder(tmp_path: Path, whole: Path) -> None:
     fail(tmp_path, disks=("burst", "burst"))
-    assert "Training from step 7 to" in resume(tmp_path, disks=("burst", "burst"))
-    same_run(tmp_path, whole)
+    goes_on(tmp_path, 7, whole, disks=("burst", "burst"))
 
 
 @pytest.mark.slow
 def test_one_machine_goes_on_from_parts_of_two_and_the_other_way_round(tmp_path: Path, whole: Path) -> None:
     fail(tmp_path / "to one")
     shutil.copytree(tmp_path / "to one" / "other", tmp_path / "to one" / "one", dirs_exist_ok=True)
-    assert "Training from step 7 to" in resume(tmp_path / "to one", disks=("one",))
+    goes_on(tmp_path / "to one", 7, whole, disks=("one",))
     fail(tmp_path / "to two", disks=("one",))
     assert local_steps(tmp_path / "to two") == []
-    assert "Training from step 7 to" in resume(tmp_path / "to two")
-    for name in ("to one", "to two"):
-        same_run(tmp_path / name, whole)
+    goes_on(tmp_path / "to two", 7, whole)
 
 
 def test_what_was_not_copied_as_it_was_written_is_refused(tmp_path: Path) -> None:

@@ -8,33 +8,21 @@ from pathlib import Path
 import pytest
 
 from support.nursery import Nursery
-from support.tiny_run import tiny_dict, tiny_yaml
+from support.tiny_run import numbers, tiny_dict, tiny_yaml
 
 RUNS = {
     "llama": [
-        "general.deterministic=true",
-        "model.kernels=torch",
-        "model.document_masking=true",
-        "parallelism.recompute_layer=selective",
-        "optimizer.optimizer_factory={name: muon}",
+        *("general.deterministic=true", "model.kernels=torch", "model.document_masking=true"),
+        *("parallelism.recompute_layer=selective", "optimizer.optimizer_factory={name: muon}"),
     ],
     "mixtral": [
-        "model.model_config.family=mixtral",
-        "model.model_config.num_local_experts=4",
-        "model.model_config.num_experts_per_tok=2",
-        "model.dtype=bfloat16",
-        "tokens.batch_accumulation_per_replica=2",
+        *(f"model.model_config.{key}" for key in ("family=mixtral", "num_local_experts=4", "num_experts_per_tok=2")),
+        *("model.dtype=bfloat16", "tokens.batch_accumulation_per_replica=2"),
     ],
 }
 
 
 STEPS = "tokens.train_steps=4"
-
-
-def numbers(folder: Path) -> list[list[float]]:
-    """Loss, gradient norm and hash of the weights of every step."""
-    log = (folder / "logs" / "tiny" / "metrics.jsonl").read_text().splitlines()
-    return [[json.loads(line)[key] for key in ("lm_loss", "grad_norm", "state_hash")] for line in log]
 
 
 def alone(name: str, folder: Path, nursery: Nursery) -> list[list[float]]:

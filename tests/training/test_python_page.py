@@ -1,7 +1,6 @@
 """docs/python.md runs as it stands, and docs/python.ipynb is that page."""
 
 import contextlib
-import io
 import json
 import shlex
 import sys
@@ -31,11 +30,9 @@ def run_cell(source: str, names: dict[str, Any], folder: Path) -> None:
         return
     program, *arguments, arrow, file = shlex.split(source)
     assert (program, arrow) == ("!kenotron", ">")
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said), pytest.raises(SystemExit) as ended:
+    with (folder / file).open("w") as said, contextlib.redirect_stdout(said), pytest.raises(SystemExit) as ended:
         main(arguments)
     assert not ended.value.code
-    (folder / file).write_text(said.getvalue())
 
 
 @pytest.mark.slow

@@ -17,9 +17,8 @@ def trained(rank: int, folder: Path, layout: str, weight: str | None) -> str | N
     keys = ["general.ignore_sanity_checks=false", "checkpoints.checkpoint_interval=2", "tokens.train_steps=4"]
     if weight is not None:
         keys.append(f"general.hooks=[{{path: support.user_parts.FlipBit, kwargs: {{weight: {weight}, step: 3}}}}]")
-    config = tiny_config(folder, *keys, *layout.split())
     try:
-        train_here(config)
+        train_here(tiny_config(folder, *keys, *layout.split()))
     except RunFailed as error:
         return str(error)
     return None

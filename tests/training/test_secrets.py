@@ -1,30 +1,20 @@
 """Secrets in the environment are in nothing that is written or printed, and a config holds none."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from kenotron.cli import main
-from kenotron.config import InputError, load
+from kenotron.config import InputError
 from kenotron.storage.drivers import filesystem
 from support.nursery import Finished, Nursery
-from support.tiny_run import tiny_dict, tiny_yaml, write_texts
+from support.tiny_run import Shell, text_overrides, tiny_config, tiny_yaml
 
 SECRET, MARK = "hunter2", "open-sesame"  # the mark is no secret, and shows that what is searched is what was written
-ENVIRONMENT = {
-    "HF_TOKEN": f"hf_{SECRET}",
-    "HUGGING_FACE_HUB_TOKEN": f"hf_{SECRET}",
+WHOLE = "AWS_SECRET_ACCESS_KEY AWS_SESSION_TOKEN WANDB_API_KEY OPENAI_API_KEY GITHUB_TOKEN KENOTRON_PASSWORD NCCL_AUTH"
+ENVIRONMENT = dict.fromkeys(WHOLE.split(), SECRET) | {
+    **dict.fromkeys(("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"), f"hf_{SECRET}"),
     "AWS_ACCESS_KEY_ID": f"AKIA{SECRET}",
-    "AWS_SECRET_ACCESS_KEY": SECRET,
-    "AWS_SESSION_TOKEN": SECRET,
-    "WANDB_API_KEY": SECRET,
-    "OPENAI_API_KEY": SECRET,
-    "GITHUB_TOKEN": SECRET,
-    "KENOTRON_PASSWORD": SECRET,
-    "NCCL_AUTH": SECRET,
-    "AWS_ENDPOINT_URL": f"http://robot:{SECRET}@127.0.0.1:9",
-    "HTTPS_PROXY": f"http://robot:{SECRET}@127.0.0.1:9",
+    **dict.fromkeys(("AWS_ENDPOINT_URL", "HTTPS_PROXY"), f"http://robot:{SECRET}@127.0.0.1:9"),
     "MASTER_ADDR": f"robot:{SECRET}@127.0.0.1",
     "NO_PROXY": "*",
 }
@@ -40,11 +30,7 @@ def run(nursery: Nursery, folder: Path, *arguments: str, code: int = 0) -> Finis
 def test_no_file_and_no_line_of_a_run_has_a_secret_of_the_environment(tmp_path: Path, nursery: Nursery) -> None:
     """A run of text with its debug log, a run that fails with its traceback, a job's script, the doctor's pages."""
     tiny_yaml(tmp_path, general={"project": MARK, "run": "tiny", "seed": 7})
-    text = (
-        f"data_stages.0.data.dataset={{text_files: {write_texts(tmp_path)}}}",
-        "tokenizer={train: {vocab_size: 300}}",
-    )
-    text += ("model.model_config.vocab_size=300", "model.model_config.eos_token_id=0", "logging.log_level=debug")
+    text = [*text_overrides(tmp_path), "logging.log_level=debug"]
     breaks = ("general.hooks=[support.user_parts.Broken]", "logging.log_dir=broken", "checkpoints.checkpoints_path=b")
     said = [
         run(nursery, tmp_path, "train", "tiny.yaml", *text),
@@ -81,36 +67,32 @@ WITH_PASSWORD = [
         ("tokenizer.tokenizer_name_or_path", WITH_PASSWORD[2]),
     ],
 )
-def test_a_config_with_a_password_is_refused_without_repeating_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], url: str, key: str
-) -> None:
-    content: Any = tiny_dict(tmp_path)
-    load(content)
+def test_a_config_with_a_password_is_refused(tmp_path: Path, shell: Shell, url: str, key: str) -> None:
+    """Without repeating it."""
     value = f"{{dataset_folder: [{url}]}}" if key.endswith("dataset") else url
-    with pytest.raises(SystemExit) as ended:
-        main(["train", str(tiny_yaml(tmp_path)), f"{key}={value}"])
-    assert ended.value.code == 2
-    captured = capsys.readouterr()
-    assert key in captured.err
-    assert "a URL with a user or password; credentials come from the environment" in captured.err
-    assert SECRET not in captured.err + captured.out
+    code, said, errors = shell("train", tiny_yaml(tmp_path), f"{key}={value}")
+    assert code == 2
+    assert key in errors
+    assert "a URL with a user or password; credentials come from the environment" in errors
+    assert SECRET not in errors + said
     assert not (tmp_path / "logs").exists()
 
 
-def test_nor_with_one_among_the_keys_of_a_mix(tmp_path: Path) -> None:
-    content: Any = tiny_dict(tmp_path)
-    content["data_stages"][0]["data"]["dataset"] = {"hf_dataset_or_datasets": {WITH_PASSWORD[0]: 0.5, "b": 0.5}}
-    with pytest.raises(InputError, match="hf_dataset_or_datasets: a URL with a user or password") as caught:
-        load(content)
-    assert SECRET not in str(caught.value)
+THROUGH_PATHLIB = str(Path(WITH_PASSWORD[1]))
 
 
-@pytest.mark.parametrize("key", ["checkpoints_path", "resume_checkpoint_path"])
-def test_nor_with_one_that_went_through_pathlib(tmp_path: Path, key: str) -> None:
-    content: Any = tiny_dict(tmp_path)
-    content["checkpoints"][key] = str(Path(WITH_PASSWORD[1]))
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("data_stages.0.data.dataset", "hf_dataset_or_datasets", f"{{'{WITH_PASSWORD[0]}': 0.5, b: 0.5}}"),
+        ("checkpoints", "checkpoints_path", THROUGH_PATHLIB),
+        ("checkpoints", "resume_checkpoint_path", THROUGH_PATHLIB),
+    ],
+)
+def test_nor_with_one_in_a_mix_or_from_pathlib(tmp_path: Path, section: str, key: str, value: str) -> None:
+    override = f"{section}={{{key}: {value}}}" if section.startswith("data") else f"{section}.{key}={value}"
     with pytest.raises(InputError, match=f"{key}: a URL with a user or password") as caught:
-        load(content)
+        tiny_config(tmp_path, override)
     assert SECRET not in str(caught.value)
 
 
@@ -126,11 +108,4 @@ def test_a_file_is_not_read_by_a_url_with_a_password(url: str) -> None:
     ["hf://datasets/someone/data@main/a.jsonl", "hf://data@main/a.jsonl", "s3://bucket/a@b", "https://a.org?mail=a@b"],
 )
 def test_not_every_at_sign_is_of_a_password(tmp_path: Path, url: str) -> None:
-    load(
-        tiny_dict(tmp_path),
-        [
-            f"data_stages.0.data.dataset={{text_files: ['{url}']}}",
-            "tokenizer={train: {vocab_size: 300}}",
-            "model.model_config.vocab_size=300",
-        ],
-    )
+    tiny_config(tmp_path, *text_overrides(tmp_path), f"data_stages.0.data.dataset={{text_files: ['{url}']}}")

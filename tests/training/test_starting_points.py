@@ -16,7 +16,6 @@ from kenotron.launch.training import name_before_start
 from support.checkpoint_states import flip_a_byte
 from support.tiny_run import (
     equal_bits,
-    largest_difference,
     losses,
     metrics,
     saved_weights,
@@ -88,14 +87,6 @@ def test_a_folder_of_checkpoints_means_its_newest(earlier: Any, tmp_path: Path) 
     assert [step["iteration"] for step in metrics(config)] == [9, 10]
 
 
-def test_once_a_run_has_its_own_checkpoints_it_goes_on_from_those(earlier: Any, tmp_path: Path) -> None:
-    train_quietly(start_from(earlier, tmp_path, "tokens.train_steps=6"))
-    config = start_from(earlier, tmp_path)
-    _, said = train_and_listen(config)
-    assert f"Loaded weights, optimizer, data position, schedule, step of {tmp_path / 'checkpoints' / '6'}" in said
-    assert losses(config) == losses(earlier)[4:]
-
-
 def test_a_checkpoint_that_is_not_there_is_an_error_that_names_it(tmp_path: Path) -> None:
     config = tiny_config(tmp_path, f"checkpoints.resume_checkpoint_path={tmp_path}/nowhere/10")
     with pytest.raises(InputError, match="nowhere/10"):
@@ -147,23 +138,14 @@ def test_saving_at_the_last_step_is_done_once(tmp_path: Path) -> None:
     assert said.count("Saved checkpoint at") == 2
 
 
-def test_weights_of_a_hugging_face_folder_start_a_run(earlier: Any, tmp_path: Path) -> None:
-    from kenotron.interop import to_hf
-
-    at_4 = Path(earlier.checkpoints.checkpoints_path) / "4"
-    to_hf(at_4, tmp_path / "hf", dtype="float32")
-    source = f"model.init_method={{path: '{tmp_path / 'hf'}'}}"
-    train_quietly(tiny_config(tmp_path, source, "checkpoints.save_initial_state=true"))
-    assert largest_difference(saved_weights(tmp_path / "checkpoints" / "0"), saved_weights(at_4)) == 0
-
-
 def test_settings_that_the_weights_were_not_trained_with_are_warned_of(earlier: Any, tmp_path: Path) -> None:
-    """No shape shows them, and nothing fails: the loss is only higher than it should be."""
+    """No shape shows them, and nothing fails: the run starts with the weights, and its loss is too high."""
     from kenotron.interop import to_hf
 
     at_4 = Path(earlier.checkpoints.checkpoints_path) / "4"
     to_hf(at_4, tmp_path / "hf", dtype="float32")
     changed = "model.model_config.rope_theta=5e5", "model.model_config.z_loss_enabled=true", "tokens.train_steps=5"
+    initial = "checkpoints.save_initial_state=true"
     for path, key in (
         (tmp_path / "hf", "model.init_method.path"),
         (at_4, "model.init_method.path"),
@@ -171,7 +153,9 @@ def test_settings_that_the_weights_were_not_trained_with_are_warned_of(earlier: 
     ):
         folder = tmp_path / f"{key} {path.name}"
         source = f"model.init_method={{path: '{path}'}}" if "init" in key else f"{key}={path}"
-        _, said = train_and_listen(tiny_config(folder, RATES, source, *changed))
+        _, said = train_and_listen(tiny_config(folder, RATES, source, initial, *changed))
+        if "init" in key:
+            assert equal_bits(saved_weights(folder / "checkpoints" / "0"), saved_weights(at_4))
         (line,) = [line for line in said.splitlines() if "were trained with" in line]
         assert line.startswith("warning: model.model_config.rope_theta is 500000.0, but the weights in ")
         assert line.endswith(f" in {path} were trained with 10000.0")
