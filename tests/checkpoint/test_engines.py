@@ -99,6 +99,13 @@ def save(engine: Engine, root: Path, step: int) -> Any:
     return outcome
 
 
+def wait_for_the_end(pid: int) -> None:
+    deadline = time.monotonic() + 20
+    while Path(f"/proc/{pid}/stat").exists() and Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z":
+        assert time.monotonic() < deadline, "the writer lives on"
+        time.sleep(0.02)
+
+
 def spoil(state: dict[str, Any]) -> None:
     """What the next update does, to everything."""
     for tensor in [*state["model"].values(), *state["optimizer"].values()]:
@@ -285,10 +292,7 @@ def test_a_killed_process_leaves_no_half_checkpoint_and_no_writer(name: str, tmp
     assert killed.returncode == -signal.SIGKILL
     pid = int((tmp_path / "pid").read_text())
     os.kill(pid, signal.SIGCONT)
-    deadline = time.monotonic() + 20
-    while Path(f"/proc/{pid}/stat").exists() and Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z":
-        assert time.monotonic() < deadline, "the writer lives on"
-        time.sleep(0.02)
+    wait_for_the_end(pid)
     root = tmp_path / "root"
     assert newest_complete(root) == root / "1"
     assert [path for path in root.iterdir() if ".tmp-" in path.name]

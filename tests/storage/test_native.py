@@ -19,12 +19,6 @@ EXAMPLE = REPOSITORY / "examples" / "native"
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("KENOTRON_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
 def written(path: Path, text: str) -> Path:
     path.write_text(text)
     return path
@@ -64,10 +58,10 @@ def test_without_a_compiler_one_line_says_so(tmp_path: Path, monkeypatch: pytest
 
 
 @needs_compiler
-def test_what_the_compiler_refuses_is_named_and_leaves_nothing(tmp_path: Path, cache: Path) -> None:
+def test_what_the_compiler_refuses_is_named_and_leaves_nothing(tmp_path: Path, own_cache: Path) -> None:
     with pytest.raises(InputError, match=r"sums\.cpp: .+ cannot compile it: .*sums\.cpp:2:.*error"):
         load_library(written(tmp_path / "sums.cpp", "int fine;\nnonsense"))
-    assert not list((cache / "native").iterdir())
+    assert not list((own_cache / "native").iterdir())
     with pytest.raises(InputError, match=r"none\.cpp: cannot be read: No such file"):
         load_library(tmp_path / "none.cpp")
 

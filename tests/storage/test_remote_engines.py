@@ -10,6 +10,7 @@ import boto3
 import pytest
 
 import kenotron as kn
+from checkpoint.test_engines import wait_for_the_end
 from kenotron.checkpoint.folders import list_checkpoints
 from kenotron.checkpoint.remote import RemoteCheckpoints
 from kenotron.observers.uploads import Uploads
@@ -33,13 +34,6 @@ class KilledInFlight(kn.Hook):
         uploads.uploader.wake()
         time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-def wait_for_the_end(pid: int) -> None:
-    deadline = time.monotonic() + 20
-    while Path(f"/proc/{pid}/stat").exists() and Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z":
-        assert time.monotonic() < deadline, "the writer lives on"
-        time.sleep(0.02)
 
 
 @pytest.mark.slow

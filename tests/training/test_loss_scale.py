@@ -8,9 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import kenotron as kn
 from kenotron.config.errors import InputError, RunFailed
-from kenotron.models import named_parameters
 from kenotron.parallel.mesh import Mesh, axes, build_mesh
 from kenotron.training import loss_scale
 from kenotron.training.loss_scale import LossScale
@@ -18,27 +16,16 @@ from kenotron.training.step import StepResult, train_step
 from support.layout_runs import Problem, prepared, problem_of_family, steps
 from support.ranks import run_ranks
 from support.tiny_run import equal_bits, metrics, saved_weights, tiny_config, train_and_listen, train_quietly
+from support.user_parts import Gradients
 
 HALF = "model.dtype=float16"
 OVERFLOWS = 2.0**30
 
 
-class SmallGradients(kn.Hook):
-    """Keeps the gradient of the first step."""
-
-    found: dict[str, torch.Tensor] = {}  # noqa: RUF012
-
-    def before_update(self, run: kn.Run) -> None:
-        """Copy it."""
-        if run.step == 0:
-            self.found |= {name: each.grad.clone() for name, each in named_parameters(*run.parts)}
-
-
 def gradients(folder: Path, *overrides: str) -> dict[str, torch.Tensor]:
-    SmallGradients.found.clear()
-    hook = f"general.hooks=[{SmallGradients.__module__}.SmallGradients]"
-    train_quietly(tiny_config(folder, "optimizer.clip_grad=null", "tokens.train_steps=1", hook, *overrides))
-    return dict(SmallGradients.found)
+    keys = ("general.hooks=[support.user_parts.Gradients]", "optimizer.clip_grad=null", "tokens.train_steps=1")
+    run = train_quietly(tiny_config(folder, *keys, *overrides))
+    return next(hook for hook in run.hooks if isinstance(hook, Gradients)).first
 
 
 def test_numbers_are_those_of_fp32_within_its_precision(tmp_path: Path) -> None:

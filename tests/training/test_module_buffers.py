@@ -155,11 +155,18 @@ def test_another_run_starts_from_them(tmp_path: Path) -> None:
         assert equal_bits(run.model.saved_buffers(), buffers(tmp_path, 3))
 
 
-def test_state_that_is_no_buffer_is_refused(tmp_path: Path) -> None:
-    config = configure(tmp_path, module=f"{__name__}.Elsewhere")
-    with pytest.raises(InputError, match=r"Elsewhere has get_extra_state.*expected its state in buffers") as error:
-        train_quietly(config)
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        ("Elsewhere", "Elsewhere has get_extra_state.*expected its state in buffers"),
+        ("Complex", "model.model_config: buffer 'angles': tensors of dtype complex64 cannot be"),
+    ],
+)
+def test_state_that_no_checkpoint_holds_is_refused(module: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=said) as error:
+        train_quietly(configure(tmp_path, "checkpoints.checkpoint_interval=1000", module=f"{__name__}.{module}"))
     assert len(str(error.value).splitlines()) == 1
+    assert not any(file.stat().st_size for file in tmp_path.rglob("metrics.jsonl"))
 
 
 def test_the_buffers_of_a_model_of_transformers_come_with_its_weights(tmp_path: Path) -> None:
@@ -184,10 +191,3 @@ def test_the_buffers_of_a_model_of_transformers_come_with_its_weights(tmp_path: 
     assert torch.equal(again.get_buffer(name), theirs.get_buffer(name))
     from_hf(tmp_path / "exported", tmp_path / "back")
     assert torch.equal(saved_weights(tmp_path / "back" / "0")[name], theirs.get_buffer(name))
-
-
-def test_what_no_checkpoint_holds_is_refused_before_the_first_step(tmp_path: Path) -> None:
-    config = configure(tmp_path, "checkpoints.checkpoint_interval=1000", module=f"{__name__}.Complex")
-    with pytest.raises(InputError, match=r"model.model_config: buffer 'angles': tensors of dtype complex64 cannot be"):
-        train_quietly(config)
-    assert not (tmp_path / "logs" / "metrics.jsonl").exists()

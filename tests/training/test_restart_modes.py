@@ -39,6 +39,7 @@ from support.tiny_run import (
     weights,
 )
 from support.user_parts import Gradients
+from training.test_local_checkpoints import on_rank
 
 AT, STEPS, BATCH, WARMUP, PEAK, FLOOR = 4, 8, 4, 2, 0.01, 0.001
 SCHEDULE = {"learning_rate": PEAK, "lr_warmup_steps": WARMUP, "lr_decay_style": "linear", "min_decay_lr": FLOOR}
@@ -192,10 +193,6 @@ def train_start(config: Config) -> dict[str, Tensor]:
     return {name: parameter.detach() for name, parameter in named_parameters(model)}
 
 
-class Killed(Exception):
-    """In the place of SIGKILL: nothing is saved."""
-
-
 @pytest.mark.parametrize(
     "mode",
     [
@@ -204,24 +201,16 @@ class Killed(Exception):
         pytest.param("transfer", marks=pytest.mark.slow),
     ],
 )
-def test_a_restart_that_is_killed_goes_on_exactly(mode: str, parent: Config, tmp_path: Path, monkeypatch: Any) -> None:
-    from kenotron.training import run as loop
-
+def test_a_restart_that_is_killed_goes_on_exactly(mode: str, parent: Config, tmp_path: Path) -> None:
     whole = restarted(parent, tmp_path / "whole", mode)
     final = weights(train_quietly(whole))
-    config, step, done = restarted(parent, tmp_path / "killed", mode), loop.train_step, []
-
-    def until_the_fourth(run: Any, batches: Any) -> Any:
-        done.append(run.step)
-        if len(done) == 4:
-            raise Killed
-        return step(run, batches)
-
-    monkeypatch.setattr(loop, "train_step", until_the_fourth)
-    with pytest.raises(Killed):
-        train_quietly(config)
+    killed = (parent, tmp_path / "killed", mode)
+    fourth = MODES[mode][4] + 3  # its checkpoint is not saved
+    with pytest.raises(RuntimeError, match="this hook is broken"):
+        train_quietly(restarted(*killed, on_rank("raise", fourth)))
+    config = restarted(*killed)
     again = train_quietly(config)
-    assert len(done) > 4
+    assert again.start.step == fourth - 2
     assert numbers(tmp_path / "killed") == numbers(tmp_path / "whole")
     assert equal_bits(weights(again), final)
     _, said = train_and_listen(config)

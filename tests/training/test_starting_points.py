@@ -24,6 +24,7 @@ from support.tiny_run import (
     train_quietly,
     weights,
 )
+from training.test_restart_modes import train_start
 
 RATES = "optimizer.learning_rate_scheduler={learning_rate: 0.01, lr_warmup_steps: 4, lr_decay_style: constant}"
 
@@ -116,15 +117,9 @@ def test_the_checkpoints_that_a_run_leaves(keys: tuple[str, ...], expected: list
 
 
 def test_the_initial_state_is_that_of_the_rules_and_a_start_from_it_is_a_start(tmp_path: Path) -> None:
-    from kenotron.models import build, initialize_model, named_parameters
-
     config = tiny_config(tmp_path, "checkpoints.save_initial_state=true", "tokens.train_steps=3")
     run = train_quietly(config)
-    model = build(config.model)
-    initialize_model(model, std=0.05, scaling="NUM_LAYERS", seed=7)
-    expected = {name: parameter.detach() for name, parameter in named_parameters(model)}
-    assert equal_bits(saved_weights(tmp_path / "checkpoints" / "0"), expected)
-
+    assert equal_bits(saved_weights(tmp_path / "checkpoints" / "0"), train_start(config))
     shutil.rmtree(tmp_path / "checkpoints" / "3")  # as if it had been killed before the first step was done
     (tmp_path / "checkpoints" / "latest.txt").write_text("0")
     final, logged = weights(run), losses(config)

@@ -31,6 +31,7 @@ Walked = tuple[Path, subprocess.CompletedProcess[str]]
 Steps = list[dict[str, float]]
 TRAIN = ("--config-file", ONE_PROCESS)
 PROMPTS_NAMED = "no --prompt: continuing 'The future of AI is' and 'def fib(n)'\n"
+TWO_PROMPTS = re.compile(r"The future of AI is.{20,}\n\ndef fib\(n\)", re.DOTALL)
 LINE = re.compile(r"^\d\d/\d\d/\d{4} \d\d:\d\d:\d\d \[(?:INFO|WARNING)\|DP=0\|PP=0\|TP=0\]: (.*)$")
 
 
@@ -164,16 +165,6 @@ def again(walked, hub_home: Path, nursery: Nursery) -> Run:
 
 
 @pytest.mark.slow
-def test_the_seeds_generate_command_continues_two_prompts(again: Run) -> None:
-    finished = again("run_generate.py", "--ckpt-path", "checkpoints/10/", "--tp", "1", "--pp", "1")
-    assert (finished.code, finished.stderr) == (0, PROMPTS_NAMED)
-    first, second = finished.stdout.split("\n\n")[:2]
-    assert first.startswith("The future of AI is")
-    assert second.startswith("def fib(n)")
-    assert len(first.split()) > 20
-
-
-@pytest.mark.slow
 def test_processes_that_do_not_fit_the_layout_are_reported_once_and_at_the_end(again: Run) -> None:
     finished = again("run_train.py", *TRAIN, ranks=2)
     line = "error: parallelism: dp 1 x pp 1 x tp 1 x cp 1 needs 1 process, but 2 were started"
@@ -221,7 +212,7 @@ def test_kenotrons_command_trains_on_8_ranks_and_any_layout_decodes_what_it_save
     assert "iteration: 15 / 15" in trained.stdout
     continued = forked("run_generate.py", "--ckpt-path", "checkpoints/10/", "--tp", "1", "--pp", "1")
     assert (continued.code, continued.stderr) == (0, PROMPTS_NAMED)
-    assert continued.stdout.startswith("The future of AI is")
+    assert TWO_PROMPTS.match(continued.stdout)
     drawn = ("--temperature", "1.0", "--dtype", "float32", "--json")
     prompts = ("--prompt", "word3 word4 word5", "--prompt", "word80", "--prompt", "word9 word1")
     given = ("--ckpt-path", "checkpoints/15/", *drawn, *prompts)
@@ -243,7 +234,7 @@ def test_the_8_process_commands_of_the_first_readme_work_without_a_network(forke
     given = ("--ckpt-path", "checkpoints/text/4")
     said = forked("run_generation.py", *given, ranks=8)
     assert (said.code, said.stderr) == (0, PROMPTS_NAMED)
-    assert re.match(r"The future of AI is.{20,}\n\ndef fib\(n\)", said.stdout, re.DOTALL)
+    assert TWO_PROMPTS.match(said.stdout)
     exact = (*given, "--dtype", "float32", "--json", "--max-new-tokens", "16")
     eight = forked("run_generation.py", *exact, ranks=8)
     one = forked("run_generation.py", *exact)

@@ -29,14 +29,7 @@ from support.tiny_run import (
     train_quietly,
     weights,
 )
-
-
-def wait_for(path: Path) -> None:
-    for _ in range(600):
-        if path.exists() and path.stat().st_size:
-            return
-        time.sleep(0.1)
-    raise AssertionError(f"{path} did not come")
+from training.test_exact_resume import wait_for_steps
 
 
 def test_a_run_of_the_name_of_a_living_one_is_refused(nursery: Nursery, tmp_path: Path, monkeypatch: Any) -> None:
@@ -44,7 +37,7 @@ def test_a_run_of_the_name_of_a_living_one_is_refused(nursery: Nursery, tmp_path
     monkeypatch.setattr(durable, "RELEASE_SECONDS", 0.2)
     child = nursery.start("train", tiny_yaml(tmp_path), "general.hooks=[support.user_parts.SlowStep]", folder=tmp_path)
     logs = tmp_path / "logs" / "tiny"
-    wait_for(logs / "metrics.jsonl")
+    wait_for_steps(tmp_path, 1)
     other_logs, elsewhere = f"logging.log_dir={tmp_path / 'l'}", f"checkpoints.checkpoints_path={tmp_path / 'other'}"
     with pytest.raises(InputError, match=r"another run is using .*checkpoints"):
         train_quietly(tiny_config(tmp_path, "general.seed=8", other_logs))
