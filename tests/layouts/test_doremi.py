@@ -220,10 +220,7 @@ def test_files_that_are_no_weights_are_refused(tmp_path: Path) -> None:
         ("[1, 2]", "expected the doremi.json that a proxy run writes"),
         ('{"domain_names": 5, "domain_weights": [1.0]}', "expected the doremi.json that a proxy run writes"),
         ('{"domain_names": ["a"], "domain_weights": [null]}', "expected the doremi.json that a proxy run writes"),
-        (
-            '{"domain_names": ["a", "b"], "domain_weights": [0.5, 0.5]}',
-            "is of the domains a, b; found",
-        ),
+        ('{"domain_names": ["a", "b"], "domain_weights": [0.5, 0.5]}', "is of the domains a, b; found"),
     ):
         (tmp_path / "doremi.json").write_text(content)
         with pytest.raises(InputError, match=said):

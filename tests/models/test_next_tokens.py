@@ -72,10 +72,7 @@ def reference(theirs: PreTrainedModel, model: Decoder, tokens: Tensor) -> tuple[
     for number in range(FURTHER):
         here = f"model.layers.{LAYERS + number}"
         following = inner.embed_tokens(tokens.roll(-1 - number, dims=1))  # the last ones are nobody's
-        joined = (
-            rms(following, own[f"{here}.enorm.weight"], eps),
-            rms(hidden, own[f"{here}.hnorm.weight"], eps),
-        )
+        joined = (rms(following, own[f"{here}.enorm.weight"], eps), rms(hidden, own[f"{here}.hnorm.weight"], eps))
         x = torch.cat(joined, -1) @ own[f"{here}.eh_proj.weight"].T
         hidden = rms(through(LAYERS + number, x), own[f"{here}.shared_head.norm.weight"], eps)
         found.append(loss(hidden, 1 + number))

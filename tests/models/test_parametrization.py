@@ -216,11 +216,7 @@ def test_what_is_exported_is_the_model_as_it_is(tmp_path: Path) -> None:
             "model.parametrization.kind: expected mup: the norms after branches of olmo2 undo 1 / depth",
         ),
         ({}, ["model.init_method={use_mup: true}"], "model.parametrization: expected null with init_method.use_mup"),
-        (
-            {},
-            ["model.parametrization.base_depth=3"],
-            "base_depth: expected null or this model's depth; ",
-        ),
+        ({}, ["model.parametrization.base_depth=3"], "base_depth: expected null or this model's depth; "),
         (
             {},
             ["model.parametrization.kind=completep", "model.parametrization.base_depth=null"],
