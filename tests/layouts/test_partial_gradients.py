@@ -1,35 +1,31 @@
 """A weight that a plan forgets would get one rank's part of its gradient: it is found before training, by name."""
 
 import re
-import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoConfig
 
 from kenotron.config import Config, load
 from kenotron.config.errors import InputError
 from kenotron.config.families import built_in_names
 from kenotron.models import build
+from kenotron.models.blocks.attention import Attention
+from kenotron.models.blocks.linear import Linear
+from kenotron.models.blocks.norm import RMSNorm
 from kenotron.models.decoder import Decoder
+from kenotron.models.families.llama import LlamaArchitecture, LlamaStyle
 from kenotron.models.foreign import HUGGING_FACE, HuggingFace, HuggingFaceArchitecture
 from kenotron.models.foreign_model import ForeignModel
+from kenotron.models.plan import Plan
 from kenotron.parallel.partial_gradients import check_gradients
 from support.layout_runs import problem_of_family
 from support.tiny_run import tiny_dict
 
 LAYER = "model.layers.*."
-FAMILY = '''
-from dataclasses import replace
-import torch
-from torch import nn
-from kenotron.models.blocks.attention import Attention
-from kenotron.models.blocks.linear import Linear
-from kenotron.models.blocks.norm import RMSNorm
-from kenotron.models.families.llama import LlamaArchitecture, LlamaStyle
 
 
 class Scale(nn.Module):
@@ -72,16 +68,11 @@ class Gated(MLP):
         self.gate = Linear(config.hidden_size, 1)
 
     def forward(self, x):
-        gate = torch.sigmoid(self.gate(x))
-        return self.down_proj(gate * self.up_proj(x))
+        return self.down_proj(torch.sigmoid(self.gate(x)) * self.up_proj(x))
 
 
-class Written(MLP):
+class Written(Inside):
     """The slope gets there by an assignment."""
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.alpha = Scale(1)
 
     def forward(self, x):
         y = torch.zeros_like(self.up_proj(x))
@@ -148,7 +139,7 @@ class Block(nn.Module):
 
 
 class OwnArchitecture(LlamaArchitecture):
-    family: str = "partial.Own"
+    family: str = f"{__name__}.Own"
     mlp: str = "MLP"
 
 
@@ -160,16 +151,6 @@ class Own(LlamaStyle[OwnArchitecture]):
 
     def block(self, layer):
         return Block(self.config, layer, globals()[self.config.mlp])
-'''
-
-
-@pytest.fixture
-def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where the user stands, with a family."""
-    (tmp_path / "partial.py").write_text(FAMILY)
-    monkeypatch.chdir(tmp_path)
-    yield tmp_path
-    sys.modules.pop("partial", None)
 
 
 def on_meta(config: Config) -> Decoder:
@@ -179,62 +160,51 @@ def on_meta(config: Config) -> Decoder:
 
 def own(mlp: str) -> Decoder:
     plain = tiny_dict(Path())
-    plain["model"]["model_config"] |= {"family": "partial.Own", "mlp": mlp}
+    plain["model"]["model_config"] |= {"family": f"{__name__}.Own", "mlp": mlp}
     return on_meta(load(plain))
 
 
-@pytest.mark.usefixtures("user")
+def checked(model: Decoder, plan: Plan, on_sequence_shards: bool, said: str | None) -> None:
+    """`check_gradients` finds nothing, or says this (a pattern) in one line."""
+    if said is None:
+        check_gradients(model, plan, on_sequence_shards)
+        return
+    with pytest.raises(InputError, match=said) as error:
+        check_gradients(model, plan, on_sequence_shards)
+    assert len(str(error.value).splitlines()) == 1
+
+
+WHOLE = r"^parallelism\.tp: model\.layers\.0\.mlp\.{}\.weight, or what comes of it, is whole"
+APPLIED = rf"of {__name__}\.Own applies {{}} to all features of a layer that is split"
+
+
 @pytest.mark.parametrize(
-    ("mlp", "on_sequence_shards", "found"),
+    ("mlp", "on_sequence_shards", "said"),
     [
         ("MLP", False, None),
         ("MLP", True, None),
         ("Outside", False, None),
-        ("Outside", True, "model.layers.0.mlp.alpha.weight"),  # it sees the rank's own tokens
-        ("Inside", False, "model.layers.0.mlp.alpha.weight"),
-        ("Gated", False, "model.layers.0.mlp.gate.weight"),
-        ("Written", False, "model.layers.0.mlp.alpha.weight"),
+        ("Outside", True, WHOLE.format("alpha")),  # it sees the rank's own tokens
+        ("Inside", False, WHOLE.format("alpha")),
+        ("Gated", False, WHOLE.format("gate")),
+        ("Written", False, WHOLE.format("alpha")),
+        ("Normed", False, APPLIED.format("rms_norm")),
+        ("Halves", False, APPLIED.format("chunk")),
+        ("Softmax", False, APPLIED.format("softmax")),
+        ("OverTokens", False, None),
+        ("Counting", False, rf"parallelism\.tp: expected 1: the forward pass of {__name__}\.Own"),
     ],
 )
-def test_a_weight_that_the_plan_of_a_users_family_forgets(
-    mlp: str, on_sequence_shards: bool, found: str | None
-) -> None:
+def test_what_the_plan_of_a_users_family_forgets(mlp: str, on_sequence_shards: bool, said: str | None) -> None:
     model = own(mlp)
-    if found is None:
-        check_gradients(model, model.plan, on_sequence_shards)
-        return
-    with pytest.raises(InputError, match=re.escape(f"parallelism.tp: {found}, or what comes of it, is whole")) as error:
-        check_gradients(model, model.plan, on_sequence_shards)
-    assert len(str(error.value).splitlines()) == 1
+    checked(model, model.plan, on_sequence_shards, said)
 
 
-@pytest.mark.usefixtures("user")
-@pytest.mark.parametrize(
-    ("mlp", "found"), [("Normed", "rms_norm"), ("Halves", "chunk"), ("Softmax", "softmax"), ("OverTokens", None)]
-)
-def test_a_function_of_all_features_of_a_split_layer_is_refused(mlp: str, found: str | None) -> None:
-    model = own(mlp)
-    if found is None:
-        check_gradients(model, model.plan, False)
-        return
-    with pytest.raises(InputError, match=rf"of partial\.Own applies {found} to all features of a layer that is split"):
-        check_gradients(model, model.plan, False)
-
-
-@pytest.mark.usefixtures("user")
 def test_a_weight_that_it_names_passes() -> None:
     model = own("Inside")
     check_gradients(model, replace(model.plan, per_head=(f"{LAYER}mlp.alpha",)), False)
     model = own("Outside")
     check_gradients(model, replace(model.plan, sequence=(*model.plan.sequence, f"{LAYER}mlp.alpha")), True)
-
-
-@pytest.mark.usefixtures("user")
-def test_a_forward_pass_that_needs_data_is_one_line() -> None:
-    model = own("Counting")
-    with pytest.raises(InputError, match=r"parallelism\.tp: expected 1: the forward pass of partial\.Own") as error:
-        check_gradients(model, model.plan, False)
-    assert len(str(error.value).splitlines()) == 1
 
 
 @pytest.mark.parametrize(
@@ -256,8 +226,8 @@ def test_what_would_miss_in_the_plans_here(
     model = on_meta(problem_of_family(family).config("", tmp_path))
     rest = tuple(each for each in getattr(model.plan, field) if each != LAYER + pattern)
     assert len(rest) == len(getattr(model.plan, field)) - 1
-    with pytest.raises(InputError, match=rf"parallelism\.tp: model\.layers\.\d\.{re.escape(pattern)}\."):
-        check_gradients(model, replace(model.plan, **{field: rest}), on_sequence_shards)
+    said = rf"parallelism\.tp: model\.layers\.\d\.{re.escape(pattern)}\."
+    checked(model, replace(model.plan, **{field: rest}), on_sequence_shards, said)
 
 
 @pytest.mark.cases(6)
@@ -278,16 +248,15 @@ def test_nothing_of_the_check_stays_in_the_model(tmp_path: Path) -> None:
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
-@pytest.mark.parametrize(("model_type", "found"), [("apertus", "model.layers.0.mlp.act_fn.alpha_p"), ("gemma2", None)])
-def test_what_transformers_plan_leaves_out(model_type: str, found: str | None) -> None:
+ACTIVATION = r"^parallelism\.tp: model\.layers\.0\.mlp\.act_fn\.alpha_p, or what comes of it"
+
+
+@pytest.mark.parametrize(("model_type", "said"), [("apertus", ACTIVATION), ("gemma2", None)])
+def test_what_transformers_plan_leaves_out(model_type: str, said: str | None) -> None:
     shapes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
     theirs = AutoConfig.for_model(model_type, **shapes, num_attention_heads=4, num_key_value_heads=2).to_dict()
     keys = {"family": HUGGING_FACE, "hf_config": theirs | {"architectures": None}, "blocks": None}
     config = HuggingFaceArchitecture.model_construct(**keys, vocab_size=64, num_hidden_layers=2, hidden_size=32)
     with torch.device("meta"):
         model = ForeignModel(config, HuggingFace(config))
-    if found is None:
-        check_gradients(model, model.plan, False)
-    else:
-        with pytest.raises(InputError, match=rf"^parallelism\.tp: {re.escape(found)}, or what comes of it"):
-            check_gradients(model, model.plan, False)
+    checked(model, model.plan, False, said)

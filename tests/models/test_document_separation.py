@@ -1,22 +1,29 @@
 """A model that reads across packed documents is refused whatever its first weights hide; one that does not is not."""
 
 import json
-import re
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 from transformers import AutoConfig
 
+from kenotron.config.decoder import RopeArchitecture
 from kenotron.config.errors import InputError
 from kenotron.interop.hf_config import architecture_from_hf
 from kenotron.kernels.attention import attention
 from kenotron.models import Context
+from kenotron.models.blocks.attention import Attention
+from kenotron.models.blocks.linear import Linear
+from kenotron.models.blocks.norm import RMSNorm
+from kenotron.models.blocks.rope import Rope
 from kenotron.models.document_separation import check_blocks, check_documents, check_repeats
+from kenotron.models.family import Family
 from kenotron.models.foreign import HuggingFace, HuggingFaceArchitecture, UserModule, UserModuleArchitecture
+from kenotron.models.plan import Plan
 from support.families import FAMILIES, hf_model
 from support.tiny_run import tiny_config, train_quietly
 
@@ -25,11 +32,6 @@ SHAPES = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hid
     "num_key_value_heads": 2,
     "pad_token_id": 0,  # transformers makes this row of the embedding zero
 }
-MODULES = '''
-import numpy as np
-import torch
-from torch import nn
-import torch.nn.functional as F
 
 
 class Base(nn.Module):
@@ -213,16 +215,6 @@ class Draws(Base):
 
     def mixed(self, x, ctx, tokens):
         return F.dropout(self.layers[0](x))
-'''
-
-
-@pytest.fixture
-def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Where the user stands, with modules."""
-    (tmp_path / "documents.py").write_text(MODULES)
-    monkeypatch.chdir(tmp_path)
-    yield
-    sys.modules.pop("documents", None)
 
 
 def check(family: HuggingFace | UserModule, length: int = 12) -> None:
@@ -236,7 +228,7 @@ def of_transformers(model_type: str, **keys: Any) -> HuggingFace:
 
 
 def of_user(name: str) -> UserModule:
-    return UserModule(UserModuleArchitecture(module=f"documents.{name}", vocab_size=61, eos_token_id=60))
+    return UserModule(UserModuleArchitecture(module=f"{__name__}.{name}", vocab_size=61, eos_token_id=60))
 
 
 @pytest.mark.parametrize(
@@ -267,7 +259,6 @@ def test_models_of_transformers_that_separate_them_pass(model_type: str) -> None
     check(of_transformers(model_type, head_dim=8))
 
 
-@pytest.mark.usefixtures("user")
 @pytest.mark.parametrize(
     "name",
     [
@@ -276,25 +267,22 @@ def test_models_of_transformers_that_separate_them_pass(model_type: str) -> None
     ],
 )
 def test_a_module_that_is_not_shown_to_separate_them_is_refused(name: str) -> None:
-    with pytest.raises(InputError, match=re.escape(f"document_masking: documents.{name} is not shown to keep")):
+    with pytest.raises(InputError, match=rf"document_masking: {__name__}\.{name} is not shown to keep"):
         check(of_user(name))
 
 
-@pytest.mark.usefixtures("user")
 @pytest.mark.parametrize("name", ["Apart", "ApartOneHot", "ApartByIndex", "ApartTokenFirst", "ApartByStarts"])
 def test_a_module_that_separates_them_passes(name: str) -> None:
     check(of_user(name))
     check(of_user(name), length=300)  # longer than what the gradient is taken of
 
 
-@pytest.mark.usefixtures("user")
 def test_the_check_draws_nothing_from_the_global_generator() -> None:
     before = torch.get_rng_state()
     check(of_user("Apart"))
     assert torch.equal(before, torch.get_rng_state())
 
 
-@pytest.mark.usefixtures("user")
 @pytest.mark.parametrize(
     ("name", "repeats"), [("Counts", True), ("InNumpy", True), ("InAClosure", False), ("Draws", False)]
 )
@@ -304,12 +292,11 @@ def test_a_module_whose_logits_do_not_repeat_is_refused(name: str, repeats: bool
         check_repeats(of_user(name), ctx)
         return
     with pytest.raises(
-        InputError, match=rf"^model\.model_config: .*documents\.{name}.* gives other logits when it reads"
+        InputError, match=rf"^model\.model_config: .*{__name__}\.{name}.* gives other logits when it reads"
     ):
         check_repeats(of_user(name), ctx)
 
 
-@pytest.mark.usefixtures("user")
 def test_a_model_that_sees_later_tokens_is_refused() -> None:
     """They are its labels. transformers has BERT among its causal models, and makes it one only where asked."""
     ctx = Context((1, 12), torch.arange(12), attention)
@@ -320,10 +307,11 @@ def test_a_model_that_sees_later_tokens_is_refused() -> None:
         check_repeats(family, ctx)
 
 
-@pytest.mark.usefixtures("user")
 def test_a_run_of_such_a_module_is_refused_in_its_first_step(tmp_path: Path) -> None:
-    keys = "model.model_config={module: documents.Draws, vocab_size: 64}", "model.init_method.scaling_method=NONE"
-    with pytest.raises(InputError, match=r"documents\.Draws.* gives other logits when it reads the same tokens again"):
+    keys = f"model.model_config={{module: {__name__}.Draws, vocab_size: 64}}", "model.init_method.scaling_method=NONE"
+    with pytest.raises(
+        InputError, match=rf"{__name__}\.Draws.* gives other logits when it reads the same tokens again"
+    ):
         train_quietly(tiny_config(tmp_path, *keys))
 
 
@@ -334,19 +322,6 @@ def test_infinite_bounds_in_a_config_are_read_as_transformers_writes_them(model_
     assert written["time_step_limit"][1] == {"__float__": "Infinity"}
     read = HuggingFaceArchitecture.model_construct(hf_config=written).transformers_config()
     assert tuple(read.time_step_limit) == (0.0, float("inf"))
-
-
-FAMILY = '''
-import torch
-from torch import nn
-
-from kenotron.config.decoder import RopeArchitecture
-from kenotron.models.blocks.attention import Attention
-from kenotron.models.blocks.linear import Linear
-from kenotron.models.blocks.norm import RMSNorm
-from kenotron.models.blocks.rope import Rope
-from kenotron.models.family import Family
-from kenotron.models.plan import Plan
 
 
 class Shifted(nn.Module):
@@ -365,7 +340,7 @@ class Shifted(nn.Module):
         return x + self.self_attn(x, rope, ctx) + before.masked_fill(begins[:, None], 0.0)
 
 
-class Apart(Family[RopeArchitecture]):
+class FamilyApart(Family[RopeArchitecture]):
     section, leaks = RopeArchitecture, False
     plan = Plan(blocks="model.layers.*", vocab=("model.embed_tokens", "lm_head"))
 
@@ -379,11 +354,11 @@ class Apart(Family[RopeArchitecture]):
         return Rope.of(self.config)
 
 
-class Leaking(Apart):
+class Leaking(FamilyApart):
     leaks = True
 
 
-class InChunks(Shifted):
+class SumsOfChunks(Shifted):
     """Hands a sum on from chunk to chunk of eight tokens."""
 
     def forward(self, x, rope, ctx):
@@ -404,15 +379,14 @@ class OfTokens(Shifted):
         return super().forward(x + self.bigram(ctx.tokens.roll(1)[:, None].to(x)), rope, ctx)
 
 
-class LeakingInChunks(Apart):
+class LeakingInChunks(FamilyApart):
     def block(self, layer):
-        return InChunks(self.config, layer, False)
+        return SumsOfChunks(self.config, layer, False)
 
 
-class LeakingTokens(Apart):
+class LeakingTokens(FamilyApart):
     def block(self, layer):
         return OfTokens(self.config, layer, False)
-'''
 
 
 @pytest.mark.parametrize("which", FAMILIES)
@@ -420,22 +394,14 @@ def test_blocks_of_the_families_here_keep_documents_apart(which: str) -> None:
     check_blocks(architecture_from_hf(hf_model(which).config.to_dict(), "config.json"), 25)
 
 
-def test_a_family_of_the_users_that_mixes_documents_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "shifted_family.py").write_text(FAMILY)
-    monkeypatch.chdir(tmp_path)
-
+def test_a_family_of_the_users_that_mixes_documents_is_refused(tmp_path: Path) -> None:
     def run(name: str, masked: bool) -> None:
         keys = f"model.document_masking={str(masked).lower()}", "tokens.train_steps=1"
-        train_quietly(
-            tiny_config(tmp_path / name / str(masked), f"model.model_config.family=shifted_family.{name}", *keys)
-        )
+        train_quietly(tiny_config(tmp_path / name, f"model.model_config.family={__name__}.{name}", *keys))
 
-    try:
-        run("Apart", masked=True)
-        run("Leaking", masked=False)
-        for name, layer in (("Leaking", 1), ("LeakingInChunks", 0), ("LeakingTokens", 0)):
-            said = rf"^model\.document_masking: layer {layer} of shifted_family\.{name} does not keep the documents"
-            with pytest.raises(InputError, match=said):
-                run(name, masked=True)
-    finally:
-        sys.modules.pop("shifted_family", None)
+    run("FamilyApart", masked=True)
+    run("Leaking", masked=False)
+    for name, layer in (("Leaking", 1), ("LeakingInChunks", 0), ("LeakingTokens", 0)):
+        said = rf"^model\.document_masking: layer {layer} of {__name__}\.{name} does not keep the documents"
+        with pytest.raises(InputError, match=said):
+            run(name, masked=True)
