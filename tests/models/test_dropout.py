@@ -1,14 +1,12 @@
 """Dropout by counters: the right share, without bias, and the same for a sample wherever it is computed."""
 
-import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from test_foreign_models import config_of, of_user, user
+from test_foreign_models import Running, config_of, of_user
 from torch import Tensor, nn
 
 from kenotron.config.errors import InputError
@@ -21,19 +19,13 @@ from support.foreign_models import folder_of
 from support.layout_runs import prepared
 from support.tiny_run import losses, train_and_listen
 
-__all__ = ["user"]  # a fixture
-
 
 def context(ids: list[int], length: int = 4) -> Context:
     def attend(*args: object) -> Tensor:
         raise NotImplementedError
 
-    return Context(
-        shape=(len(ids), length),
-        positions=torch.arange(length).repeat(len(ids)),
-        attention=attend,
-        sample_ids=torch.tensor(ids),
-    )
+    positions = torch.arange(length).repeat(len(ids))
+    return Context((len(ids), length), positions, attend, sample_ids=torch.tensor(ids))
 
 
 def test_bits_are_those_of_the_hash() -> None:
@@ -117,32 +109,25 @@ def test_training_drops_and_validation_does_not(tmp_path: Path) -> None:
         assert float(run.model(micro_batch.tokens, micro_batch.ctx, micro_batch.labels)[0]) == whole != dropped
 
 
-@pytest.fixture
-def drawing(user: Path) -> Iterator[str]:
-    (user / "drawing.py").write_text(
-        "import torch\n"
-        "from running import Running\n\n\n"
-        "class Drawing(Running):\n"
-        "    def forward(self, tokens):\n"
-        "        found = super().forward(tokens)\n"
-        "        return found + torch.rand(()) if self.training else found\n"
-    )
-    yield "drawing.Drawing"
-    sys.modules.pop("drawing", None)
+class Drawing(Running):
+    def forward(self, tokens: Tensor) -> Tensor:
+        found = super().forward(tokens)
+        return found + torch.rand(()) if self.training else found
 
 
-def test_other_random_numbers_of_training_are_refused(user: Path, drawing: str) -> None:
-    train_and_listen(of_user(user, module=drawing))  # never in training mode
-    on = of_user(user, f"checkpoints.checkpoints_path={user}/on", module=drawing, training_dropout=True)
-    with pytest.raises(InputError, match=r"drawing\.Drawing gives other logits when it reads the same tokens again"):
+def test_other_random_numbers_of_training_are_refused(tmp_path: Path) -> None:
+    drawing = f"{__name__}.Drawing"
+    train_and_listen(of_user(tmp_path, module=drawing))  # never in training mode
+    on = of_user(tmp_path / "on", module=drawing, training_dropout=True)
+    with pytest.raises(InputError, match=rf"{drawing} gives other logits when it reads the same tokens again"):
         train_and_listen(on)
 
 
-def test_a_dropout_that_is_off_is_said_once(user: Path) -> None:
-    config = of_user(user)
+def test_a_dropout_that_is_off_is_said_once(tmp_path: Path) -> None:
+    config = of_user(tmp_path / "off")
     _, said = train_and_listen(config)
-    assert said.count("dropout of running.Running is off: training_dropout: true trains with it") == 1
-    on = of_user(user, f"checkpoints.checkpoints_path={user}/on", "general.run=dropped", training_dropout=True)
+    assert said.count("dropout of test_foreign_models.Running is off: training_dropout: true trains with it") == 1
+    on = of_user(tmp_path / "on", training_dropout=True)
     _, said = train_and_listen(on)
     assert "is off" not in said
     assert losses(on)[0] != losses(config)[0]

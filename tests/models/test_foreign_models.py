@@ -2,7 +2,7 @@
 
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -312,11 +312,6 @@ def test_a_family_that_has_a_file_here_can_be_trained_as_transformers_has_it(tmp
     assert losses(both[0]) == pytest.approx(losses(both[1]), rel=1e-5)
 
 
-MODULE = '''
-import torch
-from torch import nn
-
-
 class Block(nn.Module):
     def __init__(self, width):
         super().__init__()
@@ -349,7 +344,7 @@ class Running(nn.Module):
         return self.head(x)
 
 
-class Wrong(Running):
+class LastToken(Running):
     def forward(self, tokens):
         return super().forward(tokens)[:, -1]
 
@@ -365,26 +360,15 @@ class Across(nn.Module):
 
 def none(vocab_size):
     return None
-'''
-
-
-@pytest.fixture
-def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where the user stands, with a module."""
-    (tmp_path / "running.py").write_text(MODULE)
-    monkeypatch.chdir(tmp_path)
-    yield tmp_path
-    sys.modules.pop("running", None)
 
 
 def of_user(folder: Path, *overrides: str, **keys: Any) -> Config:
-    model = {"module": "running.Running", "vocab_size": 61, "eos_token_id": 5} | keys
+    model = {"module": f"{__name__}.Running", "vocab_size": 61, "eos_token_id": 5} | keys
     return load(plain_config(folder, model, {"std": 0.3, "scaling_method": "NONE"}), overrides)
 
 
-def test_a_module_of_ones_own_trains_as_a_plain_loop_trains_it(user: Path) -> None:
-    config = of_user(user, "optimizer.weight_decay=0.0", width=12)
-    Running = sys.modules["running"].Running
+def test_a_module_of_ones_own_trains_as_a_plain_loop_trains_it(tmp_path: Path) -> None:
+    config = of_user(tmp_path, "optimizer.weight_decay=0.0", width=12)
     with prepared(config, Mesh()) as run:
         reference = Running(61, 12).eval()
         reference.load_state_dict({name: value.clone() for name, value in run.model._module[0].state_dict().items()})
@@ -400,13 +384,13 @@ def test_a_module_of_ones_own_trains_as_a_plain_loop_trains_it(user: Path) -> No
             assert torch.allclose(run.model.get_parameter(name).grad, parameter.grad, rtol=1e-5, atol=1e-6), name
 
 
-def test_its_config_comes_back_and_its_checkpoint_decodes(user: Path) -> None:
-    config = of_user(user, layers=3)
+def test_its_config_comes_back_and_its_checkpoint_decodes(tmp_path: Path) -> None:
+    config = of_user(tmp_path, layers=3)
     assert load(yaml.safe_load(dump(config))) == config
     _, said = train_and_listen(config)
     commands = [line.split()[1] for line in said.partition(". Next:\n")[2].splitlines()]
     assert commands == ["generate", "report"]  # no export
-    model = load_for_generation(user / "checkpoints", "float32").model
+    model = load_for_generation(tmp_path / "checkpoints", "float32").model
     assert isinstance(model, nn.Module)
     (completion,) = generate(model, None, [[3, 1, 4]], SamplingOptions(max_new_tokens=5, stop_at_eos=False))
     text = [3, 1, 4]
@@ -414,21 +398,24 @@ def test_its_config_comes_back_and_its_checkpoint_decodes(user: Path) -> None:
         with torch.no_grad():
             assert token == int(model._module[0](torch.tensor([text]))[0, -1].argmax())
         text.append(token)
-    assert set(open_source(user / "checkpoints").weights) >= {"scale", "embedding.weight", "blocks.2.mix.weight"}
-    with pytest.raises(InputError, match=r"^module 'running\.Running' has no counterpart in transformers: it cannot"):
-        to_hf(user / "checkpoints", user / "exported")
-
-
-def test_a_checkpoint_says_where_its_code_was(user: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    train_quietly(of_user(user))
-    (user / "elsewhere").mkdir()
-    monkeypatch.chdir(user / "elsewhere")
-    sys.modules.pop("running")
-    there = f"running from {user / 'running.py'}"
+    assert set(open_source(tmp_path / "checkpoints").weights) >= {"scale", "embedding.weight", "blocks.2.mix.weight"}
     with pytest.raises(
-        InputError, match=rf"model\.model_config: .*cannot import 'running'.*its run imported .*{there}"
+        InputError, match=rf"^module '{__name__}\.Running' has no counterpart in transformers: "
     ):
-        open_source(user / "checkpoints")
+        to_hf(tmp_path / "checkpoints", tmp_path / "exported")
+
+
+def test_a_checkpoint_says_where_its_code_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "running.py").write_text(f"import {__name__}\nclass Running({__name__}.Running): pass\n")
+    monkeypatch.chdir(tmp_path)
+    train_quietly(of_user(tmp_path, module="running.Running"))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    sys.modules.pop("running")
+    there = f"running from {tmp_path / 'running.py'}"
+    said = rf"model\.model_config: .*cannot import 'running'.*its run imported .*{there}"
+    with pytest.raises(InputError, match=said):
+        open_source(tmp_path / "checkpoints")
 
 
 def test_a_checkpoint_says_where_the_code_of_its_family_was(tmp_path: Path) -> None:
@@ -441,9 +428,9 @@ def test_a_checkpoint_says_where_the_code_of_its_family_was(tmp_path: Path) -> N
         read_resolved(file)
 
 
-def test_its_longest_text_ends_a_completion(user: Path) -> None:
-    train_quietly(of_user(user, "tokens.train_steps=1", max_position_embeddings=6))
-    model = load_for_generation(user / "checkpoints").model
+def test_its_longest_text_ends_a_completion(tmp_path: Path) -> None:
+    train_quietly(of_user(tmp_path, "tokens.train_steps=1", max_position_embeddings=6))
+    model = load_for_generation(tmp_path / "checkpoints").model
     (completion,) = generate(model, None, [[3, 1, 4]], SamplingOptions(max_new_tokens=5, stop_at_eos=False))
     assert (len(completion.tokens), completion.stopped_by) == (3, "max_position_embeddings")
 
@@ -451,21 +438,21 @@ def test_its_longest_text_ends_a_completion(user: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "overrides", "message"),
     [
-        ({"witdh": 3}, [], r"model\.model_config\.witdh: running\.Running does not take it; did you mean 'width'"),
-        ({"module": "running.Runing"}, [], r"model_config\.module: module 'running' has no 'Runing'; did"),
+        ({"witdh": 3}, [], rf"model\.model_config\.witdh: {__name__}\.Running does not take it; did you mean 'width'"),
+        ({"module": f"{__name__}.Runing"}, [], rf"model_config\.module: module '{__name__}' has no 'Runing'; did"),
         ({"module": "runing.Running"}, [], r"model_config\.module: cannot import 'runing'"),
-        ({"module": "running.none"}, [], r"model_config\.module: expected running\.none to make an nn\.Module"),
-        ({"module": "running.Block"}, [], r"model\.model_config\.width: missing: running\.Block needs it"),
-        ({"module": "running.Across"}, [], r"blocks\.0\.mix\.weight and blocks\.1\.mix\.weight are one weight"),
-        ({"module": "running.Wrong"}, [], r"running\.Wrong: expected logits of shape \[1, 16, 61\], found \[1, 61\]"),
+        ({"module": f"{__name__}.none"}, [], rf"model_config\.module: expected {__name__}\.none to make an nn\.Module"),
+        ({"module": f"{__name__}.Block"}, [], rf"model\.model_config\.width: missing: {__name__}\.Block needs it"),
+        ({"module": f"{__name__}.Across"}, [], r"blocks\.0\.mix\.weight and blocks\.1\.mix\.weight are one weight"),
+        ({"module": f"{__name__}.LastToken"}, [], r"\.LastToken: expected logits of shape \[1, 16, 61\], found \[1, 61\]"),
         ({"vocab_size": None}, [], r"model\.model_config\.vocab_size"),
-        ({}, ["parallelism.tp=2"], r"parallelism\.tp: expected 1: running\.Running has no plan for tensor parallelism"),
-        ({}, ["parallelism.pp=2"], r"parallelism\.pp: expected 1: .*running\.Running"),
+        ({}, ["parallelism.tp=2"], rf"parallelism\.tp: expected 1: {__name__}\.Running has no plan for tensor"),
+        ({}, ["parallelism.pp=2"], rf"parallelism\.pp: expected 1: .*{__name__}\.Running"),
     ],
 )  # fmt: skip
-def test_mistakes_in_it_are_one_line(keys: dict[str, Any], overrides: list[str], message: str, user: Path) -> None:
+def test_mistakes_in_it_are_one_line(keys: dict[str, Any], overrides: list[str], message: str, tmp_path: Path) -> None:
     def one_pass() -> None:
-        with prepared(of_user(user, *overrides, **keys), Mesh()) as run:
+        with prepared(of_user(tmp_path, *overrides, **keys), Mesh()) as run:
             forward_backward(run, run.data.batch(1, 0, 1), 1.0)
 
     with pytest.raises(InputError, match=message) as error:
