@@ -1,7 +1,5 @@
 """Where bfloat16 is fast: by what the processor says; where it is not, products and attention are those of fp32."""
 
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -24,9 +22,7 @@ EPYC = {"amx_bf16": False, "avx512_bf16": True, "cpu_name": "AMD EPYC"}
     ("capabilities", "fast"),
     [(AMX, True), (MASKED, False), (EPYC, True), (EPYC | {"avx512_bf16": False}, False), ({}, False)],
 )
-def test_it_is_fast_with_amx_and_on_amd_with_the_instruction(
-    capabilities: dict[str, Any], fast: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_is_fast_with_amx_and_on_amd_with_the_instruction(capabilities, fast, monkeypatch):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
     device = torch.device("cpu")
     assert bfloat16_is_fast(device) is fast
@@ -47,7 +43,6 @@ def draw(*shape: int) -> Tensor:
 
 def assert_rounded_once(found: Tensor | None, exact: Tensor) -> None:
     """Within one rounding to bf16 of the float64 result, and what fp32 sums may move beside."""
-    assert found is not None
     assert found.dtype == torch.bfloat16
     assert ((found.double() - exact).abs() <= exact.abs() * 2**-8 + 1e-5 * exact.abs().max()).all()
 

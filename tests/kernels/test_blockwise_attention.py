@@ -1,8 +1,5 @@
 """Attention by blocks: merged, they are the whole; each block's share of the gradients adds up to autograd's."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -33,9 +30,7 @@ def whole(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (6, 1)])
 @pytest.mark.parametrize(("forward", "backward"), KERNELS)
-def test_three_tiles_merged_are_causal_attention_and_so_are_their_gradients(
-    forward: Callable[..., Any], backward: Callable[..., Any], heads: int, kv_heads: int
-) -> None:
+def test_three_tiles_merged_are_causal_attention_and_so_are_their_gradients(forward, backward, heads, kv_heads):
     q, k, v, grad = tensors(heads, kv_heads)
     scale, half = 0.3, 6
     corners = [(slice(0, half), slice(0, half), True), (slice(half, 12), slice(half, 12), True)]

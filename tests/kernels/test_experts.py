@@ -93,9 +93,7 @@ def test_dropped_slots_add_nothing_and_get_no_gradient(on_host: bool, monkeypatc
     assert not found[1][~kept].any()
 
 
-def test_an_idle_expert_has_a_gradient_of_zeros_where_the_gpus_kernel_leaves_others(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_idle_expert_has_a_gradient_of_zeros_where_the_gpus_kernel_leaves_others(monkeypatch):
     """As on Blackwell, pytorch/pytorch#172439: a group without rows keeps what was in the memory of its product."""
     plain = F.grouped_mm
 

@@ -40,9 +40,7 @@ LENGTH = 70
 
 @pytest.mark.parametrize("length", [LENGTH, 2])  # 2: fewer tokens than the convolution reaches back
 @pytest.mark.parametrize(("name", "documents", "goes_on"), CASES)
-def test_a_package_gives_what_the_plain_function_gives(
-    name: str, documents: bool, goes_on: bool, length: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_package_gives_what_the_plain_function_gives(name, documents, goes_on, length, monkeypatch):
     expected = everything(name, length, documents, goes_on)
     calls = mamba_on_cpu.install(monkeypatch)
     found = everything(name, length, documents, goes_on)
@@ -110,9 +108,7 @@ CONV, BOTH, HEADS_TOO = {"causal_conv"}, {"causal_conv", "selective_scan"}, {"ca
         ),
     ],
 )
-def test_a_model_trains_the_same_on_a_gpus_branch(
-    family: str, documents: bool, world_size: int, layout: str, used: set[str], tmp_path: Path
-) -> None:
+def test_a_model_trains_the_same_on_a_gpus_branch(family, documents, world_size, layout, used, tmp_path):
     texts = [[(i * 7 + j) % 60 for j in range(1 + i * 11 % 37)] for i in range(150)]
     tokens = write_ds(tmp_path / "tokens" / "0.ds", texts).parent
     data = f"data_stages.0.data.dataset={{tokens: {tokens}, packing: best_fit}}"
@@ -149,13 +145,10 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
     mamba_packages._from_package.cache_clear()
 
 
-def test_on_a_gpu_the_functions_of_installed_packages_are_found_and_logged_once(
-    installed: set[str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_on_a_gpu_the_functions_of_installed_packages_are_found_and_logged_once(installed, caplog):
     caplog.set_level(logging.INFO, "kenotron")
     for name in [*KINDS, *KINDS]:
         kernel = mamba_packages.packaged(name, on_a_gpu())
-        assert kernel is not None
         assert kernel.args == (mamba_on_cpu.KERNELS[name],)
     assert caplog.messages == [f"Kernel of {name}: {mamba_packages.PACKAGES[name][2]}" for name in KINDS]
 
@@ -173,9 +166,7 @@ def test_where_torch_computes(installed: set[str], monkeypatch: pytest.MonkeyPat
             assert (mamba_packages.packaged(name, on_a_gpu()) is not None) == used
 
 
-def test_what_is_missing_or_broken_is_logged(
-    installed: set[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_missing_or_broken_is_logged(installed, caplog, monkeypatch):
     caplog.set_level(logging.INFO, "kenotron")
     installed.remove("selective_scan_cuda")  # mamba_ssm builds it only where MAMBA_KEEP_CUDA_BUILD=TRUE asks for it
     assert mamba_packages.packaged("selective_scan", on_a_gpu()) is None

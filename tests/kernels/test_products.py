@@ -57,8 +57,6 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 
 
 def assert_close(found: Tensor | None, expected: Tensor | None) -> None:
-    assert found is not None
-    assert expected is not None
     assert (found.dtype, found.shape) == (torch.float32, expected.shape)
     assert (found - expected).abs().max() <= TOLERANCE * expected.abs().max()
 

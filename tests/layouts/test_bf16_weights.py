@@ -52,9 +52,7 @@ def test_every_layout_trains_as_one_process_up_to_bf16(layout: str, overrides: t
 
 
 @pytest.mark.parametrize("overrides", [PURE, ROUNDED], ids=["nearest", "stochastic"])
-def test_a_run_that_goes_on_has_the_bits_of_one_that_was_not_stopped(
-    overrides: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_a_run_that_goes_on_has_the_bits_of_one_that_was_not_stopped(overrides, tmp_path):
     whole = tiny_config(tmp_path / "whole", *overrides, "tokens.train_steps=6")
     train_quietly(whole)
     for steps_ in (3, 6):

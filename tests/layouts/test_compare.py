@@ -79,11 +79,9 @@ def test_a_layout_that_forgets_a_sum_is_found_at_its_first_parameter(dtype: str,
     comparison = compared("dp=2 parallelism.strategy=support.user_parts.forgets_to_sum", tmp_path, dtype, steps=2)
     assert not comparison.agrees
     origin = comparison.origin()
-    assert origin is not None
     assert (origin[0], origin[1].name) == ("gradient of step 1", "lm_head.weight")  # where backward begins
     assert origin[1].difference > 0.1
     number = comparison.first_number()
-    assert number is not None
     assert (number.name, number.step) == ("grad_norm", 1)  # the first loss comes before any gradient
 
 

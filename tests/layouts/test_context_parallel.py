@@ -101,7 +101,6 @@ def attention_rank(rank: int, method: str, case: Case) -> list[torch.Tensor]:
     chunks = context.local_chunks(case.length, case.ranks, rank, method)
     q, k, v, grad = (context.cut(x, chunks, 2) for x in case.tensors())
     inputs = [x.requires_grad_() for x in (q, k, v)]
-    assert dist.group.WORLD is not None
     out = context.attention_of(method)(q, k, v, dist.group.WORLD, case.cu_seqlens, case.scale)
     return [out.detach(), *torch.autograd.grad(out, inputs, grad)]
 
@@ -129,9 +128,7 @@ def worst_error(method: str, case: Case) -> float:
 @pytest.mark.cases(3)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("method", METHODS)
-def test_shared_attention_and_its_gradients_are_one_processs_for_random_shapes_and_documents(
-    method: str, ranks: int
-) -> None:
+def test_shared_attention_and_its_gradients_are_one_processs_for_random_shapes_and_documents(method, ranks):
     for seed in range(12):
         case = draw(ranks, seed)
         if method == "ulysses" and case.heads % ranks:
@@ -179,7 +176,6 @@ def test_each_method_is_a_plain_function_for_a_module_of_ones_own(method: str) -
     for found in run_ranks(2, users_module_rank, method):
         assert len(found) == 4
         for gradient, parameter in zip(found, module.parameters()):
-            assert parameter.grad is not None
             assert relative_error(gradient, parameter.grad) < 1e-12
 
 
@@ -286,7 +282,6 @@ def test_state_passing_refuses_attention_by_its_key() -> None:
 
 
 def too_few_heads_rank(rank: int) -> str:
-    assert dist.group.WORLD is not None
     x = torch.zeros(1, 3, 4, 8)
     with pytest.raises(InputError) as error:
         ulysses_attention(x, x, x, dist.group.WORLD)

@@ -1,20 +1,16 @@
 """A loss by dotted path means the same on every layout, and what is no loss is refused."""
 
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
-from test_matrix import expect_the_same
 
 import kenotron as kn
 from kenotron.config.errors import InputError
 from kenotron.kernels.attention import attention
 from kenotron.models import Context
 from kenotron.models.token_loss import OwnLoss, load_loss
-from support.layout_runs import Problem, train_alone, train_on_layout
-from support.ranks import run_ranks
+from support.layout_runs import Problem
 from support.tiny_run import tiny_config, train_quietly
 from support.user_parts import mean_loss, smoothed
 
@@ -23,48 +19,26 @@ SMOOTHED = Problem("smoothed", (PATH,), steps=2, model={"z_loss_enabled": False}
 LAYOUTS = ["tp=2", "tp=2 mode=REDUCE_SCATTER", "cp=2", "pp=2 engine=1f1b accum=4", "dp=2 zero=3"]
 
 
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train_alone(SMOOTHED, tmp_path_factory.mktemp("alone"))
-
-
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_custom_loss_is_the_same_on_every_layout(layout: str, reference: Path, tmp_path: Path) -> None:
-    expect_the_same(run_ranks(2, train_on_layout, SMOOTHED, layout, tmp_path, reference), reference)
+def test_a_custom_loss_is_the_same_on_every_layout(layout, like_one_process):
+    like_one_process(2, SMOOTHED, layout)
 
 
 HEADLESS = {
-    negatives: Problem(
-        f"headless_{negatives}",
-        (f"model.loss={{name: headless, {keys}}}",),
-        model={"tie_word_embeddings": True, "z_loss_enabled": False},
-    )
-    for negatives, keys in {
-        "sequence": "negatives: sequence",
-        "block": "negatives: block, block_size: 4, temperature: 0.5",
-        "batch": "negatives: batch",
-    }.items()
+    "sequence": "negatives: sequence",
+    "block": "negatives: block, block_size: 4, temperature: 0.5",
+    "batch": "negatives: batch",
 }
-
-
-@pytest.fixture(scope="module")
-def headless_alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    @cache
-    def train(negatives: str) -> Path:
-        return train_alone(HEADLESS[negatives], tmp_path_factory.mktemp(negatives))
-
-    return train
 
 
 @pytest.mark.cases(3)
 @pytest.mark.parametrize("negatives", HEADLESS)
 @pytest.mark.parametrize("layout", [*(each for each in LAYOUTS if "cp" not in each), "dp=2 accum=1"])
-def test_the_headless_loss_is_the_same_on_every_layout(
-    layout: str, negatives: str, headless_alone: Callable[[str], Path], tmp_path: Path
-) -> None:
-    reference = headless_alone(negatives)
-    expect_the_same(run_ranks(2, train_on_layout, HEADLESS[negatives], layout, tmp_path, reference), reference)
+def test_the_headless_loss_is_the_same_on_every_layout(layout, negatives, like_one_process):
+    loss = f"model.loss={{name: headless, {HEADLESS[negatives]}}}"
+    model = {"tie_word_embeddings": True, "z_loss_enabled": False}
+    like_one_process(2, Problem(f"headless_{negatives}", (loss,), model=model), layout)
 
 
 def context(scale: float, weights: torch.Tensor | None = None) -> Context:

@@ -244,9 +244,7 @@ def test_offloading_what_nothing_shards_is_refused() -> None:
         (4, 1, 4, 2, 4, 1),
     ],
 )
-def test_hybrid_groups_stay_on_one_machine(
-    dp: int, cp: int, tp: int, ranks_on_machine: int, replicate: int, shard: int
-) -> None:
+def test_hybrid_groups_stay_on_one_machine(dp, cp, tp, ranks_on_machine, replicate, shard):
     layout = Parallelism(dp=dp, context_parallel_size=cp, tp=tp)
     degrees = axes(SimpleNamespace(parallelism=layout, zero_stage="hybrid", expert_sizes=()), ranks_on_machine)  # type: ignore[arg-type]
     assert (degrees["dp_replicate"], degrees["dp_shard"]) == (replicate, shard)

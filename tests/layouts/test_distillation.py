@@ -1,13 +1,11 @@
 """Distillation: the loss is that of its definition, on every layout, from a teacher of another shape."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from test_matrix import expect_the_same
 
 import kenotron as kn
 from kenotron.config.errors import InputError
@@ -20,7 +18,7 @@ from kenotron.models.token_loss import OwnLoss
 from kenotron.training import distillation
 from kenotron.training.distillation import teaching, token_losses
 from kenotron.training.teacher_cache import distance, top_k_of
-from support.layout_runs import Problem, train_alone, train_on_layout
+from support.layout_runs import Problem, expect_the_same, train_alone, train_on_layout
 from support.ranks import run_ranks
 from support.tiny_run import text_overrides, tiny_config, train_quietly
 
@@ -117,22 +115,17 @@ def test_of_the_most_probable_tokens_it_is_that_of_the_definition(k: int, temper
     assert float(same.abs().max()) < 1e-5
 
 
-def problem(teacher: Path, **changes: Any) -> Problem:
+def problem(teacher: Path) -> Problem:
     loss = f"model.loss={{name: distillation, teacher: {teacher}, weight: 0.75, temperature: 2.0}}"
-    return Problem("distilled", (loss,), steps=2, model={"z_loss_enabled": False, "vocab_size": VOCAB}, **changes)
-
-
-@pytest.fixture(scope="module")
-def alone(teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train_alone(problem(teacher), tmp_path_factory.mktemp("alone"))
+    return Problem("distilled", (loss,), steps=2, model={"z_loss_enabled": False, "vocab_size": VOCAB})
 
 
 @pytest.mark.cases(3)
 @pytest.mark.parametrize(
     "layout", ["tp=2", "tp=2 mode=REDUCE_SCATTER", "pp=2 engine=1f1b accum=4", "dp=2 zero=3", "dp=2 accum=1"]
 )
-def test_it_is_the_same_on_every_layout(layout: str, teacher: Path, alone: Path, tmp_path: Path) -> None:
-    expect_the_same(run_ranks(2, train_on_layout, problem(teacher), layout, tmp_path, alone), alone)
+def test_it_is_the_same_on_every_layout(layout, teacher, like_one_process):
+    like_one_process(2, problem(teacher), layout)
 
 
 def distilled(folder: Path, teacher: Path, *overrides: str) -> Any:
@@ -184,9 +177,8 @@ def test_a_teacher_is_asked_once(teacher: Path, tmp_path: Path, monkeypatch: pyt
 def test_a_missing_teacher_is_an_error_before_the_first_step_if_samples_are_left(teacher: Path, tmp_path: Path) -> None:
     """A longer run, beyond the two steps whose answers there are."""
     train_quietly(cached(tmp_path, teacher))
-    (tmp_path / "answers" / "top_k.json").write_text(
-        (tmp_path / "answers" / "top_k.json").read_text().replace(str(teacher), str(tmp_path / "gone"))
-    )
+    file = tmp_path / "answers" / "top_k.json"
+    file.write_text(file.read_text().replace(str(teacher), str(tmp_path / "gone")))
     train_quietly(cached(tmp_path, tmp_path / "gone", f"checkpoints.checkpoints_path={tmp_path}/as-long"))
     longer = cached(tmp_path, tmp_path / "gone", f"checkpoints.checkpoints_path={tmp_path}/longer")
     longer = kn.load(longer, ["tokens.train_steps=3", "general.run=longer"])
@@ -210,23 +202,21 @@ def test_a_record_that_was_cut_is_written_again(teacher: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     "layout",
     [
-        (2, "dp=2 zero=3"),
-        pytest.param((2, "tp=2 mode=REDUCE_SCATTER"), marks=pytest.mark.slow),
-        pytest.param((2, "pp=2 engine=1f1b"), marks=pytest.mark.slow),
+        "dp=2 zero=3",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("tp=2 mode=REDUCE_SCATTER", "pp=2 engine=1f1b")),
     ],
 )
-def test_answers_serve_every_layout(layout: tuple[int, str], teacher: Path, tmp_path: Path) -> None:
+def test_answers_serve_every_layout(layout: str, teacher: Path, tmp_path: Path) -> None:
     """Those of one process, and where ranks write them."""
+    plain = problem(teacher)
     of_one, of_ranks = (
-        replace(
-            problem(teacher), overrides=(*problem(teacher).overrides, "model.loss.top_k=5", f"model.loss.cache={at}")
-        )
-        for at in (tmp_path / "one", tmp_path / "ranks")
+        replace(plain, overrides=(*plain.overrides, "model.loss.top_k=5", f"model.loss.cache={tmp_path}/{name}"))
+        for name in ("one", "ranks")
     )
     alone = train_alone(of_one, tmp_path)
     before = (tmp_path / "one" / "top_k.bin").read_bytes()
     for number, each in enumerate((of_one, of_ranks, of_ranks)):
-        expect_the_same(run_ranks(layout[0], train_on_layout, each, layout[1], tmp_path / str(number), alone), alone)
+        expect_the_same(run_ranks(2, train_on_layout, each, layout, tmp_path / str(number), alone), alone)
     assert (tmp_path / "one" / "top_k.bin").read_bytes() == before
     assert len((tmp_path / "ranks" / "top_k.bin").read_bytes()) == len(before)
 
@@ -248,7 +238,6 @@ def test_documents_are_apart_for_the_teacher_too(teacher: Path, tmp_path: Path) 
     model: Any = load_for_generation(teacher, "float32").model
     loss = f"model.loss={{name: distillation, teacher: {teacher}, weight: 1.0}}"
     teach = teaching(tiny_config(tmp_path, loss), [model], torch.device("cpu"))
-    assert teach is not None
     tokens = torch.arange(12) % VOCAB
     logits, labels = torch.zeros(12, VOCAB), torch.ones(12, dtype=torch.int64)
     labels[:5] = -100
@@ -257,7 +246,6 @@ def test_documents_are_apart_for_the_teacher_too(teacher: Path, tmp_path: Path) 
     found = []
     for rows, ctx in ((slice(0, 12), packed), (slice(5, 12), alone)):
         taught = teach(MicroBatch(tokens[rows], labels[rows], ctx)).ctx
-        assert taught.loss is not None
         found.append(taught.loss.of_logits(logits[rows], labels[rows], taught)[0].item())
     assert found[0] == pytest.approx(found[1], rel=1e-5)
 
@@ -265,23 +253,15 @@ def test_documents_are_apart_for_the_teacher_too(teacher: Path, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        (
-            lambda teacher: ("model.model_config.vocab_size=65",),
-            r"model.loss.teacher: expected a vocabulary of 65 or more",
-        ),
-        (lambda teacher: ("parallelism.context_parallel_size=2",), r"context_parallel_size: expected 1: the teacher"),
-        (
-            lambda teacher: ("model.model_config.z_loss_enabled=true",),
-            r"z_loss_enabled.*expected false with model.loss",
-        ),
-        (lambda teacher: (f"model.loss.teacher={teacher}/none",), r"^model.loss.teacher: .*none"),
-        (lambda teacher: ("model.loss.weight=0",), r"model.loss.weight: expected"),
-        (lambda teacher: ("model.loss.top_k=64",), r"model.loss.top_k: expected fewer than the 64 tokens of the model"),
-        (lambda teacher: ("model.loss.cache=answers",), r"model.loss.top_k: missing: model.loss.cache keeps so many"),
+        ("model.model_config.vocab_size=65", r"model.loss.teacher: expected a vocabulary of 65 or more"),
+        ("parallelism.context_parallel_size=2", r"context_parallel_size: expected 1: the teacher"),
+        ("model.model_config.z_loss_enabled=true", r"z_loss_enabled.*expected false with model.loss"),
+        ("model.loss.teacher=/nowhere/none", r"^model.loss.teacher: .*none"),
+        ("model.loss.weight=0", r"model.loss.weight: expected"),
+        ("model.loss.top_k=64", r"model.loss.top_k: expected fewer than the 64 tokens of the model"),
+        ("model.loss.cache=answers", r"model.loss.top_k: missing: model.loss.cache keeps so many"),
     ],
 )
-def test_what_cannot_be_taught_is_refused(
-    change: Callable[[Path], tuple[str, ...]], line: str, teacher: Path, tmp_path: Path
-) -> None:
+def test_what_cannot_be_taught_is_refused(change, line, teacher, tmp_path):
     with pytest.raises(InputError, match=line):
-        distilled(tmp_path, teacher, *change(teacher))
+        distilled(tmp_path, teacher, change)

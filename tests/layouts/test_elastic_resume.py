@@ -33,7 +33,6 @@ from kenotron.training.checkpoint_hook import save
 from kenotron.training.run import Run, close
 from kenotron.training.step import train_step
 from support.layout_runs import ATTENTION, FAMILIES, HYBRIDS, SAMPLES, SHORT, SPARSE, STATE_SPACES, Problem, prepared
-from support.nursery import Nursery
 from support.ranks import run_ranks
 from support.tiny_run import REPOSITORY, equal_bits, saved_weights
 
@@ -263,9 +262,7 @@ MORE_PAIRS = [
     [*PAIRS, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in MORE_PAIRS)],
     ids=[f"{a or 'alone'} to {b or 'alone'} ({problem})" for problem, a, b in (*PAIRS, *MORE_PAIRS)],
 )
-def test_a_run_saved_under_one_layout_goes_on_under_another(
-    problem: str, a: str, b: str, alone: Callable[[str], tuple[Path, Numbers]], tmp_path: Path
-) -> None:
+def test_a_run_saved_under_one_layout_goes_on_under_another(problem, a, b, alone, tmp_path):
     expect_the_same_run(problem, a, b, tmp_path, alone(problem))
 
 
@@ -367,17 +364,13 @@ def start_from(rank: int, problem: str, layout: str, path: Path, checkpoints: Pa
         pytest.param("dp=2 zero=3 tp=2", marks=pytest.mark.slow),
     ],
 )
-def test_initial_weights_of_a_checkpoint_are_its_bits_on_every_layout(
-    layout: str, alone: Callable[[str], tuple[Path, Numbers]], tmp_path: Path
-) -> None:
+def test_initial_weights_of_a_checkpoint_are_its_bits_on_every_layout(layout, alone, tmp_path):
     path, _ = alone("tied")
     run_ranks(4, start_from, "tied", layout, path, tmp_path / "same", False)
     assert equal_bits(saved_weights(tmp_path / "same" / "0"), saved_weights(path))
 
 
-def test_initial_weights_change_the_order_of_their_channels_in_blocks(
-    alone: Callable[[str], tuple[Path, Numbers]], tmp_path: Path
-) -> None:
+def test_initial_weights_change_the_order_of_their_channels_in_blocks(alone, tmp_path):
     path, _ = alone("plain")
     start_from(0, "plain", "", path, tmp_path / "one", True)
     run_ranks(4, start_from, "plain", "dp=2 zero=3 tp=2", path, tmp_path / "four", True)  # blocks of 2 rows, heads of 4
@@ -402,9 +395,7 @@ def test_every_rank_of_eight_writes_about_as_much(of_eight_ranks: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_tools_of_one_process_read_what_eight_ranks_saved(
-    of_eight_ranks: Path, alone: Callable[[str], tuple[Path, Numbers]], tmp_path: Path, nursery: Nursery
-) -> None:
+def test_the_tools_of_one_process_read_what_eight_ranks_saved(of_eight_ranks, alone, tmp_path, nursery):
     def tool(*words: str | Path) -> str:
         found = nursery.run(*words, folder=tmp_path)
         assert found.code == 0, found.stderr
@@ -443,9 +434,7 @@ def say_once(rank: int, layout: str, checkpoints: Path, fresh: bool) -> tuple[in
         logger.setLevel(level)
 
 
-def test_ranks_start_at_one_place_and_rank_0_alone_speaks_and_tidies(
-    alone: Callable[[str], tuple[Path, Numbers]], tmp_path: Path
-) -> None:
+def test_ranks_start_at_one_place_and_rank_0_alone_speaks_and_tidies(alone, tmp_path):
     root = tmp_path / "checkpoints"
     shutil.copytree(alone("plain")[0], root / str(SAVED))
     shutil.copytree(root / str(SAVED), root / "4")  # renamed, so not whole

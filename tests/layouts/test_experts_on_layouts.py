@@ -4,15 +4,15 @@ The losses of the router are on, ten times as large as usual: a gradient of thei
 micro-batch, recomputation or pipeline stage shows.
 """
 
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from kenotron.config.errors import InputError
 from kenotron.parallel.mesh import axes, build_mesh
-from support.layout_runs import SPARSE, Problem, Seen, each_alone, expect_the_same, prepared, steps, train_on_layout
+from support.layout_runs import SPARSE, Problem, prepared, steps
 from support.ranks import run_ranks
 
 PROBLEMS = {family: Problem(family, steps=3, model=keys) for family, keys in SPARSE.items()}
@@ -88,20 +88,8 @@ LAYOUTS_THAT_DROP = [
 ]
 
 
-@pytest.fixture(scope="module")
-def reference_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """What one process makes of a family, each trained once."""
-    return each_alone(KNOWN.__getitem__, tmp_path_factory)
-
-
-def like_one_process(
-    which: str, world_size: int, layout: str, reference_of: Callable[[str], Path], folder: Path
-) -> list[Seen]:
-    """What each rank of a layout saw of a problem: the same as one process, within rounding."""
-    reference = reference_of(which)
-    ranks = run_ranks(world_size, train_on_layout, KNOWN[which], layout, folder, reference)
-    expect_the_same(ranks, reference, ROUNDING)
-    return ranks
+def slow(*cases: tuple[Any, ...]) -> list[Any]:
+    return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
 
 
 @pytest.mark.cases(2)
@@ -110,15 +98,12 @@ def like_one_process(
     ("family", "world_size", "layout"),
     [
         *QUICK,
-        pytest.param("compiled", 2, "dp=2 ep=2 zero=3 compile=true", marks=pytest.mark.slow),
-        pytest.param("olmoe", 1, "compile=true recompute=true", marks=pytest.mark.slow),
-        *(pytest.param(family, *layout, marks=pytest.mark.slow) for layout in sorted(LAYOUTS) for family in PROBLEMS),
+        *slow(("compiled", 2, "dp=2 ep=2 zero=3 compile=true"), ("olmoe", 1, "compile=true recompute=true")),
+        *slow(*((family, *layout) for layout in sorted(LAYOUTS) for family in PROBLEMS)),
     ],
 )
-def test_a_layout_means_what_one_process_means(
-    family: str, world_size: int, layout: str, reference_of: Callable[[str], Path], tmp_path: Path
-) -> None:
-    like_one_process(family, world_size, layout, reference_of, tmp_path)
+def test_a_layout_means_what_one_process_means(family, world_size, layout, like_one_process):
+    like_one_process(world_size, KNOWN[family], layout, ROUNDING)
 
 
 @pytest.mark.parametrize(
@@ -126,38 +111,26 @@ def test_a_layout_means_what_one_process_means(
     [
         ("further", 2, "dp=2 zero=3 ep=2 recompute=true"),
         ("dropping", 2, "dp=2 ep=2 accum=4 recompute=true"),
-        *(pytest.param("further", *layout, marks=pytest.mark.slow) for layout in LAYOUTS_OF_FURTHER),
-        *(pytest.param("dropping", *layout, marks=pytest.mark.slow) for layout in LAYOUTS_THAT_DROP),
+        *slow(*(("further", *layout) for layout in LAYOUTS_OF_FURTHER)),
+        *slow(*(("dropping", *layout) for layout in LAYOUTS_THAT_DROP)),
     ],
 )
-def test_further_tokens_and_what_is_dropped_do_not_depend_on_the_layout(
-    which: str, world_size: int, layout: str, reference_of: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_further_tokens_and_what_is_dropped_do_not_depend_on_the_layout(which, world_size, layout, like_one_process):
     """Nor does a balance loss that takes the loads of the batch before."""
-    like_one_process(which, world_size, layout, reference_of, tmp_path)
+    like_one_process(world_size, KNOWN[which], layout, ROUNDING)
 
 
 @pytest.mark.parametrize(
     ("world_size", "layout"),
     [
         (4, "dp=4 ep=2 zero=3"),
-        *(
-            pytest.param(*slow, marks=pytest.mark.slow)
-            for slow in [
-                (4, "dp=4 zero=2 accum=4"),
-                (8, "dp=4 tp=2 zero=3 recompute=true"),
-                (8, "dp=4 tp=2 ep=2 zero=1 mode=REDUCE_SCATTER"),
-                (8, "dp=8 shard=4 zero=3"),
-            ]
-        ),
+        *slow((4, "dp=4 zero=2 accum=4"), (8, "dp=4 tp=2 zero=3 recompute=true")),
+        *slow((8, "dp=4 tp=2 ep=2 zero=1 mode=REDUCE_SCATTER"), (8, "dp=8 shard=4 zero=3")),
     ],
 )
-def test_experts_that_the_ranks_do_not_divide_are_cut_inside(
-    world_size: int, layout: str, reference_of: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_experts_that_the_ranks_do_not_divide_are_cut_inside(world_size, layout, like_one_process):
     """FSDP2 cuts by experts, and pads: of six over four ranks three would hold two each, and one none."""
-    ranks = like_one_process("six", world_size, layout, reference_of, tmp_path)
-    held = [seen.local_numbers for seen in ranks]
+    held = [seen.local_numbers for seen in like_one_process(world_size, SIX, layout, ROUNDING)]
     assert max(held) < 1.02 * min(held)  # the router's six rows are cut by rows
 
 
@@ -166,25 +139,13 @@ def test_experts_that_the_ranks_do_not_divide_are_cut_inside(
     ("world_size", "layout"),
     [
         (4, "dp=4 zero=3 recompute=true"),
-        *(
-            pytest.param(*slow, marks=pytest.mark.slow)
-            for slow in [
-                (4, "dp=4 zero=1 accum=2"),
-                (4, "dp=2 cp=2 zero=2"),
-                (8, "dp=4 tp=2 zero=3 mode=REDUCE_SCATTER"),
-                (8, "dp=4 pp=2 zero=1 engine=1f1b"),
-                (8, "dp=8 shard=4 zero=3"),
-                (8, "dp=8 ep=2 zero=3"),
-            ]
-        ),
+        *slow((4, "dp=4 zero=1 accum=2"), (4, "dp=2 cp=2 zero=2"), (8, "dp=4 tp=2 zero=3 mode=REDUCE_SCATTER")),
+        *slow((8, "dp=4 pp=2 zero=1 engine=1f1b"), (8, "dp=8 shard=4 zero=3"), (8, "dp=8 ep=2 zero=3")),
     ],
 )
-def test_experts_that_ranks_would_pad_are_split_over_fewer(
-    world_size: int, layout: str, reference_of: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_experts_that_ranks_would_pad_are_split_over_fewer(world_size, layout, like_one_process, tmp_path):
     """FSDP2 would give two of four ranks an expert, and have all gather four in the place of two."""
-    ranks = like_one_process("two", world_size, layout, reference_of, tmp_path)
-    held = [seen.local_numbers for seen in ranks]
+    held = [seen.local_numbers for seen in like_one_process(world_size, TWO, layout, ROUNDING)]
     assert max(held) < 1.5 * min(held)  # other weights have 15 rows
     degrees = axes(TWO.config(layout, tmp_path))
     assert degrees["expert_shard"] == 2
@@ -193,11 +154,9 @@ def test_experts_that_ranks_would_pad_are_split_over_fewer(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["dp=4 tp=2 ep=2 zero=3", "dp=4 tp=2 ep=2 zero=1 accum=2 mode=REDUCE_SCATTER"])
-def test_an_expert_that_no_ranks_split_is_replicated_under_zero(
-    layout: str, reference_of: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_an_expert_that_no_ranks_split_is_replicated_under_zero(layout, like_one_process, tmp_path):
     """Two ranks have half of an expert of 25 x 15: cut by experts, one would hold it and both would gather two."""
-    like_one_process("two", 8, layout, reference_of, tmp_path)
+    like_one_process(8, TWO, layout, ROUNDING)
     degrees = axes(TWO.config(layout, tmp_path))
     assert (degrees["expert_replicate"], degrees["expert_shard"]) == (2, 1)
 

@@ -4,11 +4,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from test_matrix import expect_the_same
 
 from kenotron.config.errors import InputError
 from kenotron.parallel.mesh import axes, build_mesh
-from support.layout_runs import Problem, Seen, prepared, steps, train_alone, train_on_layout
+from support.layout_runs import Problem, Seen, expect_the_same, prepared, steps, train_alone, train_on_layout
 from support.pages import blocks, in_a_users_folder, read_page, sections
 from support.ranks import run_ranks
 

@@ -10,13 +10,9 @@ Value embeddings look tokens up in layers that lie on later pipeline stages, and
 A parametrization multiplies initial weights and rates by what a weight's whole shape says, not a rank's.
 """
 
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 
-from support.layout_runs import FAMILIES, Problem, each_alone, expect_the_same, train_on_layout
-from support.ranks import run_ranks
+from support.layout_runs import FAMILIES, Problem
 
 PROBLEMS = {
     family: Problem(family, steps=3, model=keys, compared=2 if "nano" in family else 1)
@@ -28,7 +24,6 @@ PARAMETRIZED = {
     "spectral": Problem("spectral", ("model.init_method={use_mup: true}",), 3, UNTIED),
     "completep": Problem("completep", (COMPLETEP,), 3, UNTIED),
 }
-KNOWN = PROBLEMS | PARAMETRIZED
 ROUNDING = 5e-6  # a norm's gradient: a few numbers, each a sum over all tokens and heads whose terms nearly cancel
 QUICK = [
     ("mistral", 2, "cp=2 method=ulysses"),
@@ -73,20 +68,10 @@ FACTORS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def reference_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """What one process makes of a family, each trained once."""
-    return each_alone(KNOWN.__getitem__, tmp_path_factory)
-
-
 @pytest.mark.cases(6)
 @pytest.mark.parametrize(
     ("family", "world_size", "layout"),
     [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in (*CASES, *FACTORS) if case not in QUICK)],
 )
-def test_a_layout_means_what_one_process_means(
-    family: str, world_size: int, layout: str, reference_of: Callable[[str], Path], tmp_path: Path
-) -> None:
-    reference = reference_of(family)
-    ranks = run_ranks(world_size, train_on_layout, KNOWN[family], layout, tmp_path, reference)
-    expect_the_same(ranks, reference, ROUNDING)
+def test_a_layout_means_what_one_process_means(family, world_size, layout, like_one_process):
+    like_one_process(world_size, (PROBLEMS | PARAMETRIZED)[family], layout, ROUNDING)

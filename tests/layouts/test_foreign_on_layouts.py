@@ -13,7 +13,7 @@ from kenotron.interop import open_source
 from kenotron.launch import training as launch_training
 from kenotron.parallel.mesh import axes, build_mesh
 from support.foreign_models import ForeignProblem, folder_of
-from support.layout_runs import each_alone, expect_the_same, train_here, train_on_layout
+from support.layout_runs import train_here, train_on_layout
 from support.pages import blocks, in_a_users_folder, read_page, sections
 from support.ranks import run_ranks
 from support.tiny_run import Shell, losses
@@ -45,27 +45,21 @@ def problem_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Fore
     root = tmp_path_factory.mktemp("models")
 
     def problem(name: str) -> ForeignProblem:
-        if name == "dropout":
-            keys = {"hf": str(folder_of("gpt2", root / name)), "training_dropout": True}
-            return ForeignProblem(name, steps=STEPS, model=keys)
-        if name != "of_the_page":
-            return ForeignProblem(name, steps=STEPS, model={"hf": str(folder_of(name, root))})
-        (text,) = blocks(sections(PAGE)["A module of your own in the trainer"], "yaml")
-        model = yaml.safe_load(text)["model"]
-        return ForeignProblem(
-            name, steps=STEPS, model=model["model_config"] | {"vocab_size": 61}, init=model["init_method"]
-        )
+        if name == "of_the_page":
+            (text,) = blocks(sections(PAGE)["A module of your own in the trainer"], "yaml")
+            model = yaml.safe_load(text)["model"]
+            keys = model["model_config"] | {"vocab_size": 61}
+            return ForeignProblem(name, steps=STEPS, model=keys, init=model["init_method"])
+        which, more = ("gpt2", {"training_dropout": True}) if name == "dropout" else (name, {})
+        return ForeignProblem(name, steps=STEPS, model={"hf": str(folder_of(which, root / name))} | more)
 
     return problem
 
 
-@pytest.fixture(scope="module")
-def reference_of(
-    problem_of: Callable[[str], ForeignProblem], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Callable[[str], Path]]:
-    """What one process makes of a problem, each trained once."""
+@pytest.fixture(scope="module", autouse=True)
+def in_the_folder_of_a_user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with in_a_users_folder(PAGE, tmp_path_factory.mktemp("user")):
-        yield each_alone(problem_of, tmp_path_factory)
+        yield
 
 
 def on_rank(rank: int, problem: ForeignProblem, layout: str, folder: Path, reference: Path):  # type: ignore[no-untyped-def]
@@ -89,17 +83,8 @@ def on_rank(rank: int, problem: ForeignProblem, layout: str, folder: Path, refer
         *(pytest.param("dropout", *layout, marks=pytest.mark.slow) for layout in LAYOUTS if "compile" not in layout[1]),
     ],
 )
-def test_a_layout_means_what_one_process_means(
-    name: str,
-    world_size: int,
-    layout: str,
-    problem_of: Callable[[str], ForeignProblem],
-    reference_of: Callable[[str], Path],
-    tmp_path: Path,
-) -> None:
-    reference = reference_of(name)
-    ranks = run_ranks(world_size, on_rank, problem_of(name), layout, tmp_path, reference)
-    expect_the_same(ranks, reference, ROUNDING)
+def test_a_layout_means_what_one_process_means(name, world_size, layout, problem_of, like_one_process):
+    like_one_process(world_size, problem_of(name), layout, ROUNDING, on_rank)
 
 
 def train_on(rank: int, problem: ForeignProblem, layout: str, folder: Path, steps: int) -> None:
@@ -125,9 +110,7 @@ def test_a_run_goes_on_on_another_layout(problem_of: Callable[[str], ForeignProb
 
 
 @pytest.mark.budget(20, reason="a run on two ranks and one alone")
-def test_bf16_under_tensor_parallelism_is_that_of_one_process(
-    problem_of: Callable[[str], ForeignProblem], tmp_path: Path
-) -> None:
+def test_bf16_under_tensor_parallelism_is_that_of_one_process(problem_of, tmp_path):
     """Its backward pass is outside of the autocast in which the code of transformers runs."""
     problem, half = problem_of("gemma3_text"), "model.dtype=bfloat16"
     train_on(0, problem, half, tmp_path / "alone", STEPS)

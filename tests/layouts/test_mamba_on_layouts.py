@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from kenotron.config.errors import InputError
-from support.layout_runs import ATTENTION, HYBRIDS, STATE_SPACES, Problem, each_alone, expect_the_same, train_on_layout
-from support.ranks import run_ranks
+from support.layout_runs import ATTENTION, HYBRIDS, STATE_SPACES, Problem
 from support.written_tokens import write_ds
 
 ROUNDING = 5e-6  # gradients of a few numbers, each a sum over all tokens whose terms nearly cancel
@@ -59,29 +58,12 @@ def problem_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Prob
     return get
 
 
-@pytest.fixture(scope="module")
-def reference_of(
-    problem_of: Callable[[str], Problem], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str], Path]:
-    """What one process makes of a family, each trained once."""
-    return each_alone(problem_of, tmp_path_factory)
-
-
 @pytest.mark.budget(10, reason="a run of one process and one of two ranks, and documents of many lengths")
 @pytest.mark.parametrize(
     ("family", "world_size", "layout"), [*QUICK, *(pytest.param(*layout, marks=pytest.mark.slow) for layout in SLOW)]
 )
-def test_a_layout_means_what_one_process_means(
-    family: str,
-    world_size: int,
-    layout: str,
-    problem_of: Callable[[str], Problem],
-    reference_of: Callable[[str], Path],
-    tmp_path: Path,
-) -> None:
-    reference = reference_of(family)
-    ranks = run_ranks(world_size, train_on_layout, problem_of(family), layout, tmp_path, reference)
-    expect_the_same(ranks, reference, ROUNDING)
+def test_a_layout_means_what_one_process_means(family, world_size, layout, problem_of, like_one_process):
+    like_one_process(world_size, problem_of(family), layout, ROUNDING)
 
 
 @pytest.mark.parametrize("family", ["mamba", "mamba2"])
@@ -94,9 +76,7 @@ def test_ways_to_share_attention_are_refused(family: str, problem_of: Callable[[
 
 
 @pytest.mark.parametrize("method", ["ring", "allgather", "state_passing"])
-def test_a_hybrid_needs_parts_that_attention_and_states_both_read(
-    method: str, problem_of: Callable[[str], Problem], tmp_path: Path
-) -> None:
+def test_a_hybrid_needs_parts_that_attention_and_states_both_read(method, problem_of, tmp_path):
     said = f"context_parallel_size: expected context_parallel_method ulysses with nemotron_h, found {method}"
     with pytest.raises(InputError, match=said):
         problem_of("nemotron_h").config(f"cp=2 method={method}", tmp_path)
@@ -115,8 +95,6 @@ def test_a_hybrid_needs_parts_that_attention_and_states_both_read(
         ("nemotron_h", 8, r"parallelism.tp: expected a divisor of n_groups 4 \(or n_groups 1\), found 8"),
     ],
 )
-def test_what_tp_does_not_divide_is_named(
-    family: str, tp: int, said: str, problem_of: Callable[[str], Problem], tmp_path: Path
-) -> None:
+def test_what_tp_does_not_divide_is_named(family, tp, said, problem_of, tmp_path):
     with pytest.raises(InputError, match=said):
         problem_of(family).config(f"tp={tp}", tmp_path)

@@ -3,16 +3,13 @@
 The quick tier trains three steps on a subset in which every pair of options meets, the slow tier ten on every layout.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from kenotron.config import dump, load
-from support.layout_runs import Problem, expect_the_same, train_alone, train_on_layout
+from support.layout_runs import Problem
 from support.pairwise import covering, options, pairs
-from support.ranks import run_ranks
 
 # 8, 8, 8 and then 16 samples a step, in sequences of 16 and from step 8 on 32 tokens.
 STAGES = """data_stages=[{name: ramped, start_training_step: 1, data: {dataset: null},
@@ -107,20 +104,6 @@ QUICK["ramped"] = Problem("ramped", (QUICK_STAGES,), steps=4)
 QUICK_LAYOUTS = [LAYOUTS[i] for i in covering([options(problem, layout) for _, problem, layout in LAYOUTS])]
 
 
-@pytest.fixture(scope="session")
-def reference_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Problem], Path]:
-    """What one process makes of a problem, each trained once."""
-    made: dict[tuple[str, int], Path] = {}
-
-    def get(problem: Problem) -> Path:
-        key = problem.name, problem.steps
-        if key not in made:
-            made[key] = train_alone(problem, tmp_path_factory.mktemp("alone"))
-        return made[key]
-
-    return get
-
-
 def names(layouts: list[tuple[int, str, str]]) -> list[str]:
     return [f"{layout} ({problem})" for _, problem, layout in layouts]
 
@@ -128,20 +111,14 @@ def names(layouts: list[tuple[int, str, str]]) -> list[str]:
 @pytest.mark.cases(7)
 @pytest.mark.budget(10, reason="eight ranks on two cores train a model of four layers")
 @pytest.mark.parametrize(("world_size", "problem", "layout"), QUICK_LAYOUTS, ids=names(QUICK_LAYOUTS))
-def test_a_layout_means_what_one_process_means(
-    world_size: int, problem: str, layout: str, reference_of: Callable[[Problem], Path], tmp_path: Path
-) -> None:
-    reference = reference_of(QUICK[problem])
-    expect_the_same(run_ranks(world_size, train_on_layout, QUICK[problem], layout, tmp_path, reference), reference)
+def test_a_layout_means_what_one_process_means(world_size, problem, layout, like_one_process):
+    like_one_process(world_size, QUICK[problem], layout)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "problem", "layout"), LAYOUTS, ids=names(LAYOUTS))
-def test_ten_steps_of_every_layout_mean_what_one_process_means(
-    world_size: int, problem: str, layout: str, reference_of: Callable[[Problem], Path], tmp_path: Path
-) -> None:
-    reference = reference_of(PROBLEMS[problem])
-    expect_the_same(run_ranks(world_size, train_on_layout, PROBLEMS[problem], layout, tmp_path, reference), reference)
+def test_ten_steps_of_every_layout_mean_what_one_process_means(world_size, problem, layout, like_one_process):
+    like_one_process(world_size, PROBLEMS[problem], layout)
 
 
 STRATEGIES = {"fsdp_grad_op": 2, "fsdp": 3, "fsdp_hybrid": "hybrid"}
@@ -152,16 +129,13 @@ STRATEGIES = {"fsdp_grad_op": 2, "fsdp": 3, "fsdp_hybrid": "hybrid"}
     [(2, ""), pytest.param(4, "", marks=pytest.mark.slow), pytest.param(4, "shard=2", marks=pytest.mark.slow)],
 )
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_strategy_that_a_yaml_names_means_what_one_process_means(
-    world_size: int, shards: str, strategy: str, reference_of: Callable[[Problem], Path], tmp_path: Path
-) -> None:
+def test_a_strategy_of_a_yaml_means_what_one_process_means(world_size, shards, strategy, like_one_process, tmp_path):
     problem, layout = QUICK["tied"], f"dp={world_size} {shards} zero=null strategy={strategy}"
     path = tmp_path / "my.yaml"
     path.write_text(dump(problem.config(layout, tmp_path)))
     assert f"  strategy: {strategy}\n" in path.read_text()
     assert load(path, report=lambda line: None).zero_stage == STRATEGIES[strategy]
-    reference = reference_of(problem)
-    expect_the_same(run_ranks(world_size, train_on_layout, problem, layout, tmp_path, reference), reference)
+    like_one_process(world_size, problem, layout)
 
 
 def test_the_quick_layouts_have_every_pair_of_options_that_all_have() -> None:

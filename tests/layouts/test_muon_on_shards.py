@@ -83,7 +83,6 @@ def rank_steps(
 ) -> list[tuple[tuple[int, ...], Tensor]]:
     ranks = torch.distributed.get_world_size()
     mesh = build_mesh(degrees, ranks, "cpu").device_mesh
-    assert mesh is not None
     matrices = Matrices(mesh["tp"] if "tp" in degrees else None)
     data_axes = tuple(axis for axis in degrees if axis != "tp")
     if data_axes:
@@ -103,9 +102,7 @@ def rank_steps(
     [{"dp_shard": 2}, {"dp_shard": 4}, {"dp_replicate": 2, "dp_shard": 2}, {"tp": 2}, {"dp_shard": 2, "tp": 2}],
     ids=str,
 )
-def test_shards_move_as_the_whole_matrix(
-    degrees: dict[str, int], name: str, dtype: torch.dtype, batch_elements: int
-) -> None:
+def test_shards_move_as_the_whole_matrix(degrees, name, dtype, batch_elements):
     ranks = torch.tensor(list(degrees.values())).prod().item()
     expected = [block for _, block in steps(Matrices(), name, dtype, 1)]  # matrix by matrix
     for blocks in run_ranks(int(ranks), rank_steps, degrees, name, dtype, batch_elements):
@@ -116,7 +113,6 @@ def test_shards_move_as_the_whole_matrix(
 
 def experts_in_place(rank: int) -> tuple[bool, bool]:
     mesh = build_mesh({"dp_shard": 2}, 2, "cpu").device_mesh
-    assert mesh is not None
     cuts = [Shard(0), Shard(1)]
     experts = [DTensor.from_local(torch.zeros(2, 4, 4), mesh["dp_shard"], [cut], run_check=False) for cut in cuts]
     return whole_here(experts[0]), whole_here(experts[1])

@@ -35,8 +35,6 @@ def gradients_beside_a_copy(rank: int) -> list[list[float]]:
     x, z = torch.zeros(3, requires_grad=True), torch.zeros(3, requires_grad=True)
     upstream = torch.full((3,), rank + 1.0)
     (z + copy_to(x, dist.group.WORLD)).backward(upstream)
-    assert x.grad is not None
-    assert z.grad is not None
     return [x.grad.tolist(), z.grad.tolist(), upstream.tolist()]
 
 

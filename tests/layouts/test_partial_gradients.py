@@ -220,9 +220,7 @@ def test_a_weight_that_it_names_passes() -> None:
         ("mamba2", "channels", "mixer.time_steps", False),
     ],
 )
-def test_what_would_miss_in_the_plans_here(
-    family: str, field: str, pattern: str, on_sequence_shards: bool, tmp_path: Path
-) -> None:
+def test_what_would_miss_in_the_plans_here(family, field, pattern, on_sequence_shards, tmp_path):
     model = on_meta(problem_of_family(family).config("", tmp_path))
     rest = tuple(each for each in getattr(model.plan, field) if each != LAYER + pattern)
     assert len(rest) == len(getattr(model.plan, field)) - 1

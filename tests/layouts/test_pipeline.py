@@ -103,7 +103,6 @@ class Rank:
     def __init__(self, config: Config) -> None:
         self.mesh = build_mesh(axes(config), config.parallelism.world_size, "cpu")
         self.parts, pipeline = build_parts(config, self.mesh, CPU)
-        assert pipeline is not None
         self.pipeline = pipeline
         fill_weights(self.parts, config.model.init_method, config.general.seed)
         pipeline.share_tied_weights()

@@ -72,9 +72,7 @@ def blocks_after_fully_shard(rank: int, tp: int, dp: tuple[int, int], dim: int |
 @pytest.mark.parametrize(
     ("tp", "dp", "dim"), [*FEW, *(pytest.param(*cut, marks=pytest.mark.slow) for cut in ON_EIGHT_RANKS)]
 )
-def test_the_block_of_a_parameter_is_where_it_says_under_fsdp_over_tp(
-    tp: int, dp: tuple[int, int], dim: int | None
-) -> None:
+def test_the_block_of_a_parameter_is_where_it_says_under_fsdp_over_tp(tp, dp, dim):
     for wrong in run_ranks(tp * dp[0] * dp[1], blocks_after_fully_shard, tp, dp, dim, False):
         assert wrong == []
 

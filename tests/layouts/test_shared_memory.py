@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from kenotron.parallel import collectives, shared_memory
-from kenotron.parallel.mesh import Mesh, build_mesh
+from kenotron.parallel.mesh import build_mesh
 from kenotron.parallel.shared_memory import PLACE_BYTES, MemoryGroup, collectives_in_memory, share
 from support.ranks import run_ranks
 
@@ -23,7 +23,6 @@ LARGE = PLACE_BYTES // 4 * 2 + 5  # numbers of 4 bytes: three rounds, the last o
 
 def in_memory(ranks: int) -> MemoryGroup:
     memory = share(dist.group.WORLD, shared_memory.bytes_needed(ranks))
-    assert memory is not None
     return MemoryGroup(dist.group.WORLD, memory)
 
 
@@ -154,12 +153,9 @@ def test_where_memory_cannot_be_shared_gloo_sums_on_all_ranks(where: str) -> Non
 def groups_of(rank: int) -> tuple[int, int, list[str]]:
     """What is offered within, and afterwards, and which files stay open."""
     mesh = build_mesh({"dp_replicate": 2, "tp": 2}, 4, "cpu")
-    assert isinstance(mesh, Mesh)
     with collectives_in_memory(mesh):
         within = len(collectives.in_memory)
         tp, gradient = mesh.group("tp"), mesh.group("gradient")
-        assert tp is not None
-        assert gradient is not None
         assert float(collectives.all_reduce(torch.tensor(float(rank)), tp)) == (1, 1, 5, 5)[rank]
         wait = collectives.start_all_reduce(x := torch.tensor(float(rank)), gradient)
         wait()

@@ -223,9 +223,7 @@ def test_blocks_that_the_compiler_has_fused_have_one_process_gradients(mode: str
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("mode", ["ALL_REDUCE", "REDUCE_SCATTER"])
 @pytest.mark.parametrize("options", [MODELS[2], MODELS[3]], ids=name)
-def test_sharded_over_data_parallel_ranks_too_it_is_still_one_process(
-    mode: str, zero_stage: int, options: dict[str, Any]
-) -> None:
+def test_sharded_over_data_parallel_ranks_too_it_is_still_one_process(mode, zero_stage, options):
     layout = (("dp_shard", 2), ("tp", 2))
     check(Case(mode=mode, asynchronous=True, zero_stage=zero_stage, layout=layout, **options))
 

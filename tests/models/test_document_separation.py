@@ -246,9 +246,7 @@ def of_user(name: str) -> UserModule:
         ("mpt", {"d_model": 32, "n_layers": 2, "n_heads": 4}),
     ],
 )
-def test_models_of_transformers_that_do_not_separate_documents_are_refused(
-    model_type: str, keys: dict[str, Any]
-) -> None:
+def test_models_of_transformers_that_do_not_separate_documents_are_refused(model_type, keys):
     with pytest.raises(InputError, match=f"transformers' {model_type} is not shown to keep") as error:
         check(of_transformers(model_type, **keys))
     assert len(str(error.value).splitlines()) == 1

@@ -2,7 +2,6 @@
 
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from kenotron.interop import from_hf, open_source, resolve_architecture, to_hf
 from kenotron.kernels.attention import attention
 from kenotron.models import Context, named_parameters
 from kenotron.models.foreign import HUGGING_FACE
-from kenotron.models.foreign_model import ForeignModel
 from kenotron.parallel.mesh import Mesh
 from kenotron.training.model_parts import build_parts
 from kenotron.training.step import count_real_tokens, forward_backward
@@ -50,9 +48,7 @@ def config_of(folder: Path, source: Path, *overrides: str, **keys: Any) -> Confi
 @pytest.mark.cases(8)
 @pytest.mark.parametrize("which", MODELS)
 @pytest.mark.parametrize("recompute", ["false", "true", "selective", "elementwise"])
-def test_loss_and_gradients_are_those_of_transformers(
-    which: str, recompute: str, folders: dict[str, Path], tmp_path: Path
-) -> None:
+def test_loss_and_gradients_are_those_of_transformers(which, recompute, folders, tmp_path):
     config = config_of(tmp_path, folders[which], f"parallelism.recompute_layer={recompute}")
     theirs = random_model(which)
     with prepared(config, Mesh()) as run:
@@ -67,22 +63,18 @@ def test_loss_and_gradients_are_those_of_transformers(
         found, wanted = dict(named_parameters(run.model)), dict(theirs.named_parameters())
         assert found.keys() == wanted.keys()
         for name, parameter in found.items():
-            assert parameter.grad is not None
             difference = (parameter.grad - wanted[name].grad).norm()
             assert difference <= 1e-5 * wanted[name].grad.norm(), name
 
 
 @pytest.mark.parametrize("which", ["phi3", "gemma3_text"])
-def test_buffers_survive_the_meta_device_in_their_own_dtype(
-    which: str, folders: dict[str, Path], tmp_path: Path
-) -> None:
+def test_buffers_survive_the_meta_device_in_their_own_dtype(which, folders, tmp_path):
     config = config_of(tmp_path, folders[which], "model.dtype=bfloat16")
     (model,), _ = build_parts(config, Mesh(), torch.device("cpu"))
     expected = dict(random_model(which).named_buffers())
     assert expected
     assert equal_bits(dict(model.named_buffers()), expected)
     decoding = load_for_generation(folders[which], "bfloat16").model
-    assert isinstance(decoding, nn.Module)
     assert equal_bits(dict(decoding.named_buffers()), expected)
 
 
@@ -101,9 +93,7 @@ def test_bfloat16_computes_as_autocast_does(folders: dict[str, Path], tmp_path: 
 
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("which", MODELS)
-def test_a_run_from_random_weights_goes_to_transformers_and_back(
-    which: str, folders: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_run_from_random_weights_goes_to_transformers_and_back(which, folders, tmp_path):
     init = {"std": 0.1, "scaling_method": "NONE"}
     plain = plain_config(tmp_path, {"hf": str(folders[which])}, init)
     plain["checkpoints"]["export_hf"] = True
@@ -152,7 +142,6 @@ def test_decoding_with_its_cache_is_generate_of_transformers(which: str, folders
     # BLOOM takes no positions, so texts of different lengths are computed anew for every token.
     prompts = PROMPTS if which != "bloom" else [each[-1:] for each in PROMPTS]
     model, theirs = load_for_generation(folders[which], "float32").model, random_model(which)
-    assert isinstance(model, ForeignModel)
     passes: list[tuple[int, ...]] = []
     model.foreign_module.register_forward_pre_hook(
         lambda _, args, keys: passes.append(tuple(keys["input_ids"].shape)), with_kwargs=True
@@ -206,7 +195,6 @@ def packed(documents: list[list[int]]) -> tuple[torch.Tensor, Context]:
 def test_packed_documents_do_not_see_each_other(which: str, folders: dict[str, Path]) -> None:
     model = load_for_generation(folders[which], "float32").model
     documents = [[3, 1, 4, 1, 5, 9, 2], [6, 5, 3, 5], [8, 9, 7, 9, 3]]
-    assert isinstance(model, nn.Module)
     with torch.no_grad():
         found = model(*packed(documents))
         expected = torch.cat([random_model(which)(torch.tensor([each])).logits[0] for each in documents])
@@ -215,7 +203,6 @@ def test_packed_documents_do_not_see_each_other(which: str, folders: dict[str, P
 
 def test_a_model_that_reads_across_documents_is_refused(folders: dict[str, Path]) -> None:
     model = load_for_generation(folders["bloom"], "float32").model
-    assert isinstance(model, nn.Module)
     with (
         torch.no_grad(),
         pytest.raises(InputError, match=r"document_masking: transformers' bloom is not shown to keep"),
@@ -248,9 +235,7 @@ def test_sequence_parallelism_of_its_own_code_is_refused(folders: dict[str, Path
         ({"n_embd": 64}, [], r"hidden_size: the weights in \S+ have 32, the config says 64"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_one_line(
-    keys: dict[str, Any], overrides: list[str], message: str, folders: dict[str, Path], tmp_path: Path
-) -> None:
+def test_what_cannot_be_is_one_line(keys, overrides, message, folders, tmp_path):
     def begin() -> None:
         with prepared(config_of(tmp_path, folders["gpt2"], *overrides, **keys), Mesh()):
             pass
@@ -273,9 +258,7 @@ def test_what_cannot_be_is_one_line(
     ],
     ids=["missing", "extra", "of another shape", "damaged"],
 )
-def test_files_that_do_not_fit_are_one_line(
-    change: Callable[[dict[str, torch.Tensor]], Any] | None, message: str, folders: dict[str, Path], tmp_path: Path
-) -> None:
+def test_files_that_do_not_fit_are_one_line(change, message, folders, tmp_path):
     source = shutil.copytree(folders["gpt2"], tmp_path / "gpt2")
     file = source / "model.safetensors"
     if change is None:
@@ -391,7 +374,6 @@ def test_its_config_comes_back_and_its_checkpoint_decodes(tmp_path: Path) -> Non
     commands = [line.split()[1] for line in said.partition(". Next:\n")[2].splitlines()]
     assert commands == ["generate", "report"]  # no export
     model = load_for_generation(tmp_path / "checkpoints", "float32").model
-    assert isinstance(model, nn.Module)
     (completion,) = generate(model, None, [[3, 1, 4]], SamplingOptions(max_new_tokens=5, stop_at_eos=False))
     text = [3, 1, 4]
     for token in completion.tokens:
@@ -399,9 +381,7 @@ def test_its_config_comes_back_and_its_checkpoint_decodes(tmp_path: Path) -> Non
             assert token == int(model._module[0](torch.tensor([text]))[0, -1].argmax())
         text.append(token)
     assert set(open_source(tmp_path / "checkpoints").weights) >= {"scale", "embedding.weight", "blocks.2.mix.weight"}
-    with pytest.raises(
-        InputError, match=rf"^module '{__name__}\.Running' has no counterpart in transformers: "
-    ):
+    with pytest.raises(InputError, match=rf"^module '{__name__}\.Running' has no counterpart in transformers: "):
         to_hf(tmp_path / "checkpoints", tmp_path / "exported")
 
 
@@ -444,7 +424,7 @@ def test_its_longest_text_ends_a_completion(tmp_path: Path) -> None:
         ({"module": f"{__name__}.none"}, [], rf"model_config\.module: expected {__name__}\.none to make an nn\.Module"),
         ({"module": f"{__name__}.Block"}, [], rf"model\.model_config\.width: missing: {__name__}\.Block needs it"),
         ({"module": f"{__name__}.Across"}, [], r"blocks\.0\.mix\.weight and blocks\.1\.mix\.weight are one weight"),
-        ({"module": f"{__name__}.LastToken"}, [], r"\.LastToken: expected logits of shape \[1, 16, 61\], found \[1, 61\]"),
+        ({"module": f"{__name__}.LastToken"}, [], r"\.LastToken: expected logits of shape \[1, 16, 61\], found \[1, "),
         ({"vocab_size": None}, [], r"model\.model_config\.vocab_size"),
         ({}, ["parallelism.tp=2"], rf"parallelism\.tp: expected 1: {__name__}\.Running has no plan for tensor"),
         ({}, ["parallelism.pp=2"], rf"parallelism\.pp: expected 1: .*{__name__}\.Running"),

@@ -80,9 +80,7 @@ def test_any_pattern_computes_what_transformers_computes(pattern: str) -> None:
         ({"head_dim": None, "hidden_size": 30}, "num_attention_heads: expected a divisor of hidden_size 30, found 4"),
     ],
 )
-def test_what_does_not_describe_the_layers_is_named_in_one_line(
-    changes: dict[str, Any], said: str, tmp_path: Path
-) -> None:
+def test_what_does_not_describe_the_layers_is_named_in_one_line(changes, said, tmp_path):
     with pytest.raises(InputError, match=said) as caught:
         load(config_of(tmp_path, **changes))
     assert len(str(caught.value).splitlines()) == 1

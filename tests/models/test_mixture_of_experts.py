@@ -303,7 +303,6 @@ def test_a_balance_loss_over_the_global_batch_takes_its_loads_in_the_next_step(t
                 for block in run.model.model.layers.values()
             ]
             loads = train_step(run, run.data.batch(step, 0, 1)).expert_loads
-            assert loads is not None
             expected = sum(8 * float(f.double() @ p) for f, p in zip(shares, means))
             assert float(loads.totals[0]) == pytest.approx(expected, rel=1e-5)
             for block, slots in zip(run.model.model.layers.values(), loads.slots):
@@ -339,9 +338,7 @@ def test_those_loads_survive_a_restart(tmp_path: Path) -> None:
     assert max(loads) <= seen[-1]["expert_load_max"]
 
 
-def test_a_run_that_stops_after_a_return_of_the_spike_guard_resumes_with_the_loads_of_the_snapshot(
-    tmp_path: Path,
-) -> None:
+def test_a_run_that_stops_after_a_return_of_the_spike_guard_resumes_with_the_loads_of_the_snapshot(tmp_path):
     """After step 7 a weight is wrong: 8 and 9 spike, and the weights and loads of 5 return; 10 is the next update."""
     keys = {"router_aux_loss_coef": 1.0, "router_aux_loss_scope": "global_batch"}
     guard = "optimizer.spikes={z_score: 60, window: 3, snapshot_every: 5, max_rollbacks: 1}"

@@ -51,9 +51,7 @@ def of(folder: Path, shapes: dict[str, Any], *overrides: str) -> dict[str, Facto
         ("per_matrix", "mlp.gate_proj", 0.03125, 4),
     ],
 )
-def test_spectral_factors_of_350m_are_those_published(
-    way: str, matrix: str, std: float, rate: float, tmp_path: Path
-) -> None:
+def test_spectral_factors_of_350m_are_those_published(way, matrix, std, rate, tmp_path):
     found = of(tmp_path, LLAMA_350M, f"model.init_method={{use_mup: true, mup_factors: {way}}}")
     scores = 128**-0.5 if matrix.endswith("q_proj") else 1.0  # 1 / head_dim instead of its root, in the weights
     name = f"{LAYER}{matrix}.weight"
@@ -224,9 +222,7 @@ def test_what_is_exported_is_the_model_as_it_is(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_the_rules_do_not_know_is_one_line(
-    shapes: dict[str, Any], overrides: list[str], said: str, tmp_path: Path
-) -> None:
+def test_what_the_rules_do_not_know_is_one_line(shapes, overrides, said, tmp_path):
     with pytest.raises(InputError) as error:
         of(tmp_path, shapes, "model.parametrization={kind: mup, base_width: 8, base_depth: 2}", *overrides)
     assert said in str(error.value)

@@ -53,7 +53,6 @@ class Watched(TorchDispatchMode):
 def model_of(family: str, recompute: bool | str, folder: Path, *overrides: str) -> Decoder:
     config = problem_of_family(family, *overrides).config("accum=1", folder)
     model = build(config.model)
-    assert isinstance(model, Decoder)
     model.reset_buffers("cpu")
     initialize_model(model, std=0.25, scaling="NUM_LAYERS", seed=3)
     model.set_recompute(recompute)  # type: ignore[arg-type]

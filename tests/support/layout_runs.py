@@ -10,10 +10,10 @@ A layout is written as overrides of the config: short names for the degrees, who
 import contextlib
 import io
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -254,11 +254,6 @@ def train_alone(problem: Problem, folder: Path) -> Path:
 def reference_of(path: Path) -> dict[str, Any]:
     """What `train_alone` has written. Ranks that compare several layouts with it read it once; do not change it."""
     return torch.load(path, weights_only=False)
-
-
-def each_alone(problem_of: Callable[[str], Problem], folders: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Name of a problem → what one process makes of it (`train_alone`), each trained once."""
-    return cache(lambda name: train_alone(problem_of(name), folders.mktemp("alone")))
 
 
 @dataclass
