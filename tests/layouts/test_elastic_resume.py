@@ -38,13 +38,12 @@ from support.tiny_run import REPOSITORY, equal_bits, saved_weights
 
 SAVED, LAST = 2, 5
 VOCABS = (61, 300)  # rows in every file, however many rows tp pads it to
-SCHEDULE = (
-    "optimizer.learning_rate_scheduler={learning_rate: 0.01, lr_warmup_steps: 3, lr_decay_style: cosine, "
-    "lr_decay_steps: 2, min_decay_lr: 0.001}"
-)
+SCHEDULE = """optimizer.learning_rate_scheduler={learning_rate: 0.01, lr_warmup_steps: 3, lr_decay_style: cosine,
+    lr_decay_steps: 2, min_decay_lr: 0.001}"""
 SMALL_STEPS = SCHEDULE.replace("0.01,", "0.001,").replace("0.001}", "0.0001}")  # norms behind branches amplify rounding
 EPSILON = "optimizer.optimizer_factory.adam_eps=1e-5"  # above tiny gradients, which would decide on whole steps
-DEEP = {"num_hidden_layers": 8}  # enough for two stages on each of four ranks
+SEVERAL = """optimizer.param_groups=[{pattern: mlp, optimizer_factory: {name: normuon}},
+    {pattern: norm, optimizer_factory: {name: sgd}}, {pattern: lm_head, optimizer_factory: {name: RMSprop}}]"""
 TEXTS = [str(REPOSITORY / name) for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/parallelism.md")]
 STREAM = (
     "tokenizer.train={vocab_size: 300}",
@@ -52,48 +51,32 @@ STREAM = (
     "streaming: {shuffle_buffer: 5, reader_shards: 4}}}}]",
     EPSILON,  # texts have rare tokens
 )
-PATTERN = "hybrid_override_pattern"
+FACTORY = "optimizer.optimizer_factory="
+
+
+def deep(name: str, *overrides: str, absent: tuple[str, ...] = (), **keys: Any) -> Problem:
+    return Problem(name, overrides, LAST, {"num_hidden_layers": 8} | keys, absent)  # two stages on each of four ranks
+
+
+def hybrid(name: str, hybrid_override_pattern: str, **keys: Any) -> Problem:
+    return deep(name, SMALL_STEPS, EPSILON, hybrid_override_pattern=2 * hybrid_override_pattern, **keys)
+
+
 PROBLEMS = {
-    "plain": Problem("plain", (SCHEDULE,), LAST, DEEP),
-    "tied": Problem("tied", (SCHEDULE,), LAST, DEEP | {"tie_word_embeddings": True, "num_key_value_heads": 2}),
-    "muon": Problem("muon", (SCHEDULE, "optimizer.optimizer_factory={name: muon}"), LAST, DEEP),
-    "normuon": Problem("normuon", (SCHEDULE, "optimizer.optimizer_factory={name: normuon}"), LAST, DEEP),
-    "soap": Problem("soap", (SCHEDULE, "optimizer.optimizer_factory={name: soap}"), LAST, DEEP),
-    "muon_of_experts": Problem(
-        "muon_of_experts",
-        (SMALL_STEPS, "optimizer.optimizer_factory={name: muon, adam_eps: 1.0e-5}"),
-        LAST,
-        DEEP | SPARSE["mixtral"],
-    ),
-    "several": Problem(
-        "several",
-        (
-            SMALL_STEPS,
-            "optimizer.ema_decay=0.9",
-            "optimizer.param_groups=[{pattern: mlp, optimizer_factory: {name: normuon}}, "
-            "{pattern: norm, optimizer_factory: {name: sgd}}, {pattern: lm_head, optimizer_factory: {name: RMSprop}}]",
-        ),
-        LAST,
-        DEEP,
-    ),
-    "sgd": Problem(
-        "sgd",
-        (SCHEDULE, "optimizer.optimizer_factory={name: sgd, momentum: 0.9}"),
-        LAST,
-        DEEP | {"attention_bias": True},
-    ),
-    "streamed": Problem("streamed", (SCHEDULE, *STREAM), LAST, DEEP | {"vocab_size": 300, "eos_token_id": 0}),
-    # GPT-NeoX: biases of keys have no gradient in channels without positions, only its rounding.
-    **{family: Problem(family, (SMALL_STEPS, EPSILON), LAST, DEEP | keys) for family, keys in FAMILIES.items()},
-    **{family: Problem(family, (SMALL_STEPS, EPSILON), LAST, DEEP | keys) for family, keys in SPARSE.items()},
-    **{
-        family: Problem(family, (SMALL_STEPS, EPSILON), LAST, DEEP | keys, absent=ATTENTION)
-        for family, keys in STATE_SPACES.items()
-    },
-    **{
-        family: Problem(family, (SMALL_STEPS, EPSILON), LAST, DEEP | keys | {PATTERN: keys[PATTERN] * 2})
-        for family, keys in HYBRIDS.items()
-    },
+    problem.name: problem
+    for problem in (
+        deep("plain", SCHEDULE),
+        deep("tied", SCHEDULE, tie_word_embeddings=True, num_key_value_heads=2),
+        *(deep(name, SCHEDULE, f"{FACTORY}{{name: {name}}}") for name in ("muon", "normuon", "soap")),
+        deep("muon_of_experts", SMALL_STEPS, FACTORY + "{name: muon, adam_eps: 1.0e-5}", **SPARSE["mixtral"]),
+        deep("several", SMALL_STEPS, "optimizer.ema_decay=0.9", SEVERAL),
+        deep("sgd", SCHEDULE, FACTORY + "{name: sgd, momentum: 0.9}", attention_bias=True),
+        deep("streamed", SCHEDULE, *STREAM, vocab_size=300, eos_token_id=0),
+        # GPT-NeoX: biases of keys have no gradient in channels without positions, only its rounding.
+        *(deep(name, SMALL_STEPS, EPSILON, **keys) for name, keys in (FAMILIES | SPARSE).items()),
+        *(deep(name, SMALL_STEPS, EPSILON, absent=ATTENTION, **keys) for name, keys in STATE_SPACES.items()),
+        *(hybrid(name, **keys) for name, keys in HYBRIDS.items()),
+    )
 }
 Numbers = list[tuple[float, float, float]]  # lm_loss, grad_norm, learning_rate of some steps
 
@@ -105,9 +88,8 @@ def config_of(problem: str, layout: str, checkpoints: Path) -> Config:
 
 
 def _into(config: Config, checkpoints: Path) -> Config:
-    return config.model_copy(
-        update={"checkpoints": config.checkpoints.model_copy(update={"checkpoints_path": str(checkpoints)})}
-    )
+    section = config.checkpoints.model_copy(update={"checkpoints_path": str(checkpoints)})
+    return config.model_copy(update={"checkpoints": section})
 
 
 def steps_until(run: Run, last: int) -> Numbers:
@@ -178,14 +160,19 @@ def expect_the_same_run(problem: str, a: str, b: str, folder: Path, alone: tuple
     on_ranks(first, begin, problem, one, folder / "a")
     expect_the_files_of_one_process(folder / "a" / str(SAVED), path)
     results = on_ranks(second, go_on, problem, other, folder / "a", folder / "b")
-    for part in ("model", "optimizer"):
-        saved, again = (saved_weights(folder / root / str(SAVED), part) for root in ("a", "b"))
-        assert equal_bits(saved, again), f"{part}: loading and saving under {b} changes it"
+    expect_the_same_bits(folder)
     for found in results:
         for (loss, norm, rate), (loss0, norm0, rate0) in zip(found, numbers, strict=True):
             assert loss == pytest.approx(loss0, rel=1e-5)
             assert norm == pytest.approx(norm0, rel=1e-4)
             assert rate == rate0
+
+
+def expect_the_same_bits(folder: Path) -> None:
+    """What was saved at once after loading is what was loaded."""
+    for part in ("model", "optimizer"):
+        saved, again = (saved_weights(folder / root / str(SAVED), part) for root in ("a", "b"))
+        assert equal_bits(saved, again), part
 
 
 def expect_the_files_of_one_process(path: Path, alone: Path) -> None:
@@ -204,11 +191,8 @@ def expect_the_files_of_one_process(path: Path, alone: Path) -> None:
 
 
 def assert_written_once(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
-    chunks = [
-        chunk
-        for entry in json.loads((folder / "index.json").read_text())["tensors"].values()
-        for chunk in entry["chunks"]
-    ]
+    entries = json.loads((folder / "index.json").read_text())["tensors"].values()
+    chunks = [chunk for entry in entries for chunk in entry["chunks"]]
     assert sum(math.prod(chunk["shape"]) for chunk in chunks) == sum(tensor.numel() for tensor in tensors.values())
 
 
@@ -242,9 +226,10 @@ MORE_PAIRS = [
     ("tied", "dp=2 zero=3 tp=2 mode=REDUCE_SCATTER pp=2 engine=1f1b", "dp=4 shard=2 zero=1 tp=2"),
     ("streamed", "dp=4 tp=2", "pp=2 engine=1f1b"),
     ("plain", "tp=8", "pp=2 engine=zbv_zero_bubble accum=4 dp=2 zero=2 cp=2"),
-    *((family, "dp=2 zero=1 tp=2", "tp=2 mode=REDUCE_SCATTER pp=2 engine=1f1b accum=4") for family in FAMILIES),
-    *((family, "dp=2 zero=1 tp=2", "tp=2 mode=REDUCE_SCATTER pp=2 engine=1f1b accum=4") for family in STATE_SPACES),
-    *((family, "dp=2 zero=1 tp=2", "tp=2 mode=REDUCE_SCATTER pp=2 engine=1f1b accum=4") for family in HYBRIDS),
+    *(
+        (family, "dp=2 zero=1 tp=2", "tp=2 mode=REDUCE_SCATTER pp=2 engine=1f1b accum=4")
+        for family in FAMILIES | STATE_SPACES | HYBRIDS
+    ),
     ("nemotron_h", "cp=2 method=ulysses dp=2 zero=3", "pp=4 engine=1f1b accum=4"),
     ("nemotron_h_of_experts", "dp=2 ep=2 zero=3", "pp=2 engine=1f1b"),
     ("qwen2_moe", "dp=4 ep=4 zero=1", "dp=2 ep=2 tp=2 mode=REDUCE_SCATTER"),
@@ -270,10 +255,10 @@ def test_a_run_saved_under_one_layout_goes_on_under_another(problem, a, b, alone
 def test_the_masters_of_a_bf16_run_travel_in_fp32(tmp_path: Path) -> None:
     run_ranks(4, begin, "tied", "dp=2 zero=3 tp=2 model.dtype=bfloat16", tmp_path / "a")
     run_ranks(4, go_on, "tied", "pp=2 engine=1f1b cp=2 model.dtype=bfloat16", tmp_path / "a", tmp_path / "b")
+    expect_the_same_bits(tmp_path)
     for part in ("model", "optimizer"):
-        saved, again = (saved_weights(tmp_path / root / str(SAVED), part) for root in ("a", "b"))
+        saved = saved_weights(tmp_path / "a" / str(SAVED), part)
         assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
-        assert equal_bits(saved, again)
     assert any((tensor != tensor.bfloat16()).any() for tensor in saved_weights(tmp_path / "a" / str(SAVED)).values())
 
 
@@ -283,9 +268,7 @@ def test_the_state_of_soap_travels(a: str, b: str, tmp_path: Path) -> None:
     """Its runs part: eigenvectors of nearly equal eigenvalues follow the last bit of a gradient."""
     on_ranks(ranks_of("soap", a), begin, "soap", a, tmp_path / "a")
     on_ranks(ranks_of("soap", b), go_on, "soap", b, tmp_path / "a", tmp_path / "b")
-    for part in ("model", "optimizer"):
-        saved, again = (saved_weights(tmp_path / root / str(SAVED), part) for root in ("a", "b"))
-        assert equal_bits(saved, again), part
+    expect_the_same_bits(tmp_path)
 
 
 CHOICES: dict[str, tuple[Any, ...]] = {
@@ -316,20 +299,16 @@ def random_layout(numbers: random.Random, problem: str = "plain") -> str:
         return layout
 
 
-def expect_the_same_run_on_a_random_pair(seed: int, alone: Callable[[str], tuple[Path, Numbers]], folder: Path) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(12))
+def test_any_pair_of_layouts_will_do(seed: int, alone: Callable[[str], tuple[Path, Numbers]], tmp_path: Path) -> None:
     numbers = random.Random(seed)
     problem = numbers.choice(sorted(PROBLEMS.keys() - {"soap"}))
     a, b = random_layout(numbers, problem), random_layout(numbers, problem)
     try:
-        expect_the_same_run(problem, a, b, folder, alone(problem))
+        expect_the_same_run(problem, a, b, tmp_path, alone(problem))
     except Exception as error:
         raise AssertionError(f"seed {seed}: {problem}, {a} to {b}") from error
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(12))
-def test_any_pair_of_layouts_will_do(seed: int, alone: Callable[[str], tuple[Path, Numbers]], tmp_path: Path) -> None:
-    expect_the_same_run_on_a_random_pair(seed, alone, tmp_path)
 
 
 def test_random_layouts_use_every_axis() -> None:
@@ -358,10 +337,8 @@ def start_from(rank: int, problem: str, layout: str, path: Path, checkpoints: Pa
 @pytest.mark.parametrize(
     "layout",
     [
-        "tp=2 pp=2 engine=1f1b",
-        "dp=4 shard=2 zero=hybrid",
-        pytest.param("tp=4", marks=pytest.mark.slow),
-        pytest.param("dp=2 zero=3 tp=2", marks=pytest.mark.slow),
+        *("tp=2 pp=2 engine=1f1b", "dp=4 shard=2 zero=hybrid"),
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("tp=4", "dp=2 zero=3 tp=2")),
     ],
 )
 def test_initial_weights_of_a_checkpoint_are_its_bits_on_every_layout(layout, alone, tmp_path):

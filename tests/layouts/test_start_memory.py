@@ -27,17 +27,7 @@ from support.ranks import run_ranks
 ALLOWED = 1.1  # of what is there in the end
 
 # 22 million parameters: buffers of a few megabytes, which a start may have, are small beside them
-PROBLEM = Problem(
-    "large",
-    model={
-        "hidden_size": 512,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 4,
-        "vocab_size": 8192,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 8,
-    },
-)
+LARGE = {"hidden_size": 512, "intermediate_size": 1536, "vocab_size": 8192, "num_key_value_heads": 8}
 LAYOUTS = ["tp=2", "dp=2 zero=3", "pp=2 engine=1f1b", "dp=2 zero=1 tp=2 mode=REDUCE_SCATTER"]
 
 
@@ -80,15 +70,13 @@ def left_behind(run: Run) -> int:
 
 
 def layout(name: str, folder: Path, *overrides: str) -> tuple[Config, Mesh]:
-    problem = Problem(
-        PROBLEM.name, (f"checkpoints.checkpoints_path={folder}/checkpoints", *overrides), 10, PROBLEM.model
-    )
+    problem = Problem("large", (f"checkpoints.checkpoints_path={folder}/checkpoints", *overrides), 10, LARGE)
     config = problem.config(name, folder)
     return config, build_mesh(axes(config), config.parallelism.world_size, "cpu")
 
 
-def start_fresh(rank: int, name: str, folder: Path) -> tuple[int, int]:
-    config, mesh = layout(name, folder)
+def start(rank: int, name: str, folder: Path, *overrides: str) -> tuple[int, int]:
+    config, mesh = layout(name, folder, *overrides)
     with Peak() as peak, prepared(config, mesh) as run:
         return peak.most, left_behind(run)
 
@@ -102,26 +90,17 @@ def save(rank: int, name: str, folder: Path) -> None:
 
 def resume(rank: int, name: str, folder: Path) -> tuple[int, int]:
     config, mesh = layout(name, folder)
-    start = Start.at(folder / "checkpoints" / "0", continues=True)
+    at = Start.at(folder / "checkpoints" / "0", continues=True)
     with Peak() as peak:
-        run = build_run(config, mesh, torch.device("cpu"), start)
+        run = build_run(config, mesh, torch.device("cpu"), at)
         try:
             return peak.most, left_behind(run)
         finally:
             close(run)
 
 
-def start_from(rank: int, name: str, folder: Path) -> tuple[int, int]:
-    config, mesh = layout(name, folder, f"model.init_method={{path: {folder}/checkpoints/0}}")
-    with Peak() as peak, prepared(config, mesh) as run:
-        return peak.most, left_behind(run)
-
-
-def world(name: str) -> int:
-    return 4 if "tp=2" in name and "dp=2" in name else 2
-
-
-def expect_no_more_than_left_behind(results: list[tuple[int, int]], whole: int) -> None:
+def expect_no_more_than_left_behind(work: Any, whole: int, name: str, folder: Path, *overrides: str) -> None:
+    results = run_ranks(4 if "tp=2" in name and "dp=2" in name else 2, work, name, folder, *overrides)
     assert sum(own for _, own in results) >= whole  # the counter and the shards are real
     for most, own in results:
         assert own <= most <= ALLOWED * own, f"{most / 2**20:.1f} MiB at the most, {own / 2**20:.1f} MiB in the end"
@@ -133,8 +112,7 @@ PARAMETERS = 2 * 8192 * 512 + 4 * (4 * 512 * 512 + 3 * 512 * 1536 + 2 * 512) + 5
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_building_and_filling_needs_the_memory_of_the_shard(name: str, tmp_path: Path) -> None:
-    results = run_ranks(world(name), start_fresh, name, tmp_path)
-    expect_no_more_than_left_behind(results, 4 * PARAMETERS)
+    expect_no_more_than_left_behind(start, 4 * PARAMETERS, name, tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -148,12 +126,11 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_resuming_needs_the_memory_of_the_shard_and_its_moments(name: str, saved: Path) -> None:
-    results = run_ranks(world(name), resume, name, saved)
-    expect_no_more_than_left_behind(results, 12 * PARAMETERS)
+    expect_no_more_than_left_behind(resume, 12 * PARAMETERS, name, saved)
 
 
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_starting_from_other_weights_needs_the_memory_of_the_shard(name: str, saved: Path) -> None:
-    results = run_ranks(world(name), start_from, name, saved)
-    expect_no_more_than_left_behind(results, 4 * PARAMETERS)
+    weights = f"model.init_method={{path: {saved}/checkpoints/0}}"
+    expect_no_more_than_left_behind(start, 4 * PARAMETERS, name, saved, weights)
