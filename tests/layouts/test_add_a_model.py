@@ -1,8 +1,6 @@
 """docs/add-a-model.md does what it says: its file, as it is on the page, trains, resumes elsewhere, and is exported."""
 
 import ast
-import contextlib
-import io
 import os
 import re
 import sys
@@ -15,7 +13,7 @@ import torch
 import yaml
 
 import kenotron as kn
-from kenotron.config import Config, dump, load
+from kenotron.config import dump, load
 from kenotron.config.errors import InputError
 from kenotron.config.families import built_in_families
 from kenotron.generation import SamplingOptions, generate
@@ -24,7 +22,7 @@ from kenotron.interop import from_hf, open_source, to_hf
 from support.layout_runs import train_here
 from support.ranks import run_ranks
 from support.tiny_llamas import hf_logits, our_logits
-from support.tiny_run import losses, tiny_dict
+from support.tiny_run import losses, tiny_dict, train_quietly
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "add-a-model.md").read_text(encoding="utf-8")
 CODE, YAML = (re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)[0] for language in ("python", "yaml"))
@@ -62,10 +60,6 @@ def train_on(rank: int, folder: Path, name: str, overrides: list[str]) -> None:
         sys.modules.pop("my_neox", None)
 
 
-def config_of(folder: Path, name: str) -> Config:
-    return load(plain(folder, name))
-
-
 @pytest.fixture(scope="module")
 def trained(folder: Path) -> Path:
     """Checkpoint 4 of a run that stopped at step 2 on tp 2 x pp 2 and went on at dp 2 (ZeRO-3) x tp 2."""
@@ -77,9 +71,9 @@ def trained(folder: Path) -> Path:
 
 @pytest.mark.slow
 def test_losses_on_two_layouts_are_those_of_one_process(folder: Path, trained: Path) -> None:
-    with contextlib.redirect_stdout(io.StringIO()):
-        kn.train(config_of(folder, "alone"))
-    expected, found = losses(config_of(folder, "alone")), losses(config_of(folder, "split"))
+    alone = load(plain(folder, "alone"))
+    train_quietly(alone)
+    expected, found = losses(alone), losses(load(plain(folder, "split")))
     assert len(found) == len(expected) == STEPS
     assert found == pytest.approx(expected, abs=2e-5)
     one, other = open_source(folder / "alone" / "checkpoints").weights, open_source(trained).weights
@@ -99,9 +93,8 @@ def test_it_goes_to_hugging_face_and_back(folder: Path, trained: Path) -> None:
     from transformers import GPTNeoXForCausalLM
 
     to_hf(trained, folder / "exported", dtype="float32")
-    theirs, said = GPTNeoXForCausalLM.from_pretrained(
-        folder / "exported", dtype=torch.float32, output_loading_info=True
-    )
+    options = {"dtype": torch.float32, "output_loading_info": True}
+    theirs, said = GPTNeoXForCausalLM.from_pretrained(folder / "exported", **options)
     assert not said["missing_keys"]
     assert not said["unexpected_keys"]
     tokens = torch.randint(256, (2, 12), generator=torch.Generator().manual_seed(0))
@@ -125,7 +118,7 @@ def test_it_decodes(trained: Path) -> None:
 
 
 def test_its_config_is_written_back_to_an_equal_one(folder: Path) -> None:
-    config = config_of(folder, "any")
+    config = load(plain(folder, "any"))
     again = load(yaml.safe_load(dump(config)))
     assert again == config
     assert type(again.model.architecture) is type(config.model.architecture)
@@ -149,10 +142,7 @@ def test_mistakes_are_named(folder: Path, override: str, expected: str) -> None:
 
 def test_the_file_is_as_short_as_the_page_says() -> None:
     lines = [line for line in CODE.splitlines() if line.strip() and not line.strip().startswith("#")]
-    docstrings = [
-        node.body[0]
-        for node in ast.walk(ast.parse(CODE))
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node)
-    ]
-    inside = sum(node.end_lineno - node.lineno + 1 for node in docstrings if node.end_lineno)
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    nodes = [node for node in ast.walk(ast.parse(CODE)) if isinstance(node, documented) and ast.get_docstring(node)]
+    inside = sum(node.body[0].end_lineno - node.body[0].lineno + 1 for node in nodes)
     assert len(lines) - inside <= 150

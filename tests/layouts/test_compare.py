@@ -41,21 +41,13 @@ def test_layouts_of_one_config_agree(layout: str, dtype: str, tmp_path: Path) ->
     comparison = compared(layout, tmp_path, dtype)
     assert comparison.agrees
     assert comparison.origin() is None
-    assert [(n.name, n.step) for n in comparison.numbers[:4]] == [
-        ("lm_loss", 1),
-        ("grad_norm", 1),
-        ("lm_loss", 2),
-        ("grad_norm", 2),
-    ]
+    numbers = [(number.name, number.step) for number in comparison.numbers[:4]]
+    assert numbers == [(name, step) for step in (1, 2) for name in ("lm_loss", "grad_norm")]
     assert len(comparison.gradients) == 2 * 9 + 3
     assert len(comparison.update) == len(comparison.movement)
     assert len(comparison.update) == 2 * 9 + 3 if dtype == "float32" else len(comparison.update) < 9
-    assert [each.name for each in comparison.outputs] == [
-        "model.embed_tokens",
-        "model.layers.0",
-        "model.layers.1",
-        "model.norm",
-    ]
+    layers = ["model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm"]
+    assert [each.name for each in comparison.outputs] == layers
     usual, worst = comparison.blind_below()
     assert usual <= worst.allowed
     assert 1e-6 < usual < 1e-3 if dtype == "float32" else 1e-3 < usual < 0.3
@@ -67,9 +59,8 @@ def test_layouts_in_float16_agree(tmp_path: Path) -> None:
 
 
 def test_a_step_of_one_sample_agrees(tmp_path: Path) -> None:
-    plain, other = (
-        tiny_config(tmp_path, "tokens.micro_batch_size=1", *layout) for layout in ([], ["parallelism.tp=2"])
-    )
+    plain = tiny_config(tmp_path, "tokens.micro_batch_size=1")
+    other = load(plain, ["parallelism.tp=2"])
     assert (plain.global_batch_size, other.global_batch_size) == (1, 1)
     assert compare_on_ranks(plain, other, tmp_path, steps=2).agrees
 
@@ -171,9 +162,6 @@ def test_micro_batches_are_divided_for_every_step_of_a_ramp(tmp_path: Path) -> N
     assert other.global_batch_size == 12
 
 
-STRATEGY = "parallelism.strategy=support.user_parts"
-
-
 def test_another_layout_in_an_incomplete_file_is_refused_by_what_it_lacks(tmp_path: Path) -> None:
     (tmp_path / "other.yaml").write_text("parallelism: {tp: 2}\n")
     with pytest.raises(InputError) as caught:
@@ -185,7 +173,7 @@ def test_another_layout_in_an_incomplete_file_is_refused_by_what_it_lacks(tmp_pa
 @pytest.mark.slow
 def test_the_command_gives_the_verdict_by_its_exit_code(tmp_path: Path, nursery: Nursery) -> None:
     file = tiny_yaml(tmp_path)
-    layout = ("parallelism.recompute_layer=true", f"{STRATEGY}.halves_a_gradient")
+    layout = ("parallelism.recompute_layer=true", "parallelism.strategy=support.user_parts.halves_a_gradient")
     wrong = nursery.run("compare", file, *layout, "--steps", "2", "--dtype", "bfloat16", folder=tmp_path)
     assert wrong.code == 1
     assert "The layouts DIFFER: look at model.layers.0.input_layernorm.weight, whose gradient of step 1" in wrong.stdout

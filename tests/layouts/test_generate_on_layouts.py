@@ -29,8 +29,8 @@ GREEDY = SamplingOptions(max_new_tokens=10)
 DRAWN = replace(GREEDY, temperature=1.3, top_k=100, top_p=0.95, seed=5)
 SLOW = pytest.mark.slow  # what the layouts without it meet as well
 LAYOUTS = [
-    *({"dp_replicate": 2}, {"tp": 4}, {"pp": 2, "tp": 2}),  # two key-value heads over four ranks
-    *({"pp": 3}, {"pp": 2, "dp_replicate": 2, "tp": 2}),
+    {"tp": 4},  # two key-value heads over four ranks
+    *({"dp_replicate": 2}, {"pp": 2, "tp": 2}, {"pp": 3}, {"pp": 2, "dp_replicate": 2, "tp": 2}),
     *(pytest.param(each, marks=SLOW) for each in ({"tp": 2}, {"pp": 2}, {"dp_replicate": 2, "tp": 2})),
 ]
 

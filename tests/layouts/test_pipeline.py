@@ -24,30 +24,29 @@ from kenotron.parallel.shards import shard_of
 from kenotron.planner.ledger import Ledger
 from kenotron.training.initial_weights import fill_weights
 from kenotron.training.model_parts import build_parts
+from support.layout_runs import SHORT
 from support.ranks import ROUNDING, relative_error, run_ranks
 from support.tiny_run import tiny_dict
 
 CPU = torch.device("cpu")
 SEQUENCES, LENGTH, VOCAB = 16, 16, 61
-WITH_DATA = ("parallelism.dp=2", "optimizer.zero_stage=2")
-WITH_TENSOR = ("parallelism.tp=2", "parallelism.tp_mode=REDUCE_SCATTER")
+WITH_DATA = "dp=2 zero=2"
+WITH_TENSOR = "tp=2 mode=REDUCE_SCATTER"
 
 Gradients = dict[str, torch.Tensor]
 Pieces = dict[str, tuple[tuple[int, ...], tuple[int, ...], torch.Tensor]]  # name → whole shape, offset, block
 
 
-def config_of(*overrides: str, **model: Any) -> Config:
+def config_of(layout: str, **model: Any) -> Config:
+    """A tied model on `layout`, in four micro-batches and two stages unless it says otherwise."""
     plain = tiny_dict(Path("nowhere"))
-    plain["model"]["model_config"] |= {
-        "hidden_size": 32,
-        "num_hidden_layers": 8,
-        "vocab_size": VOCAB,
-        "z_loss_enabled": True,
-        "z_loss_coefficient": 0.01,
-    } | model
+    plain["model"]["model_config"] |= {"hidden_size": 32, "num_hidden_layers": 8, "vocab_size": VOCAB}
+    plain["model"]["model_config"] |= {"z_loss_enabled": True, "z_loss_coefficient": 0.01}
+    plain["model"]["model_config"] |= {"tie_word_embeddings": True} | model
     plain["model"]["init_method"]["std"] = 0.1
     plain["optimizer"]["zero_stage"] = None
-    return kn.load(plain, overrides)
+    given = {"pp": "2", "accum": "4"} | dict(part.split("=") for part in layout.split())
+    return kn.load(plain, [f"{SHORT.get(name, name)}={value}" for name, value in given.items()])
 
 
 def micro_batches(count: int, dp_rank: int = 0, dp: int = 1) -> list[MicroBatch]:
@@ -151,9 +150,9 @@ def same(
         assert relative_error(found[1][name][: len(gradient)], gradient) < within, name  # without padding for tp
 
 
-def check(*overrides: str, count: int = 4, tied: bool = True, within: float = ROUNDING) -> None:
+def check(layout: str, count: int = 4, tied: bool = True, within: float = ROUNDING) -> None:
     """Loss and every gradient of a layout are one process's."""
-    config = config_of(*overrides, f"tokens.batch_accumulation_per_replica={count}", tie_word_embeddings=tied)
+    config = config_of(f"accum={count} {layout}", tie_word_embeddings=tied)
     found = assemble(run_ranks(config.parallelism.world_size, one_step, config, count))
     same(found, alone(config, 1 if within < 1e-5 else count), within)
 
@@ -166,13 +165,13 @@ def check(*overrides: str, count: int = 4, tied: bool = True, within: float = RO
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("engine", PP_ENGINES)
 def test_every_schedule_has_one_process_gradients(engine: str, tied: bool, count: int) -> None:
-    check(f"parallelism.pp_engine={engine}", "parallelism.pp=2", count=count, tied=tied)
+    check(f"engine={engine}", count, tied)
 
 
 @pytest.mark.cases(3)
 @pytest.mark.parametrize("engine", PP_ENGINES)
 def test_four_ranks_pass_on_what_they_have_to(engine: str) -> None:
-    check(f"parallelism.pp_engine={engine}", "parallelism.pp=4", count=8)
+    check(f"pp=4 engine={engine}", 8)
 
 
 def recomputed_step(rank: int, config: Config) -> tuple[int, tuple[torch.Tensor, Pieces]]:
@@ -190,11 +189,10 @@ def recomputed_step(rank: int, config: Config) -> tuple[int, tuple[torch.Tensor,
 
 
 @pytest.mark.parametrize(
-    ("engine", "replicas"), [*((engine, ()) for engine in PP_ENGINES), ("zbv_zero_bubble", WITH_DATA)]
+    ("engine", "replicas"), [*((engine, "") for engine in PP_ENGINES), ("zbv_zero_bubble", WITH_DATA)]
 )
-def test_recomputation_computes_every_block_twice_and_changes_no_gradient(engine: str, replicas: Sequence[str]) -> None:
-    layout = ("parallelism.pp=2", f"parallelism.pp_engine={engine}", "parallelism.recompute_layer=true", *replicas)
-    config = config_of(*layout, "tokens.batch_accumulation_per_replica=4", tie_word_embeddings=True)
+def test_recomputation_computes_every_block_twice_and_changes_no_gradient(engine: str, replicas: str) -> None:
+    config = config_of(f"engine={engine} recompute=true {replicas}")
     results = run_ranks(config.parallelism.world_size, recomputed_step, config)
     assert sum(calls for calls, _ in results) == len(results) // 2 * 8 * 4 * 2  # layers, micro-batches, twice
     same(assemble([step for _, step in results]), alone(config))
@@ -206,13 +204,11 @@ def test_recomputation_computes_every_block_twice_and_changes_no_gradient(engine
 def test_pipelines_of_two_replicas_sum_their_gradients(engine: str, zero_stage: int) -> None:
     if zero_stage == 3 and engine in ZERO_BUBBLE_ENGINES:
         pytest.skip("refused")
-    check(
-        f"parallelism.pp_engine={engine}", "parallelism.pp=2", "parallelism.dp=2", f"optimizer.zero_stage={zero_stage}"
-    )
+    check(f"engine={engine} dp=2 zero={zero_stage}")
 
 
 def test_bf16_gradients_differ_only_by_the_order_of_sums() -> None:
-    check("parallelism.pp_engine=dualpipev", "parallelism.pp=2", "model.dtype=bfloat16", within=1e-4)
+    check("engine=dualpipev model.dtype=bfloat16", within=1e-4)
 
 
 def compiled_step(rank: int, config: Config, count: int) -> tuple[torch.Tensor, Pieces]:
@@ -225,8 +221,7 @@ def compiled_step(rank: int, config: Config, count: int) -> tuple[torch.Tensor, 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", PP_ENGINES)
 def test_compiled_blocks_have_the_same_gradients(engine: str) -> None:
-    layout = (f"parallelism.pp_engine={engine}", "parallelism.pp=2", "tokens.batch_accumulation_per_replica=4")
-    plain, compiled = (config_of(*layout, *more, num_hidden_layers=4) for more in ((), ("model.compile=true",)))
+    plain, compiled = (config_of(f"engine={engine} compile={each}", num_hidden_layers=4) for each in ("false", "true"))
     same(assemble(run_ranks(2, compiled_step, compiled, 4)), alone(plain))
 
 
@@ -236,19 +231,18 @@ def count_layers(rank: int, config: Config) -> list[int]:
 
 
 def test_layers_go_where_the_config_says() -> None:
-    layout = ("parallelism.pp=2", "parallelism.pp_layers=[1, 7]")
-    assert run_ranks(2, count_layers, config_of(*layout)) == [[1], [7]]
-    check(*layout)
+    layout = "parallelism.pp_layers=[1,7]"
+    assert run_ranks(2, count_layers, config_of(layout)) == [[1], [7]]
+    check(layout)
 
 
 @pytest.mark.parametrize("stages", [1, 4])
 def test_a_rank_has_as_many_stages_as_the_config_says(stages: int) -> None:
-    engine = ("parallelism.pp=2", "parallelism.pp_engine=interleaved_1f1b")
-    layout = (*engine, f"parallelism.pp_stages_per_rank={stages}")
-    counts = run_ranks(2, count_layers, config_of(*layout))
+    layout = f"engine=interleaved_1f1b parallelism.pp_stages_per_rank={stages}"
+    counts = run_ranks(2, count_layers, config_of(layout))
     assert [len(layers) for layers in counts] == [stages, stages]
     assert sum(map(sum, counts)) == 8
-    check(*layout)
+    check(layout)
 
 
 def steps_of_other_shapes(rank: int, config: Config, counts: Sequence[int]) -> list[tuple[torch.Tensor, Pieces]]:
@@ -262,12 +256,7 @@ def steps_of_other_shapes(rank: int, config: Config, counts: Sequence[int]) -> l
 
 @pytest.mark.parametrize("engine", ["1f1b", "zbv_zero_bubble"])
 def test_a_step_of_another_shape_is_as_right_as_the_first(engine: str) -> None:
-    config = config_of(
-        "parallelism.pp=2",
-        f"parallelism.pp_engine={engine}",
-        "tokens.batch_accumulation_per_replica=4",
-        tie_word_embeddings=True,
-    )
+    config = config_of(f"engine={engine}")
     expected = alone(config)
     for results in zip(*run_ranks(2, steps_of_other_shapes, config, (4, 8, 4, 4))):
         same(assemble(results), expected)
@@ -286,22 +275,16 @@ def three_updates(rank: int, config: Config) -> dict[str, torch.Tensor]:
         here.pipeline.share_tied_weights()
         optimizer.zero_grad(set_to_none=True)
         assert all(p.grad is None for part in here.parts for p in part.parameters()), "it would count in the next step"
-    names = ("model.embed_tokens.weight", "lm_head.weight")
-    return {
-        name: shard_of(parameter).tensor.detach().clone()
-        for part in here.parts
-        for name, parameter in part.named_parameters()
-        if name in names
-    }
+    held = dict(pair for part in here.parts for pair in part.named_parameters())
+    tied = held.keys() & {"model.embed_tokens.weight", "lm_head.weight"}
+    return {name: shard_of(held[name]).tensor.detach().clone() for name in tied}
 
 
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("zero_stage", [0, 2])
 @pytest.mark.parametrize("engine", ["1f1b", "zbv_zero_bubble"])
 def test_owner_and_copy_of_a_tied_weight_stay_bit_equal(engine: str, zero_stage: int) -> None:
-    layout = ("parallelism.pp=2", "parallelism.dp=2", f"parallelism.pp_engine={engine}")
-    more = (f"optimizer.zero_stage={zero_stage}", "tokens.batch_accumulation_per_replica=4")
-    config = config_of(*layout, *more, tie_word_embeddings=True)
+    config = config_of(f"engine={engine} dp=2 zero={zero_stage}")
     results = run_ranks(4, three_updates, config)
     start = one_process(config).get_parameter("model.embed_tokens.weight").detach()
     for replica in range(2):
@@ -334,16 +317,12 @@ def forwards(rank: int, config: Config) -> tuple[list[Any], list[Any], tuple[tor
 @pytest.mark.parametrize(
     ("engine", "more"),
     [
-        *((engine, ()) for engine in PP_ENGINES),
-        ("1f1b", WITH_DATA),
-        ("dualpipev", WITH_DATA),
-        ("1f1b", WITH_TENSOR),
-        ("zbv_zero_bubble", WITH_TENSOR),
+        *((engine, "") for engine in PP_ENGINES),
+        *(("1f1b", WITH_DATA), ("dualpipev", WITH_DATA), ("1f1b", WITH_TENSOR), ("zbv_zero_bubble", WITH_TENSOR)),
     ],
 )
-def test_a_forward_pass_without_backward_is_one_process(engine: str, more: Sequence[str]) -> None:
-    layout = ("parallelism.pp=2", f"parallelism.pp_engine={engine}", *more)
-    config = config_of(*layout, "tokens.batch_accumulation_per_replica=4", tie_word_embeddings=True)
+def test_a_forward_pass_without_backward_is_one_process(engine: str, more: str) -> None:
+    config = config_of(f"engine={engine} {more}")
     results = run_ranks(config.parallelism.world_size, forwards, config)
     model = one_process(config)
     per_stage = config.parallelism.world_size // 2
@@ -367,7 +346,7 @@ def test_a_forward_pass_without_backward_is_one_process(engine: str, more: Seque
 def test_every_layer_is_in_one_stage_and_every_stage_on_the_rank_that_torch_expects(engine: str) -> None:
     from torch.distributed.pipelining._utils import generate_rank_to_stage_mapping
 
-    config = config_of("parallelism.pp=4", f"parallelism.pp_engine={engine}", "tokens.batch_accumulation_per_replica=8")
+    config = config_of(f"pp=4 engine={engine} accum=8")
     every = parts(config.model, config.parallelism, LENGTH)
     assert [layer for part in every for layer in part.layers] == list(range(8))
     assert [part.first for part in every] == [True] + [False] * (len(every) - 1)
@@ -380,14 +359,12 @@ def test_every_layer_is_in_one_stage_and_every_stage_on_the_rank_that_torch_expe
 def held(rank: int, config: Config) -> tuple[list[str], int]:
     """Names of this rank's parameters, and the bytes of every tensor that they keep."""
     here = Rank(config)
-    return (
-        [name for name, _ in named_parameters(*here.parts)],
-        sum(parameter.numel() * 4 for part in here.parts for parameter in part.parameters()),
-    )
+    names = [name for name, _ in named_parameters(*here.parts)]
+    return names, sum(parameter.numel() * 4 for part in here.parts for parameter in part.parameters())
 
 
 def test_no_rank_holds_more_than_its_stages() -> None:
-    config = config_of("parallelism.pp=2", "tokens.batch_accumulation_per_replica=4", tie_word_embeddings=True)
+    config = config_of("")
     (names0, bytes0), (names1, bytes1) = run_ranks(2, held, config)
     _, gradients = alone(config)
     assert sorted(names0 + names1) == sorted(gradients)  # each once: the copy is nobody's parameter
@@ -410,8 +387,7 @@ def peaks(rank: int, config: Config, counts: Sequence[int]) -> list[int]:
 @pytest.mark.parametrize("engine", [engine for engine in PP_ENGINES if engine != "afab"])
 def test_more_micro_batches_take_no_more_memory(engine: str) -> None:
     """Torch's stages have buffers for what is received in all of them."""
-    layout = "parallelism.pp=2", f"parallelism.pp_engine={engine}", "tokens.batch_accumulation_per_replica=8"
-    config = config_of(*layout, num_hidden_layers=4)
+    config = config_of(f"engine={engine} accum=8", num_hidden_layers=4)
     hidden = SEQUENCES // 8 * LENGTH * 32 * 4
     for few, many in run_ranks(2, peaks, config, (8, 16)):
         assert many - few < 3 * hidden  # of 8 more: they have labels and losses

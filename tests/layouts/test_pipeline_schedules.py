@@ -17,14 +17,16 @@ from kenotron.config.errors import InputError
 from kenotron.config.parallelism import PP_ENGINES, ZERO_BUBBLE_ENGINES
 from kenotron.parallel import pipeline
 from kenotron.parallel.pipeline_layout import bubble, split_layers
+from support.layout_runs import SHORT
 from support.tiny_run import tiny_dict
 
 
-def config_of(*overrides: str, num_hidden_layers: int = 8) -> Config:
+def config_of(layout: str) -> Config:
     plain = tiny_dict(Path("nowhere"))
-    plain["model"]["model_config"]["num_hidden_layers"] = num_hidden_layers
+    plain["model"]["model_config"]["num_hidden_layers"] = 32
     plain["optimizer"]["zero_stage"] = None
-    return kn.load(plain, overrides)
+    given = (part.split("=") for part in layout.split())
+    return kn.load(plain, [f"{SHORT[name]}={value}" for name, value in given])
 
 
 # ---- layers ----
@@ -72,22 +74,22 @@ class FakeStage:
         self.stage_index, self.num_stages, self.group_size, self.group_rank = index, stages, pp, 0
 
 
+def stages_of(pp: int, per_rank: int) -> list[FakeStage]:
+    return [FakeStage(turn * pp, pp * per_rank, pp) for turn in range(per_rank)]
+
+
 def order_of(engine: str, pp: int, count: int, per_rank: int) -> dict[int, list[tuple[str, int, int]]]:
     """(kind, stage, micro-batch) of every rank's work in its order, as torch's schedule does it."""
     if engine == "afab" or (engine == "1f1b" and count < pp):
         return {r: [(kind, r, m) for kind in "FB" for m in range(count)] for r in range(pp)}
     if engine == "1f1b":  # what Schedule1F1B does in its loop; its `pipeline_order` is for drawing only
         return {r: list(_one_forward_one_backward(r, pp, count)) for r in range(pp)}
-    stages = [FakeStage(turn * pp, pp * per_rank, pp) for turn in range(per_rank)]
+    stages = stages_of(pp, per_rank)
     order = pipeline.SCHEDULES[engine](stages, count, loss_fn=lambda output, target: output).pipeline_order
+    parts = {r: [each for a in actions if a for each in (a.sub_actions or (a,))] for r, actions in order.items()}
     return {
-        rank: [
-            (each.computation_type.value, each.stage_index, each.microbatch_index)
-            for action in actions
-            if action is not None
-            for each in (action.sub_actions or (action,))
-        ]
-        for rank, actions in order.items()
+        rank: [(each.computation_type.value, each.stage_index, each.microbatch_index) for each in actions]
+        for rank, actions in parts.items()
     }
 
 
@@ -155,9 +157,8 @@ def test_a_stage_has_less_than_twice_the_stages_of_micro_batches_under_way(engin
 
 def limits(engine: str, pp: int, count: int) -> str | None:
     """What the config says against so many micro-batches."""
-    layout = (f"parallelism.pp={pp}", f"parallelism.pp_engine={engine}")
     try:
-        config_of(*layout, f"tokens.batch_accumulation_per_replica={count}", num_hidden_layers=32)
+        config_of(f"pp={pp} engine={engine} accum={count}")
     except InputError as error:
         return str(error)
     return None
@@ -168,7 +169,7 @@ def test_the_config_refuses_the_numbers_of_micro_batches_that_torch_refuses(engi
     per_rank = 1 if engine in PP_ENGINES[:2] else 2
     for pp in (2, 3, 4):
         for count in range(1, 14):
-            stages = [FakeStage(turn * pp, pp * per_rank, pp) for turn in range(per_rank)]
+            stages = stages_of(pp, per_rank)
             kind = pipeline.schedule_of(engine, pp * per_rank, count)
             single = issubclass(kind, schedules.PipelineScheduleSingle)
             try:
@@ -184,25 +185,23 @@ def test_the_config_refuses_the_numbers_of_micro_batches_that_torch_refuses(engi
 @pytest.mark.parametrize("zero_stage", ["3", "hybrid"])
 @pytest.mark.parametrize("engine", ZERO_BUBBLE_ENGINES)
 def test_weights_that_are_dropped_after_forward_are_refused_with_split_backward(engine: str, zero_stage: str) -> None:
-    layout = ("parallelism.pp=2", "parallelism.dp=2", f"parallelism.pp_engine={engine}")
-    with pytest.raises(
-        InputError, match=rf"optimizer\.zero_stage: {zero_stage} frees gathered weights .* pp_engine {engine}"
-    ):
-        config_of(*layout, f"optimizer.zero_stage={zero_stage}", "tokens.batch_accumulation_per_replica=4")
+    said = rf"optimizer\.zero_stage: {zero_stage} frees gathered weights .* pp_engine {engine}"
+    with pytest.raises(InputError, match=said):
+        config_of(f"pp=2 dp=2 engine={engine} zero={zero_stage} accum=4")
 
 
-def warn_of(config: Config) -> None:
-    """As a run of `config` warns."""
+def warn_of(layout: str) -> None:
+    """As a run of `layout` warns."""
+    config = config_of(layout)
     pipeline.warn_of_idle_ranks(config.parallelism, config.tokens.batch_accumulation_per_replica, config.model.compile)
 
 
 def test_a_pipe_that_is_not_full_is_reported_with_its_bubble(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "kenotron"):
-        warn_of(config_of("parallelism.pp=2", "tokens.batch_accumulation_per_replica=8"))
+        warn_of("pp=2 accum=8")
         assert not caplog.records
-        warn_of(config_of("parallelism.pp=2", "tokens.batch_accumulation_per_replica=2"))
-        recomputed = ("parallelism.pp_engine=zbv_zero_bubble", "parallelism.recompute_layer=true")
-        warn_of(config_of("parallelism.pp=2", *recomputed, "tokens.batch_accumulation_per_replica=8"))
+        warn_of("pp=2 accum=2")
+        warn_of("pp=2 engine=zbv_zero_bubble recompute=true accum=8")
     few, whole = [record.getMessage() for record in caplog.records]
     assert "batch_accumulation_per_replica: 2 micro-batches do not fill 2 pipeline ranks" in few
     assert "about 33% of a step" in few
