@@ -93,9 +93,8 @@ def test_three_axes_at_once_are_one_process(mesh: tuple[tuple[str, int], ...], s
 @pytest.mark.parametrize(
     "also",
     [
-        pytest.param({"tied": True}, marks=SLOW),
-        pytest.param({"even": False}, marks=SLOW),
         {"tied": True, "even": False, "recompute": True},
+        *(pytest.param(each, marks=SLOW) for each in ({"tied": True}, {"even": False})),
     ],
     ids=str,
 )
@@ -127,16 +126,13 @@ def test_bf16_keeps_fp32_masters_and_fp32_sums(mesh: str, stage: int, micro_batc
         assert error(value, stage_0.gradients[name]) < ROUNDING, name
 
 
-SUMS = {"allreduce_", "_reduce_scatter_base_"}
-
-
 @pytest.mark.cases(4)
 @pytest.mark.parametrize("mesh", ["two ranks", "hybrid"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_gradients_travel_when_the_stage_says(stage: int, mesh: str) -> None:
     """Stages 0 and 1 in the last of three micro-batches, 2 and 3 in each; 3 alone gathers weights again."""
     record = together(Layout(MESHES[mesh], stage, micro_batches=3))
-    sums = [sum(name in SUMS for name in names) for names in record.collectives]
+    sums = [sum(name in ("allreduce_", "_reduce_scatter_base_") for name in names) for names in record.collectives]
     gathers = [sum("allgather" in name for name in names) for names in record.collectives]
     groups = 3  # two blocks and the root
     if stage == 0:
@@ -162,18 +158,8 @@ def test_on_gpus_a_block_is_gathered_when_the_one_before_it_begins_to_compute(st
         assert "gather" not in first[5:] + last
         assert [name for name in last if name == "sum"] == sums
         return
-    again = ["block 1"] if recompute else []
-    backward = [
-        "gather",
-        "gather",
-        *again,
-        "block 1",
-        "sum",
-        *(["block 0"] if recompute else []),
-        "block 0",
-        "sum",
-        "sum",
-    ]
+    again = 2 if recompute else 1
+    backward = ["gather", "gather", *["block 1"] * again, "sum", *["block 0"] * again, "sum", "sum"]
     assert first == last == forward + backward
 
 
@@ -211,11 +197,7 @@ def test_a_rank_keeps_between_steps_what_its_stage_says(stage: int, mesh: str) -
 
 @pytest.mark.parametrize(
     ("path", "message"),
-    [
-        ("no_such_module.f", "cannot import"),
-        ("support.data_parallel_run.LENGTH", "expected a function"),
-        ("torch.nope", "nope"),
-    ],
+    [("no_such.f", "cannot import"), ("support.ranks.ROUNDING", "expected a function"), ("torch.nope", "nope")],
 )
 def test_a_strategy_that_is_none_is_named(path: str, message: str) -> None:
     with pytest.raises(InputError, match=f"parallelism.strategy: .*{message}"):

@@ -36,6 +36,7 @@ LAYOUTS = [
     (4, "dp=4 shard=2 zero=hybrid recompute=true accum=4"),
     (1, "recompute=true compile=true accum=4"),
 ]
+NAMES = ("gpt2", "phi3", "gemma3_text", "bloom", "of_the_page")
 SPLIT = [(2, "tp=2 recompute=true"), (4, "dp=2 zero=3 tp=2"), (4, "dp=2 tp=2 compile=true")]
 
 
@@ -73,13 +74,8 @@ def on_rank(rank: int, problem: ForeignProblem, layout: str, folder: Path, refer
     ("name", "world_size", "layout"),
     [
         *QUICK,
-        *(
-            pytest.param(name, *layout, marks=pytest.mark.slow)
-            for layout in sorted(LAYOUTS + SPLIT, key=lambda layout: "compile" in layout[1])
-            for name in (
-                ("gemma3_text",) if layout in SPLIT else ("gpt2", "phi3", "gemma3_text", "bloom", "of_the_page")
-            )
-        ),
+        *(pytest.param("gemma3_text", *layout, marks=pytest.mark.slow) for layout in SPLIT),
+        *(pytest.param(name, *layout, marks=pytest.mark.slow) for layout in LAYOUTS for name in NAMES),
         *(pytest.param("dropout", *layout, marks=pytest.mark.slow) for layout in LAYOUTS if "compile" not in layout[1]),
     ],
 )

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+import yaml
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import kenotron as kn
@@ -66,15 +67,8 @@ def test_groups_are_rows_of_the_grid_and_ranks_their_row_major_numbers() -> None
     assert sorted(represent) == [0, 0, 1, 1], "of each loss group, one for each of the two batches"
 
 
-MIXTRAL = {
-    "is_mixtral_config": True,
-    "num_local_experts": 8,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "num_hidden_layers": 2,
-    "vocab_size": 64,
-}
+MIXTRAL = yaml.safe_load("""{is_mixtral_config: true, num_local_experts: 8, hidden_size: 4096,
+    intermediate_size: 14336, num_attention_heads: 32, num_hidden_layers: 2, vocab_size: 64}""")
 
 
 @pytest.mark.parametrize(
