@@ -39,11 +39,9 @@ def document_by_document(q, k, v, cu_seqlens, window=None, softcap=None, scale=0
 
 def inputs(dtype=torch.float32):
     torch.manual_seed(0)
-    q, k, v = (
-        torch.randn(SEQUENCES, LENGTH, heads, HEAD_DIM, dtype=dtype).transpose(1, 2).requires_grad_()
-        for heads in (HEADS, KV_HEADS, KV_HEADS)
-    )
-    return (q, k, v), torch.randn(SEQUENCES, LENGTH, HEADS, HEAD_DIM, dtype=dtype).transpose(1, 2)
+    shapes = [(SEQUENCES, LENGTH, heads, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
+    *qkv, grad = (torch.randn(shape, dtype=dtype).transpose(1, 2) for shape in shapes)
+    return [x.requires_grad_() for x in qkv], grad
 
 
 def error(function, ctx, **options):
@@ -138,9 +136,8 @@ def test_compiled_attention_over_documents_is_one_graph_for_every_batch(flash, n
     function = choice.by_documents(attention, choice.load(name))
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager" if name == "flash" else "eager")
-    compiled = torch.compile(
-        lambda q, k, v, ctx: function(q, k, v, ctx, 0, 0.25, window=6), backend=counter, fullgraph=True
-    )
+    options = {"backend": counter, "fullgraph": True}
+    compiled = torch.compile(lambda q, k, v, ctx: function(q, k, v, ctx, 0, 0.25, window=6), **options)
     for documents in range(1, 13):
         cu_seqlens = (0, *sorted({24, *range(3, 3 + 3 * documents, 3)}), 48)
         starts = torch.tensor(cu_seqlens, dtype=torch.int32)
@@ -189,8 +186,7 @@ def test_on_an_amd_gpu_flex_attention():
 @pytest.mark.parametrize("name", ["sdpa", "eager", "flex_attention", "flash_attention_2"])
 @pytest.mark.parametrize("documents", [True, False])
 def test_no_choice_on_a_gpu_loops_over_documents(name, documents):
-    chosen = choice.choose(name, H100._replace(documents=documents, window=True))
-    assert chosen != "sdpa"
+    assert choice.choose(name, H100._replace(documents=documents, window=True)) != "sdpa"
 
 
 @pytest.mark.parametrize(

@@ -35,9 +35,8 @@ def inputs(sequences, heads, kv_heads, length, head_dim, dtype, spread=1.0):
     torch.manual_seed(0)
     shape = (sequences, length, heads, head_dim)
     q = (torch.randn(shape) * spread).to(dtype).transpose(1, 2).requires_grad_()
-    k, v = (
-        torch.randn(sequences, length, kv_heads, head_dim).to(dtype).transpose(1, 2).requires_grad_() for _ in range(2)
-    )
+    shapes = [(sequences, length, kv_heads, head_dim)] * 2
+    k, v = (torch.randn(each).to(dtype).transpose(1, 2).requires_grad_() for each in shapes)
     return (q, k, v), torch.randn(shape).to(dtype).transpose(1, 2)
 
 
@@ -56,19 +55,16 @@ def relative_errors(tensors, grad, ctx, scale, document_of=None):
 
 
 SHAPES = [  # sequences, heads, kv_heads, length, head_dim
-    (2, 6, 6, 64, 64),
-    (2, 6, 2, 33, 16),
-    (1, 4, 1, 17, 8),
-    (3, 2, 2, 1, 32),
-    (9, 4, 2, 128, 32),
-    (1, 2, 1, 520, 16),
+    *((2, 6, 6, 64, 64), (2, 6, 2, 33, 16), (1, 4, 1, 17, 8)),
+    *((3, 2, 2, 1, 32), (9, 4, 2, 128, 32), (1, 2, 1, 520, 16)),
 ]
+DTYPES = pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 1e-2)])
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 1e-2)])
+@DTYPES
 def test_attention_equals_its_definition_in_float64(shape, dtype, tolerance):
-    errors = relative_errors(*inputs(*shape, dtype), WHOLE, shape[-1] ** -0.5)
+    errors = relative_errors(*inputs(*shape, dtype), WHOLE, 0.8 * shape[-1] ** -0.5)  # the scale that is given
     assert max(errors) < tolerance, errors
 
 
@@ -98,12 +94,6 @@ def test_the_explicit_backward_stays_near_sdpas_when_scores_are_large():
     assert max(errors) < 0.03, errors
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_scale_given_is_the_scale_used(dtype):
-    errors = relative_errors(*inputs(1, 2, 2, 20, 16, dtype), WHOLE, 0.7)
-    assert max(errors) < (1e-2 if dtype == torch.bfloat16 else 2e-6)
-
-
 def test_without_one_the_scale_is_that_of_a_heads_width():
     (q, k, v), _ = inputs(1, 4, 2, 20, 16, torch.float32)
     torch.testing.assert_close(attention(q, k, v, WHOLE), attention(q, k, v, WHOLE, scale=16**-0.5), rtol=0, atol=0)
@@ -121,26 +111,19 @@ def test_no_gradient_is_made_when_none_is_asked_for():
 # Documents ----------------------------------------------------------------------------------------
 
 
-def documents_of(cu_seqlens, sequences, length):
-    ids = torch.bucketize(torch.arange(sequences * length), torch.tensor(cu_seqlens), right=True)
-    return ids.view(sequences, length)
-
-
 @pytest.mark.parametrize(
     "cu_seqlens",
     [
-        (0, 24, 48),  # borders at sequence starts only
-        (0, 5, 24, 40, 41, 48),
+        *((0, 24, 48), (0, 5, 24, 40, 41, 48), (0, 48), (0, 1, 2, 3, 48)),
         (0, 10, 30, 48),  # the second document runs on into the second sequence: cut there
-        (0, 48),
-        (0, 1, 2, 3, 48),
     ],
 )
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 1e-2)])
+@DTYPES
 def test_no_token_sees_another_document(cu_seqlens, dtype, tolerance):
     tensors, grad = inputs(2, 4, 2, 24, 16, dtype)
     ctx = SimpleNamespace(cu_seqlens=cu_seqlens)
-    errors = relative_errors(tensors, grad, ctx, 0.25, documents_of(cu_seqlens, 2, 24))
+    documents = torch.bucketize(torch.arange(48), torch.tensor(cu_seqlens), right=True).view(2, 24)
+    errors = relative_errors(tensors, grad, ctx, 0.25, documents)
     assert max(errors) < tolerance, errors
 
 

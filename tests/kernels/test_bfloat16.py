@@ -53,9 +53,8 @@ def test_where_it_is_emulated_products_are_rounded_once(bias: bool, emulated: No
     wide = [each.detach().double().requires_grad_() for each in inputs]
     y, exact, dy = linear(*inputs), F.linear(*wide), draw(3, 17, 31)
     assert_rounded_once(y.detach(), exact.detach())
-    for found, expected in zip(
-        torch.autograd.grad(y, inputs, dy), torch.autograd.grad(exact, wide, dy.double()), strict=True
-    ):
+    ours, theirs = torch.autograd.grad(y, inputs, dy), torch.autograd.grad(exact, wide, dy.double())
+    for found, expected in zip(ours, theirs, strict=True):
         assert_rounded_once(found, expected)
     x, dx = draw(20, 48), draw(20, 31)
     onto = torch.ones(31, 48)

@@ -4,15 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kenotron.kernels.blockwise_attention import (
-    block_attention,
-    block_backward,
-    merge_,
-    plain_block_attention,
-    plain_block_backward,
-)
+from kenotron.kernels.blockwise_attention import block_attention, block_backward, merge_
+from kenotron.kernels.blockwise_attention import plain_block_attention as plain_attention
+from kenotron.kernels.blockwise_attention import plain_block_backward as plain_backward
 
-KERNELS = [(block_attention, block_backward), (plain_block_attention, plain_block_backward)]
+KERNELS = [(block_attention, block_backward), (plain_attention, plain_backward)]
 
 
 def tensors(heads: int, kv_heads: int, length: int = 12) -> list[Tensor]:
@@ -42,8 +38,7 @@ def test_three_tiles_merged_are_causal_attention_and_so_are_their_gradients(forw
         merge_(out[:, :, rows], lse[:, :, rows], part, part_lse)
     gradients = [torch.zeros_like(x) for x in (q, k, v)]
     for rows, keys, causal in corners:
-        ours = (x[:, :, rows] for x in (q, out, lse))
-        tile_q, tile_out, tile_lse = ours
+        tile_q, tile_out, tile_lse = (x[:, :, rows] for x in (q, out, lse))
         shares = backward(grad[:, :, rows], tile_q, k[:, :, keys], v[:, :, keys], tile_out, tile_lse, causal, scale)
         for total, share, where in zip(gradients, shares, (rows, keys, keys)):
             total[:, :, where] += share
@@ -74,8 +69,8 @@ def test_scores_far_apart_merge_without_overflow() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_rounded_once_a_tile(dtype: torch.dtype) -> None:
     q, k, v, grad = tensors(4, 2)
-    exact = plain_block_attention(q, k, v, True, 0.3)
-    shares = plain_block_backward(grad, q, k, v, *exact, True, 0.3)
+    exact = plain_attention(q, k, v, True, 0.3)
+    shares = plain_backward(grad, q, k, v, *exact, True, 0.3)
     half = [x.to(dtype) for x in (q, k, v)]
     out, lse = block_attention(*half, True, 0.3)
     assert out.dtype == dtype

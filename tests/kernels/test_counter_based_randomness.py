@@ -102,9 +102,8 @@ def test_own_logarithm_and_quantiles_equal_scipy_in_float64():
 
 def test_the_table_is_within_a_millionth_of_the_quantile_out_to_the_last_tail():
     stats = pytest.importorskip("scipy.stats")
-    u = np.ldexp(
-        np.random.default_rng(0).uniform(0.5, 1.0, 500_000), np.random.default_rng(1).integers(-53, 0, 500_000)
-    )
+    draw = np.random.default_rng(0)
+    u = np.ldexp(draw.uniform(0.5, 1.0, 500_000), draw.integers(-53, 0, 500_000))
     a, b = quantiles.table()
     rows = (u.view(np.int64) >> quantiles.DROPPED_BITS) - quantiles.FIRST_ROW
     assert np.abs(a[rows] + b[rows] * u - stats.norm.ppf(u)).max() < 1e-6

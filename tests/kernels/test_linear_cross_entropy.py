@@ -36,11 +36,10 @@ def problem(tokens=57, hidden=24, rows=72, valid=65, dtype=torch.float32, ignore
     return x, w, labels
 
 
-def check(x, w, labels, valid, upstream=1.0, **options):
+def check(x, w, labels, valid, upstream=0.37, **options):
     exact = [t.detach().double().requires_grad_() for t in (x, w)]
-    expected, expected_z = formula(
-        *exact, labels, options["scale"], options.get("z_loss", 0.0), valid, options.get("softcap")
-    )
+    more = options.get("z_loss", 0.0), valid, options.get("softcap")
+    expected, expected_z = formula(*exact, labels, options["scale"], *more)
     (expected * upstream).backward()
     x.grad = w.grad = None
     loss, z_part = linear_cross_entropy(x, w, labels, valid_rows=valid, **options)
@@ -86,10 +85,8 @@ def test_the_paths_for_one_and_for_several_threads_agree(dtype, threads):
 @given(st.integers(1, 40), st.integers(1, 20), st.integers(2, 50), st.integers(0, 9), st.integers(1, 50), st.booleans())
 def test_any_shape_padding_and_chunking(tokens, hidden, valid, padding, chunk, with_z):
     x, w, labels = problem(tokens, hidden, valid + padding, valid, ignored=3)
-    chunk_bytes = chunk * 4 * (valid + padding)
-    loss, z_part = linear_cross_entropy(
-        x, w, labels, scale=0.5, z_loss=0.1 * with_z, valid_rows=valid, chunk_bytes=chunk_bytes
-    )
+    options = {"z_loss": 0.1 * with_z, "valid_rows": valid, "chunk_bytes": chunk * 4 * (valid + padding)}
+    loss, z_part = linear_cross_entropy(x, w, labels, scale=0.5, **options)
     loss.backward()
     exact = [t.detach().double().requires_grad_() for t in (x, w)]
     expected, expected_z = formula(*exact, labels, 0.5, 0.1 * with_z, valid)
@@ -116,28 +113,29 @@ def test_very_large_logits_stay_finite():
     check(x, w, labels, 65, scale=0.02)
 
 
-def test_another_upstream_gradient():
-    check(*problem(), 65, upstream=0.37, scale=0.02, z_loss=1e-3)
-
-
-@pytest.mark.parametrize(("needs_hidden", "needs_weight"), list(itertools.product([True, False], repeat=2)))
-def test_only_gradients_that_are_needed_are_made(needs_hidden, needs_weight, monkeypatch):
-    made = []
-    whole = kernel._loss_and_gradients
+@pytest.fixture
+def made(monkeypatch):
+    """Where the gradients of hidden and weight of each call are in memory; None for one that is not computed."""
+    whole, made = kernel._loss_and_gradients, []
 
     def spy(*arguments):
         result = whole(*arguments)
-        made.append((result[2] is not None, result[3] is not None))
+        made.append([None if gradient is None else gradient.data_ptr() for gradient in result[2:]])
         return result
 
     monkeypatch.setattr(kernel, "_loss_and_gradients", spy)
+    return made
+
+
+@pytest.mark.parametrize(("needs_hidden", "needs_weight"), list(itertools.product([True, False], repeat=2)))
+def test_only_gradients_that_are_needed_are_made(needs_hidden, needs_weight, made):
     x, w, labels = problem()
     x.requires_grad_(needs_hidden)
     w.requires_grad_(needs_weight)
     loss, _ = linear_cross_entropy(x, w, labels, scale=1.0)
     with torch.no_grad():
         evaluated, _ = linear_cross_entropy(x, w, labels, scale=1.0)
-    assert made == [(needs_hidden, needs_weight), (False, False)]
+    assert [[each is not None for each in both] for both in made] == [[needs_hidden, needs_weight], [False, False]]
     assert float(loss.detach()) == float(evaluated)
     if loss.requires_grad:
         loss.backward()
@@ -152,19 +150,10 @@ def test_a_label_outside_the_vocabulary_is_an_error():
         linear_cross_entropy(x, w, labels, scale=1.0, valid_rows=65)
 
 
-def test_the_weight_gradient_is_handed_over_without_a_copy(monkeypatch):
-    made = []
-    whole = kernel._loss_and_gradients
-
-    def spy(*arguments):
-        result = whole(*arguments)
-        made.extend(gradient.data_ptr() for gradient in result[2:])
-        return result
-
-    monkeypatch.setattr(kernel, "_loss_and_gradients", spy)
+def test_gradients_are_handed_over_without_a_copy(made):
     x, w, labels = problem()
     linear_cross_entropy(x, w, labels, scale=1.0)[0].backward()
-    assert [x.grad.data_ptr(), w.grad.data_ptr()] == made
+    assert [[x.grad.data_ptr(), w.grad.data_ptr()]] == made
 
 
 def test_no_tensor_of_all_logits_in_fp32_is_ever_made(monkeypatch):
@@ -181,15 +170,12 @@ def test_no_tensor_of_all_logits_in_fp32_is_ever_made(monkeypatch):
 def test_every_token_has_a_weight_of_its_own(chunk_bytes):
     x, w, labels = problem()
     weights = torch.rand(len(labels))
-    loss, z_part = linear_cross_entropy(
-        x, w, labels, scale=0.5, z_loss=0.01, valid_rows=65, token_weights=weights, chunk_bytes=chunk_bytes
-    )
+    options = {"scale": 0.5, "z_loss": 0.01, "valid_rows": 65, "chunk_bytes": chunk_bytes}
+    loss, z_part = linear_cross_entropy(x, w, labels, token_weights=weights, **options)
     loss.backward()
     wide, wide_w = (each.detach().double().requires_grad_() for each in (x, w))
-    parts = [
-        formula(wide[i : i + 1], wide_w, labels[i : i + 1], 0.5 * float(weights[i]), 0.01, 65)
-        for i in range(len(labels))
-    ]
+    rows = zip(wide.split(1), labels.split(1), weights.tolist())
+    parts = [formula(row, wide_w, label, 0.5 * weight, 0.01, 65) for row, label, weight in rows]
     expected, z_expected = (sum(part[k] for part in parts) for k in range(2))
     expected.backward()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)

@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kenotron.kernels import selective_scan as by_channel
@@ -15,16 +16,8 @@ from kenotron.kernels.state_space_dual import state_space_dual
 
 SEQUENCES, LENGTH, CHANNELS, N = 2, 75, 6, 3  # chunks of 32, or of 64, and a part
 HEADS, HEAD_DIM, GROUPS = 4, 2, 2
-BORDERS = [
-    (0, 0),
-    (0, 5),
-    (0, 32),
-    (0, 33),
-    (0, 64),
-    (0, 70),
-    (1, 31),
-    (1, 74),
-]  # where documents begin, chunk ends among them
+# Where documents begin, chunk ends among them.
+BORDERS = [*((0, at) for at in (0, 5, 32, 33, 64, 70)), (1, 31), (1, 74)]
 WIDTH = 4
 
 
@@ -153,12 +146,8 @@ def test_the_convolution_is_torchs_on_every_document_by_itself(borders: list[tup
     for row in range(SEQUENCES):
         cuts = sorted({0, LENGTH, *(at for which, at in borders or [] if which == row)})
         documents = [x[row, begin:end].T for begin, end in pairwise(cuts)]
-        conv = [
-            torch.nn.functional.conv1d(each[None], weight, bias, padding=WIDTH - 1, groups=CHANNELS)[
-                0, :, : each.shape[1]
-            ]
-            for each in documents
-        ]
+        options = {"padding": WIDTH - 1, "groups": CHANNELS}
+        conv = [F.conv1d(each[None], weight, bias, **options)[0, :, : each.shape[1]] for each in documents]
         rows.append(torch.cat(conv, 1).T)
     expected = torch.stack(rows)
     found, last = causal_conv(x, weight, bias, starts)

@@ -20,9 +20,8 @@ needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs tri
 def run(*arguments, **environment):
     paths = os.pathsep.join([str(REPOSITORY / "src"), str(REPOSITORY / "tests")])
     environment = {**os.environ, "PYTHONPATH": paths, **environment}
-    done = subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, env=environment, timeout=500, check=False
-    )
+    options = {"capture_output": True, "text": True, "env": environment, "timeout": 500, "check": False}
+    done = subprocess.run([sys.executable, *arguments], **options)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
@@ -53,9 +52,8 @@ def on_a_gpu(dtype=torch.bfloat16, count=8):
 
 
 def test_they_compute_on_nvidias_gpus_and_where_they_are_asked_for(monkeypatch):
-    monkeypatch.setitem(
-        sys.modules, "kenotron.kernels.triton.rope", SimpleNamespace(apply_rope="the kernel", __name__="rope")
-    )
+    module = SimpleNamespace(apply_rope="the kernel", __name__="rope")
+    monkeypatch.setitem(sys.modules, "kenotron.kernels.triton.rope", module)
     monkeypatch.setitem(sys.modules, "kenotron.kernels.triton", SimpleNamespace(__path__=[]))
     for triton, hip, expected in (("there", None, "the kernel"), (None, None, None), ("there", "7.0", None)):
         monkeypatch.setattr("kenotron.kernels.fused.find_spec", lambda name, found=triton: found)
@@ -75,7 +73,6 @@ def test_they_compute_on_nvidias_gpus_and_where_they_are_asked_for(monkeypatch):
 
 def test_a_missing_triton_is_said(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
-    for name in ("kenotron.kernels.triton.swiglu",):
-        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.delitem(sys.modules, "kenotron.kernels.triton.swiglu", raising=False)
     with use_kernels("triton"), pytest.raises(InputError, match=r"model.kernels: triton: cannot import .*triton"):
         fused("swiglu.silu_and_multiply", on_a_gpu())

@@ -6,14 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import Tensor
 
 from kenotron.config.errors import InputError
 from kenotron.config.parallelism import Parallelism
 from kenotron.parallel import data
 from kenotron.parallel.mesh import axes, build_mesh
 from support.data_parallel_run import Layout, Record, train
-from support.ranks import ROUNDING, run_ranks
+from support.ranks import ROUNDING, relative_error, run_ranks
 
 SEQUENCES = 12  # of a step
 STAGES = (0, 1, 2, 3)
@@ -51,16 +50,12 @@ def together(layout: Layout) -> Record:
     return first
 
 
-def error(found: Tensor, expected: Tensor) -> float:
-    return ((found - expected).norm() / expected.norm()).item()
-
-
 def same_as_alone(layout: Layout, gradient: float = ROUNDING, loss: float = 1e-6, weight: float = 1e-4) -> Record:
     found, expected = together(layout), alone(layout.alone)
     assert found.gradients.keys() == expected.gradients.keys()
     for name, value in found.gradients.items():
         assert value.dtype == torch.float32
-        assert error(value, expected.gradients[name]) < gradient, f"gradient of {name}"
+        assert relative_error(value, expected.gradients[name]) < gradient, f"gradient of {name}"
     assert found.losses == pytest.approx(expected.losses, rel=loss)
     assert found.norms == pytest.approx(expected.norms, rel=10 * loss)
     for name, value in found.weights.items():
@@ -123,7 +118,7 @@ def test_bf16_keeps_fp32_masters_and_fp32_sums(mesh: str, stage: int, micro_batc
     found = same_as_alone(layout, gradient=1e-2, loss=1e-3, weight=6e-2)
     stage_0 = together(replace(layout, zero_stage=0))
     for name, value in found.gradients.items():
-        assert error(value, stage_0.gradients[name]) < ROUNDING, name
+        assert relative_error(value, stage_0.gradients[name]) < ROUNDING, name
 
 
 @pytest.mark.cases(4)
@@ -174,15 +169,6 @@ def test_replicas_sum_as_much_together_as_they_are_told(bucket_kb: int, sums: in
         layout = Layout(MESHES["two ranks"], 0, micro_batches=2, bf16=bf16, bucket_kb=bucket_kb)
         record = same_as_alone(layout, *((1e-2, 1e-3, 6e-2) if bf16 else ()))
         assert [len(names) for names in record.collectives] == [0, sums]
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_each_step_trains_on_the_weights_of_the_last(stage: int) -> None:
-    """With stale weights the loss of a step on other samples still looks right; the weights of three steps do not."""
-    layout = Layout(MESHES["two ranks"], stage, micro_batches=3)
-    found, expected = together(layout), alone(layout.alone)
-    assert found.losses[2] == pytest.approx(expected.losses[2], rel=1e-6)
-    assert all(found.weights[name].ne(found.gradients[name]).any() for name in found.weights)
 
 
 @pytest.mark.cases(4)

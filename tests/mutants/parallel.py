@@ -72,7 +72,7 @@ MUTANTS = [
         find="        module.set_reshard_after_backward(last, recurse=False)\n",
         replace="        module.set_reshard_after_backward(False, recurse=False)\n",
         why="ZeRO-1 and 2 keep the gathered weights beyond the step, and train on stale ones without a word",
-        tests=(f"{DATA}::test_each_step_trains_on_the_weights_of_the_last",),
+        tests=(f"{DATA}::test_every_stage_on_every_mesh_is_one_process",),
     ),
     Mutant(
         name="gradients-summed-in-bf16",
