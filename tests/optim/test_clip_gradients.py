@@ -152,16 +152,11 @@ def test_an_update_queued_before_the_norm_is_known_is_the_one_made_after() -> No
         assert plain.state[a]["step"] == alone.state[b]["step"] == 3
 
 
-@pytest.mark.parametrize(
-    ("make", "expected"),
-    [
-        (lambda p: torch.optim.AdamW(p, fused=True), True),
-        (lambda p: torch.optim.AdamW(p, fused=False), False),
-        (torch.optim.SGD, False),
-    ],
-)
-def test_only_a_fused_adam_on_an_accelerator_decides_alone(make, expected, monkeypatch) -> None:
-    optimizer = make([nn.Parameter(torch.ones(2))])
-    assert not decides_alone(optimizer)  # on a CPU the norm costs nothing to read, and small gradients no pass
+def test_only_a_fused_adam_on_an_accelerator_decides_alone(monkeypatch) -> None:
+    parameters = [nn.Parameter(torch.ones(2))]
+    fused, plain = (torch.optim.AdamW(parameters, fused=each) for each in (True, False))
+    assert not decides_alone(fused)  # on a CPU the norm costs nothing to read, and small gradients no pass
     monkeypatch.setattr("kenotron.optim.clip.reads_are_free", lambda tensor: False)
-    assert decides_alone(optimizer) == expected
+    assert decides_alone(fused)
+    assert not decides_alone(plain)
+    assert not decides_alone(torch.optim.SGD(parameters))

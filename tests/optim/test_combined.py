@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from kenotron.cli import main
+from kenotron.config import load
 from kenotron.config.errors import InputError
 from kenotron.config.optimizer import LearningRateScheduler
 from kenotron.generation.load import load_for_generation
@@ -83,9 +84,8 @@ def test_a_group_follows_its_own_schedule(tiny, section):
 )
 def test_an_optimizer_of_matrices_is_given_nothing_else(tiny, section, name, pattern, first):
     config = section(param_groups=[{"pattern": pattern, "optimizer_factory": {"name": name}}])
-    with pytest.raises(
-        InputError, match=rf"param_groups: '{pattern}' gives .*{first}.* to {name}, which is for hidden"
-    ):
+    said = rf"param_groups: '{pattern}' gives .*{first}.* to {name}, which is for hidden"
+    with pytest.raises(InputError, match=said):
         build_optimizer(tiny().named_parameters(), config)
     matrices = section(param_groups=[{"pattern": r"proj\.weight", "optimizer_factory": {"name": name}}])
     build_optimizer(tiny().named_parameters(), matrices)
@@ -130,12 +130,11 @@ def test_the_average_of_a_run_is_validated_resumed_decoded_and_exported(tmp_path
     """Step 4 after a stop at 2 as without one; a run that starts from the export has the loss that was logged."""
     overrides = (*text_overrides(tmp_path), "optimizer.ema_decay=0.5", "checkpoints.checkpoint_interval=2")
     overrides += ("tokens.val_check_interval=2", "tokens.limit_val_batches=-1", "tokens.val_fraction=0.2")
-    whole = tiny_config(tmp_path / "whole", *overrides, "tokens.train_steps=4")
-    train_quietly(whole)
-    short = tiny_config(tmp_path / "short", *overrides, "tokens.train_steps=4")
     stop = "general.hooks=[{path: support.user_parts.StopAt, kwargs: {step: 2}}]"
-    train_quietly(tiny_config(tmp_path / "short", *overrides, "tokens.train_steps=4", stop))
-    train_quietly(short)
+    whole = tiny_config(tmp_path / "whole", *overrides, "tokens.train_steps=4")
+    short = tiny_config(tmp_path / "short", *overrides, "tokens.train_steps=4")
+    for config in (whole, load(short, [stop]), short):
+        train_quietly(config)
     one, other = (saved_weights(tmp_path / name / "checkpoints" / "4", "optimizer") for name in ("whole", "short"))
     assert any(name.endswith(".ema") for name in one)
     assert equal_bits(one, other)
@@ -155,17 +154,9 @@ def test_the_average_of_a_run_is_validated_resumed_decoded_and_exported(tmp_path
     assert texts[0] != texts[2]
     with pytest.raises(InputError, match="smooth has no moving average of weights: it is a Hugging Face model"):
         load_for_generation(tmp_path / "smooth", ema=True)
-    again = tiny_config(
-        tmp_path / "again",
-        *overrides[:-3],
-        "tokens.train_steps=1",
-        f"model.init_method={{path: {tmp_path}/smooth}}",
-        "tokens.val_check_interval=1",
-        "tokens.limit_val_batches=-1",
-        "tokens.val_fraction=0.2",
-        "optimizer.ema_decay=null",
-        "optimizer.learning_rate_scheduler={learning_rate: 1.0e-12}",
-    )
+    still = ("optimizer.ema_decay=null", "optimizer.learning_rate_scheduler={learning_rate: 1.0e-12}")
+    steps = ("tokens.train_steps=1", "tokens.val_check_interval=1", f"model.init_method={{path: {tmp_path}/smooth}}")
+    again = tiny_config(tmp_path / "again", *overrides, *still, *steps)
     train_quietly(again)
     (line,) = (line for line in metrics(again) if "val_loss" in line)
     assert line["val_loss"] == pytest.approx(logged[4], rel=1e-5)

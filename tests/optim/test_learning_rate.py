@@ -20,37 +20,22 @@ REFERENCE = {"learning_rate": 1e-2, "lr_warmup_steps": 3, "lr_decay_steps": 10, 
 
 
 @pytest.mark.parametrize(
-    ("keys", "first", "expected"),
+    ("style", "keys", "first", "thousandths"),
     [
         (
-            {"lr_decay_style": "cosine"},
-            1,
-            "3.333e-3 6.667e-3 1e-2 9.780e-3 9.141e-3 8.145e-3 6.891e-3 5.5e-3 4.109e-3 2.855e-3 1.859e-3 "
-            "1.220e-3 1e-3 1e-3 1e-3",
+            *("cosine", {}, 1),
+            [3.333, 6.667, 10, 9.78, 9.141, 8.145, 6.891, 5.5, 4.109, 2.855, 1.859, 1.22, 1, 1, 1],
         ),
-        (
-            {"lr_decay_style": "linear"},
-            4,
-            "9.1e-3 8.2e-3 7.3e-3 6.4e-3 5.5e-3 4.6e-3 3.7e-3 2.8e-3 1.9e-3 1e-3 1e-3",
-        ),
-        (
-            {"lr_decay_style": "1-sqrt"},
-            4,
-            "7.15e-3 5.98e-3 5.07e-3 4.31e-3 3.64e-3 3.03e-3 2.47e-3 1.95e-3 1.46e-3 1e-3",
-        ),
-        ({"lr_decay_style": "cosine", "lr_warmup_style": "constant"}, 1, "1e-2 1e-2 1e-2 9.780e-3 9.141e-3"),
-        (
-            {"lr_decay_style": "linear", "lr_decay_starting_step": 8, "lr_decay_steps": 4},
-            3,
-            "1e-2 1e-2 1e-2 1e-2 1e-2 1e-2 7.75e-3 5.5e-3 3.25e-3 1e-3 1e-3",
-        ),
+        ("linear", {}, 4, [9.1, 8.2, 7.3, 6.4, 5.5, 4.6, 3.7, 2.8, 1.9, 1, 1]),
+        ("1-sqrt", {}, 4, [7.15, 5.98, 5.07, 4.31, 3.64, 3.03, 2.47, 1.95, 1.46, 1]),
+        ("cosine", {"lr_warmup_style": "constant"}, 1, [10, 10, 10, 9.78, 9.141]),
+        ("linear", {"lr_decay_starting_step": 8, "lr_decay_steps": 4}, 3, [*[10] * 6, 7.75, 5.5, 3.25, 1, 1]),
     ],
-)  # fmt: skip
-def test_curves_are_the_references_read_one_step_earlier(keys, first, expected):
+)
+def test_curves_are_the_references_read_one_step_earlier(style, keys, first, thousandths):
     """The reference lists iterations, whose formula stands at t = iteration - 1."""
-    rates = curve(16, **{**REFERENCE, **keys})[first - 1 :]
-    for rate, value in zip(rates, expected.split(), strict=False):
-        assert rate == pytest.approx(float(value), rel=2e-3)
+    rates = curve(16, **{**REFERENCE, **keys, "lr_decay_style": style})[first - 1 :]
+    assert rates[: len(thousandths)] == pytest.approx([1e-3 * each for each in thousandths], rel=2e-3)
 
 
 def test_without_warmup_and_decay_the_rate_is_the_rate_and_not_its_square():
@@ -83,9 +68,8 @@ def test_sqrt_is_the_inverse_square_root_from_the_start_of_the_decay():
 
 
 def test_sqrt_without_warmup_starts_at_the_full_rate():
-    assert curve(4, learning_rate=1.0, lr_decay_style="sqrt") == pytest.approx(
-        [1.0, math.sqrt(1 / 2), math.sqrt(1 / 3), 0.5]
-    )
+    rates = curve(4, learning_rate=1.0, lr_decay_style="sqrt")
+    assert rates == pytest.approx([1.0, math.sqrt(1 / 2), math.sqrt(1 / 3), 0.5])
 
 
 def test_step_drops_by_gamma_every_step_size():
@@ -180,10 +164,8 @@ def test_a_decay_by_dotted_path_is_a_factor_on_the_peak_within_warm_up_end_and_f
 )
 def test_a_decay_that_is_no_function_of_two_counts_is_found_before_training(path, message, section):
     bad = {"learning_rate": 1.0, "lr_decay_style": path}
-    for config in (
-        section(learning_rate_scheduler=bad),
-        section(param_groups=[{"pattern": "proj", "learning_rate_scheduler": bad}]),
-    ):
+    groups = [{"pattern": "proj", "learning_rate_scheduler": bad}]
+    for config in (section(learning_rate_scheduler=bad), section(param_groups=groups)):
         if message is None:
             check_schedules(config)
             continue

@@ -27,9 +27,8 @@ def test_a_step_follows_the_formula_in_float64():
 
 
 def test_the_config_keys_reach_lion(tiny, section):
-    optimizer = build_optimizer(
-        tiny().named_parameters(), section({"name": "Lion", "lion_beta1": 0.7, "lion_beta2": 0.9})
-    )
+    config = section({"name": "Lion", "lion_beta1": 0.7, "lion_beta2": 0.9})
+    optimizer = build_optimizer(tiny().named_parameters(), config)
     assert isinstance(optimizer, Lion)
     assert all(group["betas"] == (0.7, 0.9) for group in optimizer.param_groups)
 

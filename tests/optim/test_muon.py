@@ -152,33 +152,6 @@ def test_everything_but_hidden_matrices_moves_as_under_adamw_bit_for_bit(tiny, s
         assert same is not name.endswith("proj.weight")
 
 
-def test_the_config_keys_reach_muon(tiny, section):
-    config = section(
-        {"name": "muon", "muon_momentum": 0.8, "muon_nesterov": False, "muon_ns_steps": 3, "adam_beta1": 0.7}
-        | {"muon_scale": "original"}
-    )
-    optimizer = build_optimizer(tiny().named_parameters(), config)
-    kinds = {"momentum_buffer": [], "betas": []}
-    for group in optimizer.param_groups:
-        kinds["betas" if "betas" in group else "momentum_buffer"].append(group)
-    (matrices,), (others, *_) = kinds["momentum_buffer"], kinds["betas"]
-    assert (matrices["momentum"], matrices["nesterov"], matrices["ns_steps"]) == (0.8, False, 3)
-    assert matrices["scale"] == "original"
-    assert others["betas"] == (0.7, 0.95)
-
-
-def test_the_config_keys_reach_normuon(tiny, section):
-    keys = {"muon_momentum": 0.8, "muon_ns_steps": 3, "muon_scale": "unit_rms_norm", "muon_nesterov": False}
-    keys |= {"muon_learning_rate_scale": 2.0, "normuon_beta2": 0.7}
-    keys |= {"adam_eps": 1e-6, "adam_beta1": 0.8, "adam_beta2": 0.9, "torch_adam_is_fused": False}
-    optimizer = build_optimizer(tiny().named_parameters(), section({"name": "normuon", **keys}))
-    (matrices,) = (group for group in optimizer.param_groups if "scale" in group)
-    assert (matrices["beta2"], matrices["momentum"], matrices["ns_steps"]) == (0.7, 0.8, 3)
-    assert (matrices["scale"], matrices["nesterov"], matrices["learning_rate_scale"]) == ("unit_rms_norm", False, 2.0)
-    others = [group for group in optimizer.param_groups if "scale" not in group]
-    assert {(group["eps"], group["betas"], group["fused"]) for group in others} == {(1e-6, (0.8, 0.9), False)}
-
-
 def test_large_batches_are_cut_without_changing_the_result(monkeypatch):
     def train() -> list[torch.Tensor]:
         parameters = [nn.Parameter(random((8, 8), seed)) for seed in range(5)]

@@ -91,9 +91,8 @@ def test_empty_state_has_every_name_and_touches_nothing(tiny, section, set_gradi
     rates = [group["lr"] for group in optimizer.param_groups]
     init_state(optimizer)
     empty = state_tensors(model.named_parameters(), optimizer)
-    assert {name: (t.shape, t.dtype) for name, t in empty.items()} == {
-        name: (t.shape, t.dtype) for name, t in expected.items()
-    }
+    found, wanted = ({name: (t.shape, t.dtype) for name, t in each.items()} for each in (empty, expected))
+    assert found == wanted
     for p, (weight, gradient) in zip(model.parameters(), before, strict=True):
         assert torch.equal(p, weight)
         assert p.grad is gradient

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import nn
 
-from kenotron.optim.build import build_optimizer
 from kenotron.optim.soap import Soap
 
 
@@ -65,12 +64,3 @@ def test_the_first_step_finds_the_eigenvectors_and_moves_nothing():
         torch.testing.assert_close(rotated, torch.diag(values), rtol=1e-4, atol=1e-5)
         assert (values[:-1] >= values[1:]).all()
     torch.testing.assert_close(state["left"], 0.2 * parameter.grad @ parameter.grad.T)
-
-
-def test_the_config_keys_reach_soap(tiny, section):
-    keys = {"soap_beta1": 0.7, "soap_beta2": 0.8, "soap_precondition_frequency": 3, "adam_eps": 1e-7, "adam_beta1": 0.6}
-    keys |= {"adam_beta2": 0.9, "torch_adam_is_fused": False}
-    optimizer = build_optimizer(tiny().named_parameters(), section({"name": "soap", **keys}))
-    found = {group.get("precondition_frequency"): group for group in optimizer.param_groups}
-    assert (found[3]["betas"], found[3]["eps"]) == ((0.7, 0.8), 1e-7)
-    assert (found[None]["betas"], found[None]["fused"]) == ((0.6, 0.9), False)

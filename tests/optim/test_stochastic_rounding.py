@@ -72,11 +72,8 @@ def trained(those: dict[str, nn.Parameter]) -> dict[str, torch.Tensor]:
                 gradient = distribute_tensor(gradient, parameter.device_mesh, parameter.placements)
             parameter.grad = gradient
         optimizer.step()
-    kept = {
-        (name, key): value
-        for name, p in those.items()
-        for key, value in {"w": p.detach(), **optimizer.state[p]}.items()
-    }
+    states = {name: {"w": p.detach(), **optimizer.state[p]} for name, p in those.items()}
+    kept = {(name, key): value for name, state in states.items() for key, value in state.items()}
     return {key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in kept.items()}
 
 
