@@ -138,6 +138,7 @@ def test_what_onednn_is_not_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not on_onednn(x.to("meta"), weight.to("meta"))
     with use_kernels("torch"):  # a run can leave all products to torch
         assert not on_onednn(x, weight)
+    assert on_onednn(x, weight)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(linear(x, weight), F.linear(x.bfloat16(), weight.bfloat16()))
 

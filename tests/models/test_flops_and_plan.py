@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import yaml
 
 from kenotron.config.errors import InputError
 from kenotron.models import flops_per_token
@@ -16,23 +17,10 @@ from kenotron.models.plan import matching, modules
 from kenotron.parallel import tensor
 from kenotron.parallel.mesh import AXES, Mesh
 
-SEEDS = {
-    "hidden_size": 16,
-    "intermediate_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "num_hidden_layers": 2,
-    "vocab_size": 256,
-    "tie_word_embeddings": True,
-}
-GROUPED = {
-    "hidden_size": 96,
-    "intermediate_size": 200,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 5,
-    "vocab_size": 1000,
-}
+SEEDS = yaml.safe_load("""{hidden_size: 16, intermediate_size: 64, num_attention_heads: 4, num_key_value_heads: 4,
+    num_hidden_layers: 2, vocab_size: 256, tie_word_embeddings: true}""")
+GROUPED = yaml.safe_load("""{hidden_size: 96, intermediate_size: 200, num_attention_heads: 6, num_key_value_heads: 2,
+    num_hidden_layers: 5, vocab_size: 1000}""")
 
 
 def meta_llama(shapes: dict[str, int], vocab_multiple: int = 1) -> Decoder:
@@ -57,8 +45,7 @@ def test_flops_are_nanotrons_count(shapes: dict[str, int], length: int) -> None:
 
 def test_a_causal_mask_halves_the_square_and_nothing_else() -> None:
     square = 5 * 2 * 2 * 256 * 96
-    model = meta_llama(GROUPED)
-    assert flops_per_token(model, 256, causal=True) == by_hand(GROUPED, 256) - square / 2
+    assert flops_per_token(meta_llama(GROUPED), 256, causal=True) == by_hand(GROUPED, 256) - square / 2
 
 
 @pytest.mark.parametrize("window", [1, 100, 255, 256, 1000])
@@ -111,19 +98,15 @@ def test_key_value_heads_that_no_column_splits_are_an_error() -> None:
 
 def test_a_plan_is_checked_when_a_model_is_built_and_when_it_is_applied(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = Llama.plan
+    with torch.device("meta"):  # the first two layers of five, without head
+        part = Decoder(LlamaArchitecture(**GROUPED), part=ModelPart((0, 1), last=False))
     for broken in (replace(plan, kv=("model.layers.*.self_attn.key",)), replace(plan, row=("model.layers.*.mlp.out",))):
         with pytest.raises(InputError, match="matches no module of Decoder"):  # in a part of a pipeline too
-            tensor.apply(part_of_llama(), broken, Mesh(dict.fromkeys(AXES, 1) | {"tp": 2}))
+            tensor.apply(part, broken, Mesh(dict.fromkeys(AXES, 1) | {"tp": 2}))
         monkeypatch.setattr(Llama, "plan", broken)
         with pytest.raises(InputError, match="matches no module of Decoder"):
             meta_llama(GROUPED)
         monkeypatch.setattr(Llama, "plan", plan)
-
-
-def part_of_llama() -> Decoder:
-    """The first two layers of five, without head."""
-    with torch.device("meta"):
-        return Decoder(LlamaArchitecture(**GROUPED), part=ModelPart((0, 1), last=False))
 
 
 def test_a_star_is_one_name_between_dots() -> None:

@@ -69,10 +69,9 @@ def test_losses_and_gradients_follow_the_formula(keys: dict[str, Any], size: int
     expected = by_hand(hidden, weight, labels, size, keys.get("temperature", 1.0))
     expected = 0.5 * (expected * weights.double().repeat_interleave(8)).sum()
     wanted = torch.autograd.grad(expected, (hidden, weight))
-    for found in (
-        loss_of(**keys).of_hidden(hidden, weight, labels, context(weights=weights)),
-        loss_of(**keys).of_logits(F.linear(hidden, weight), labels, context(weights=weights)),
-    ):
+    loss, ctx = loss_of(**keys), context(weights=weights)
+    logits = F.linear(hidden, weight)
+    for found in (loss.of_hidden(hidden, weight, labels, ctx), loss.of_logits(logits, labels, ctx)):
         assert found[0].item() == pytest.approx(expected.item(), rel=1e-5)
         assert found[1].item() == 0.0
         for gradient, reference in zip(torch.autograd.grad(found[0], (hidden, weight)), wanted, strict=True):
@@ -86,14 +85,11 @@ def test_negatives_of_the_batch_are_those_of_one_set_of_all() -> None:
     expected = loss_of(negatives="micro_batch").of_hidden(hidden, weight, labels, context())[0]
     of_batch = loss_of(counts, negatives="batch")
     padded = F.pad(weight, (0, 0, 0, 3), value=9.0)  # rows that pad the vocabulary
-    for found in (
-        of_batch.of_hidden(hidden, padded, labels, context())[0],
-        of_batch.of_logits(F.linear(hidden, weight), labels, context())[0],
-    ):
+    of_logits = of_batch.of_logits(F.linear(hidden, weight), labels, context())
+    for found, _ in (of_batch.of_hidden(hidden, padded, labels, context()), of_logits):
         assert found.item() == pytest.approx(expected.item(), rel=1e-5)
-        for a, b in zip(
-            *(torch.autograd.grad(each, (hidden, weight), retain_graph=True) for each in (found, expected)), strict=True
-        ):
+        pairs = (torch.autograd.grad(each, (hidden, weight), retain_graph=True) for each in (found, expected))
+        for a, b in zip(*pairs, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
@@ -103,9 +99,8 @@ def test_flops_count_the_tokens_of_a_set(tmp_path: Path) -> None:
     plain, headless = (FlopsPerToken.of(run.skeleton, 16, False, scored) for scored in (None, 16))
     config = run.skeleton.config
     assert plain.flops - headless.flops == 3 * 2 * config.hidden_size * (config.vocab_size - 16)
-    assert plain.flops * plain.causal_share - headless.flops * headless.causal_share == pytest.approx(
-        plain.flops - headless.flops
-    )
+    causal = [each.flops * each.causal_share for each in (plain, headless)]
+    assert causal[0] - causal[1] == pytest.approx(plain.flops - headless.flops)
 
 
 def test_a_set_without_labels_costs_nothing() -> None:
@@ -131,10 +126,7 @@ def test_headless_then_a_head_of_the_embeddings(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (
-            ["model.loss=headless"],
-            r"model.loss: expected a map of keys, found 'headless'; set model.loss.name=headless",
-        ),
+        (["model.loss=headless"], "model.loss: expected a map of keys, found 'headless'; set model.loss.name=head"),
         (["model.loss={name: headles}"], r"model.loss.name: .*'headless'"),
         (["model.loss={name: headless}"], "tie_word_embeddings: expected true: the headless loss has embeddings"),
         ([TIED, "model.loss={name: headless, negatives: block}"], "block_size: expected with negatives: block"),

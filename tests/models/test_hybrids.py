@@ -24,6 +24,9 @@ KEYS = yaml.safe_load("""{is_nemotron_h_config: true, hybrid_override_pattern: '
     mamba_num_heads: 8, mamba_head_dim: 8, n_groups: 2, ssm_state_size: 16, vocab_size: 300}""")
 
 
+PATTERN = "hybrid_override_pattern"
+
+
 def config_of(root: Path, **changes: Any) -> dict[str, Any]:
     """A whole config in YAML's keys, with these changes of a small hybrid."""
     config = our_config(root)
@@ -60,20 +63,11 @@ def test_any_pattern_computes_what_transformers_computes(pattern: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        (
-            {"hybrid_override_pattern": "M*xM"},
-            r"hybrid_override_pattern: expected letters among M, \*, -, E, found 'x' in 'M\*xM'",
-        ),
-        ({"hybrid_override_pattern": "M*EM", "mlp_bias": True}, "mlp_bias: expected false with layers of experts"),
-        (
-            {"hybrid_override_pattern": "M*EM", "n_group": 3},
-            "n_group: expected a divisor of n_routed_experts 8, found 3",
-        ),
-        (
-            {"hybrid_override_pattern": "M*-"},
-            r"hybrid_override_pattern: expected a letter for each of num_hidden_layers 4, found 3 in 'M\*-'",
-        ),
-        ({"hybrid_override_pattern": ""}, "hybrid_override_pattern: expected"),
+        ({PATTERN: "M*xM"}, rf"{PATTERN}: expected letters among M, \*, -, E, found 'x' in 'M\*xM'"),
+        ({PATTERN: "M*EM", "mlp_bias": True}, "mlp_bias: expected false with layers of experts"),
+        ({PATTERN: "M*EM", "n_group": 3}, "n_group: expected a divisor of n_routed_experts 8, found 3"),
+        ({PATTERN: "M*-"}, rf"{PATTERN}: expected a letter for each of num_hidden_layers 4, found 3 in 'M\*-'"),
+        ({PATTERN: ""}, f"{PATTERN}: expected"),
         ({"n_groups": 3}, "n_groups: expected a divisor of mamba_num_heads 8, found 3"),
         ({"time_step_max": 1e-4}, "time_step_max: expected at least time_step_min"),
         ({"tie_word_embeddings": True}, "tie_word_embeddings: expected false"),
@@ -100,10 +94,9 @@ def test_names_of_layers_that_files_have_or_had_are_read() -> None:
     assert architecture_from_hf(without, "config.json").head_dim == type(hf_model("nemotron_h").config)().head_dim
     with pytest.raises(InputError, match=r"hybrid_override_pattern: expected letters among .* found '\?'"):
         architecture_from_hf(config | {"layers_block_type": ["linear_attention", "sliding_attention"]}, "config.json")
-    with pytest.raises(NotSupportedYet, match="moe_latent_size: 8"):
-        architecture_from_hf(config | {"moe_latent_size": 8}, "config.json")
-    with pytest.raises(NotSupportedYet, match="sliding_window: 8"):
-        architecture_from_hf(config | {"sliding_window": 8}, "config.json")
+    for key in ("moe_latent_size", "sliding_window"):
+        with pytest.raises(NotSupportedYet, match=f"{key}: 8"):
+            architecture_from_hf(config | {key: 8}, "config.json")
 
 
 # ---- maths -------------------------------------------------------------------------------------------------
@@ -127,10 +120,9 @@ def test_documents_of_a_sequence_do_not_see_each_other(which: str) -> None:
 
 def test_every_layer_writes_into_the_residual_stream_damped_by_depth(tmp_path: Path) -> None:
     weights = {name: parameter.detach() for name, parameter in named_parameters(fresh_model(config_of(tmp_path)))}
-    for layer, name in ((1, "o_proj"), (2, "down_proj")):
-        assert weights[f"model.layers.{layer}.mixer.{name}.weight"].std() == pytest.approx(0.05 / 2, rel=0.1)
-    for layer, name in ((1, "q_proj"), (2, "up_proj")):
-        assert weights[f"model.layers.{layer}.mixer.{name}.weight"].std() == pytest.approx(0.05, rel=0.1)
+    stds = {"1.mixer.o_proj": 0.05 / 2, "2.mixer.down_proj": 0.05 / 2, "1.mixer.q_proj": 0.05, "2.mixer.up_proj": 0.05}
+    for name, std in stds.items():
+        assert weights[f"model.layers.{name}.weight"].std() == pytest.approx(std, rel=0.1)
     bound = 64**-0.5 / 2
     assert 0.9 * bound < weights["model.layers.0.mixer.out_proj.weight"].abs().max() <= bound
 
@@ -150,9 +142,8 @@ def test_hidden_states_between_layers_of_any_kind_are_fp32_where_the_config_says
 
 
 def test_a_feed_forward_has_the_activation_and_the_biases_of_its_config(tmp_path: Path) -> None:
-    model = fresh_model(
-        config_of(tmp_path, hybrid_override_pattern="-", num_hidden_layers=1, hidden_act="relu", mlp_bias=True)
-    )
+    keys = {PATTERN: "-", "num_hidden_layers": 1, "hidden_act": "relu", "mlp_bias": True}
+    model = fresh_model(config_of(tmp_path, **keys))
     block, x = model.model.layers["0"].mixer, torch.randn(3, 32)
     with torch.no_grad():
         block.up_proj.bias.fill_(0.5)

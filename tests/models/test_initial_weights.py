@@ -33,14 +33,8 @@ def llama(
     **changes: Any,
 ) -> dict[str, Tensor]:
     """Every initial weight of a small model, by name."""
-    shapes = {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_attention_heads": 4,
-        "num_hidden_layers": LAYERS,
-        "vocab_size": 500,
-    }
-    shapes |= {"attention_bias": True} if section is LlamaArchitecture else {}
+    shapes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "vocab_size": 500}
+    shapes |= {"num_hidden_layers": LAYERS} | ({"attention_bias": True} if section is LlamaArchitecture else {})
     with torch.device("meta"):
         keys = {name: value for name, value in (shapes | changes).items() if value is not None}
         model = Decoder(section(**keys), vocab_multiple)
@@ -133,11 +127,8 @@ def test_torchs_global_generator_is_neither_read_nor_moved() -> None:
 
 def test_the_order_in_which_weights_are_filled_does_not_matter() -> None:
     expected = llama(scaling="NONE")
-    rules = [
-        InitRule("*norm.weight", Constant(1.0)),
-        InitRule("*.bias", Constant(0.0)),
-        InitRule("*.weight", Normal(0.02)),
-    ]
+    patterns = {"*norm.weight": Constant(1.0), "*.bias": Constant(0.0), "*.weight": Normal(0.02)}
+    rules = [InitRule(pattern, distribution) for pattern, distribution in patterns.items()]
     parameters = [(name, torch.nn.Parameter(torch.empty_like(w))) for name, w in expected.items()]
     for name, parameter in reversed(parameters):
         fill(name, TensorShard.full(parameter), rule_for(name, rules), 1)

@@ -1,6 +1,6 @@
 """Llama's maths: logits, loss and every gradient are those of transformers' with the same weights, in fp32."""
 
-from itertools import pairwise
+from itertools import combinations, pairwise
 from typing import Any
 
 import pytest
@@ -16,14 +16,7 @@ from support.tiny_llamas import SHAPES, VARIANTS, hf_llama, random_tokens
 
 SEQUENCES, LENGTH = 3, 40
 EXTRA: dict[str, dict[str, Any]] = {
-    "yarn_with_attention_factor": {
-        "rope_scaling": {
-            "rope_type": "yarn",
-            "factor": 4.0,
-            "attention_factor": 1.3,
-            "original_max_position_embeddings": 16,
-        }
-    },
+    "yarn_with_attention_factor": {"rope_scaling": VARIANTS["yarn"]["rope_scaling"] | {"attention_factor": 1.3}},
     "default_rope_by_name": {"rope_scaling": {"rope_type": "default"}},
     "gelu_exact": {"hidden_act": "gelu"},
     "relu": {"hidden_act": "relu"},
@@ -99,16 +92,13 @@ def test_each_variant_is_a_model_of_its_own() -> None:
         _, ours = pair(**changes)
         with torch.no_grad():
             logits[name] = ours(tokens.flatten(), context())
-    names = list(logits)
-    for i, one in enumerate(names):
-        for other in names[:i]:
-            distance = (logits[one] - logits[other]).abs().max()
-            assert distance > 1e-3 * logits[one].abs().max(), f"{one} and {other} are the same"
+    for one, other in combinations(logits, 2):
+        distance = (logits[one] - logits[other]).abs().max()
+        assert distance > 1e-3 * logits[one].abs().max(), f"{one} and {other} are the same"
 
 
 def test_dynamic_scaling_within_the_trained_context_is_plain_rope() -> None:
-    changes = {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}, "max_position_embeddings": LENGTH}
-    _, scaled = pair(**changes)
+    _, scaled = pair(**VARIANTS["dynamic"] | {"max_position_embeddings": LENGTH})
     _, plain = pair()
     tokens, _ = batch()
     assert torch.equal(scaled(tokens.flatten(), context()), plain(tokens.flatten(), context()))
@@ -116,7 +106,6 @@ def test_dynamic_scaling_within_the_trained_context_is_plain_rope() -> None:
 
 def test_interleaved_rope_is_the_half_form_with_permuted_rows() -> None:
     _, halves = pair()
-    _, interleaved = pair()
     interleaved = our_llama(rope_interleaved=True)
     head_dim = SHAPES["hidden_size"] // SHAPES["num_attention_heads"]
     # Channel pair i stands at rows (i, i + d/2) in one form and (2 i, 2 i + 1) in the other.
@@ -129,9 +118,8 @@ def test_interleaved_rope_is_the_half_form_with_permuted_rows() -> None:
                 weight = weight.view(-1, head_dim, weight.shape[1])[:, order].flatten(0, 1)
             parameter.copy_(weight)
     tokens, _ = batch()
-    torch.testing.assert_close(
-        interleaved(tokens.flatten(), context()), halves(tokens.flatten(), context()), rtol=0, atol=1e-5
-    )
+    found, expected = (model(tokens.flatten(), context()) for model in (interleaved, halves))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
 def test_documents_in_one_sequence_are_trained_as_if_each_stood_alone() -> None:

@@ -28,21 +28,11 @@ KEYS: dict[str, dict[str, Any]] = {
     "mamba": {"is_mamba_config": True, "hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 300},
     "mamba2": {"is_mamba2_config": True, "hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 300} | HEADS,
 }
-NANOTRONS = {
-    "is_mamba_config": True,
-    "d_model": 32,
-    "num_hidden_layers": 2,
-    "vocab_size": 300,
-    "ssm_cfg": yaml.safe_load("""{d_state: 8, d_conv: 3, expand: 1, dt_rank: 5, dt_min: 0.01, dt_max: 0.2,
-        dt_init: constant, dt_scale: 0.5, dt_init_floor: 0.02, conv_bias: false, bias: true, use_fast_path: true}"""),
-    "rms_norm": True,
-    "fused_add_norm": True,
-    "residual_in_fp32": False,
-    "rms_norm_eps": 1e-4,
-    "pad_vocab_size_multiple": 8,
-    "dtype": "float32",
-    "pad_token_id": None,
-}
+NANOTRONS = yaml.safe_load("""{is_mamba_config: true, d_model: 32, num_hidden_layers: 2, vocab_size: 300,
+    ssm_cfg: {d_state: 8, d_conv: 3, expand: 1, dt_rank: 5, dt_min: 0.01, dt_max: 0.2, dt_init: constant,
+        dt_scale: 0.5, dt_init_floor: 0.02, conv_bias: false, bias: true, use_fast_path: true},
+    rms_norm: true, fused_add_norm: true, residual_in_fp32: false, rms_norm_eps: 1.0e-4, pad_vocab_size_multiple: 8,
+    dtype: float32, pad_token_id: null}""")
 
 
 def config_of(root: Path, **keys: Any) -> dict[str, Any]:
@@ -61,11 +51,8 @@ def test_nanotrons_keys_are_read_as_those_they_mean(tmp_path: Path) -> None:
         time_step_init_scheme: constant, time_step_scale: 0.5, time_step_floor: 0.02, use_conv_bias: false,
         use_bias: true, residual_in_fp32: false, layer_norm_epsilon: 0.0001}""")
     config = config_of(tmp_path, **NANOTRONS)
-    config["model"]["init_method"] = {
-        "initializer_range": 0.02,
-        "rescale_prenorm_residual": True,
-        "n_residuals_per_layer": 1,
-    }
+    rescaled = {"rescale_prenorm_residual": True, "n_residuals_per_layer": 1}
+    config["model"]["init_method"] = {"initializer_range": 0.02, **rescaled}
     said: list[str] = []
     found = load(config, report=said.append)
     assert found.model.architecture == load(config_of(tmp_path, **ours)).model.architecture
@@ -133,9 +120,8 @@ def test_a_mamba_has_one_matrix_of_tokens_unless_told_otherwise(tmp_path: Path) 
 @pytest.mark.parametrize("family", KEYS)
 def test_decays_and_time_steps_begin_as_in_the_papers(family: str, tmp_path: Path) -> None:
     keys = {"time_step_min": 0.01, "time_step_max": 0.5, "time_step_floor": 0.02}
-    weights = {
-        name: p.detach() for name, p in named_parameters(fresh_model(config_of(tmp_path, **KEYS[family], **keys)))
-    }
+    model = fresh_model(config_of(tmp_path, **KEYS[family], **keys))
+    weights = {name: parameter.detach() for name, parameter in named_parameters(model)}
     mixer = "model.layers.1.mixer."
     a_log, skip = weights[mixer + "scan.A_log"], weights[mixer + "scan.D"]
     assert torch.allclose(a_log.exp(), torch.arange(1.0, a_log.shape[-1] + 1).expand_as(a_log), rtol=1e-5)
@@ -183,10 +169,9 @@ def test_bounds_of_time_steps_are_those_of_transformers() -> None:
             parameter.normal_(0.0, 0.25, generator=torch.Generator().manual_seed(0))
     architecture = architecture_from_hf(config.to_dict() | {"architectures": ["Mamba2ForCausalLM"]}, "config.json")
     tokens = random_tokens(2, 17)
-    limited, free = (
-        our_logits(filled(model, in_our_names_of(model, theirs.state_dict())), tokens)
-        for model in map(Decoder, (architecture, architecture.model_copy(update={"time_step_limit": [0.0, None]})))
-    )
+    unlimited = architecture.model_copy(update={"time_step_limit": [0.0, None]})
+    models = (Decoder(architecture), Decoder(unlimited))
+    limited, free = (our_logits(filled(m, in_our_names_of(m, theirs.state_dict())), tokens) for m in models)
     with torch.no_grad():
         expected = theirs(tokens).logits
     assert torch.allclose(limited, expected, atol=1e-4)

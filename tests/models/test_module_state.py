@@ -236,10 +236,8 @@ def dynamic(folder: Path, source: Path, *overrides: str) -> Config:
     """transformers' Llama whose angles grow with the longest text that it has met, on sequences of 8, later 16."""
     plain = plain_config(folder, {"hf": str(source), "family": HUGGING_FACE}, {"std": 0.3, "scaling_method": "NONE"})
     (stage,) = plain["data_stages"]
-    plain["data_stages"] = [
-        stage | {"name": "shorter", "sequence_length": 8},
-        stage | {"name": "longer", "start_training_step": 4},
-    ]
+    longer = stage | {"name": "longer", "start_training_step": 4}
+    plain["data_stages"] = [stage | {"name": "shorter", "sequence_length": 8}, longer]
     return resolve_architecture(load(plain, ["tokens.train_steps=6", *overrides]))
 
 

@@ -180,22 +180,17 @@ def test_a_run_logs_their_loss_and_learns(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "message"),
+    ("override", "message"),
     [
-        ("parallelism.pp=2", r"parallelism\.pp: expected 1 with num_nextn_predict_layers"),
-        ("parallelism.context_parallel_size=2", r"context_parallel_size: expected 1 with num_nextn_predict_layers"),
+        ("parallelism.pp=2", r"parallelism\.pp: expected 1"),
+        ("parallelism.context_parallel_size=2", "context_parallel_size: expected 1"),
+        ("model.loss={name: distillation, teacher: somewhere}", r"model\.loss: expected null"),
     ],
 )
-def test_layouts_that_part_what_they_need_are_refused(layout: str, message: str, tmp_path: Path) -> None:
+def test_layouts_that_part_what_they_need_and_other_losses_are_refused(override, message, tmp_path):
     keys = SPARSE["deepseek_v3"] | {"num_nextn_predict_layers": 1, "num_key_value_heads": 4}
-    with pytest.raises(InputError, match=message):
-        load(our_config(tmp_path, **keys), [layout, "tokens.batch_accumulation_per_replica=2"])
-
-
-def test_other_losses_are_refused(tmp_path: Path) -> None:
-    keys = SPARSE["deepseek_v3"] | {"num_nextn_predict_layers": 1, "num_key_value_heads": 4}
-    with pytest.raises(InputError, match=r"model\.loss: expected null with num_nextn_predict_layers"):
-        load(our_config(tmp_path, **keys), ["model.loss={name: distillation, teacher: somewhere}"])
+    with pytest.raises(InputError, match=f"{message} with num_nextn_predict_layers"):
+        load(our_config(tmp_path, **keys), [override, "tokens.batch_accumulation_per_replica=2"])
 
 
 # ---- files ----

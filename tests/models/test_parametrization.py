@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from kenotron.config import load
 from kenotron.config.errors import InputError
@@ -14,18 +15,13 @@ from kenotron.models import build, named_parameters
 from kenotron.models.parametrization import Factors, factors, spectral_factors, table
 from kenotron.optim.build import build_optimizer
 from kenotron.parallel.mesh import Mesh
-from support.layout_runs import prepared
-from support.tiny_run import saved_weights, tiny_dict, train_quietly
+from support.layout_runs import SPARSE, prepared
+from support.tiny_run import exported, saved_weights, tiny_dict, train_quietly
 
 UNTIED = {"tie_word_embeddings": False}
-LLAMA_350M = UNTIED | {  # examples/mup/configs/mup_350m_llama_config.yaml of nanotron
-    "hidden_size": 1024,
-    "intermediate_size": 4096,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "num_hidden_layers": 2,
-    "vocab_size": 49152,
-}
+# examples/mup/configs/mup_350m_llama_config.yaml of nanotron
+LLAMA_350M = yaml.safe_load("""{hidden_size: 1024, intermediate_size: 4096, num_attention_heads: 8,
+    num_key_value_heads: 4, num_hidden_layers: 2, vocab_size: 49152}""")
 LAYER = "model.layers.0."
 
 
@@ -73,14 +69,10 @@ def test_a_narrow_output_gets_less() -> None:
 @pytest.mark.parametrize("kind", ["mup", "completep"])
 def test_relative_factors_are_the_table_s(kind: str, optimizer: str, tmp_path: Path) -> None:
     m, l = 4.0, 3.0
-    shapes = {"hidden_size": 64, "num_hidden_layers": 6}
-    found = of(
-        tmp_path,
-        shapes,
-        f"model.parametrization={{kind: {kind}, base_width: 16, base_depth: {2 if kind == 'completep' else 'null'}}}",
-        f"optimizer.optimizer_factory={{name: {optimizer}}}",
-    )
     deep = kind == "completep"
+    base = f"model.parametrization={{kind: {kind}, base_width: 16, base_depth: {2 if deep else 'null'}}}"
+    shapes = {"hidden_size": 64, "num_hidden_layers": 6}
+    found = of(tmp_path, shapes, base, f"optimizer.optimizer_factory={{name: {optimizer}}}")
     rate = m**-0.5 if optimizer == "muon" else 1 / m
     branch = 1 / l if deep else 1.0
     hidden = Factors(m**-0.5, rate, 1 / rate, 1 / (m * l) if deep else 1 / m)
@@ -121,9 +113,8 @@ def test_a_weight_times_c_trains_as_the_same_weight_with_its_output_times_c() ->
     plain = Factors()
     for factor, output in ((plain, c), (plain.with_output_times(c), 1.0)):
         weight = torch.nn.Parameter(start * factor.std)
-        optimizer = torch.optim.AdamW(
-            [weight], lr=0.05 * factor.learning_rate, weight_decay=0.2 * factor.weight_decay, eps=1e-3 * factor.epsilon
-        )
+        options = {"weight_decay": 0.2 * factor.weight_decay, "eps": 1e-3 * factor.epsilon}
+        optimizer = torch.optim.AdamW([weight], lr=0.05 * factor.learning_rate, **options)
         for _ in range(10):
             optimizer.zero_grad()
             (output * x @ weight.T - y).square().mean().backward()
@@ -151,9 +142,8 @@ def test_they_reach_weights_and_optimizer(tmp_path: Path) -> None:
 
 
 def test_patterns_of_parameter_groups_multiply_them(tmp_path: Path) -> None:
-    config = config_of(
-        tmp_path, "optimizer.param_groups=[{pattern: down_proj, learning_rate_scale: 3, weight_decay: 0}]"
-    )
+    rule = "optimizer.param_groups=[{pattern: down_proj, learning_rate_scale: 3, weight_decay: 0}]"
+    config = config_of(tmp_path, rule)
     with torch.device("meta"):
         model = build(config.model)
     optimizer = build_optimizer(model.named_parameters(), config.optimizer, factors=factors(model, config))
@@ -164,62 +154,35 @@ def test_patterns_of_parameter_groups_multiply_them(tmp_path: Path) -> None:
 
 def test_what_is_exported_is_the_model_as_it_is(tmp_path: Path) -> None:
     """No factor is left in the forward pass: the exported config has none, and its weights are the checkpoint's."""
-    config = load(config_of(tmp_path), ["model.parametrization=null", "model.init_method={use_mup: true}"])
+    config = load(config_of(tmp_path), MUP)
     run = train_quietly(config)
     saved = Path(config.checkpoints.checkpoints_path) / str(run.step)
     to_hf(saved, tmp_path / "hf", dtype="float32")
-    from safetensors.torch import load_file
-
-    exported = load_file(tmp_path / "hf" / "model.safetensors")
     name = f"{LAYER}self_attn.q_proj.weight"
-    assert exported[name].equal(saved_weights(saved)[name])
+    assert exported(tmp_path / "hf")[name].equal(saved_weights(saved)[name])
     assert "scale" not in json.loads((tmp_path / "hf" / "config.json").read_text())
+
+
+MUP = ["model.parametrization=null", "model.init_method={use_mup: true}"]
+COMPLETEP = "model.parametrization.kind=completep"
 
 
 @pytest.mark.parametrize(
     ("shapes", "overrides", "said"),
     [
+        ({}, ["optimizer.optimizer_factory={name: sgd}"], "parametrization: its factors are those of adamW or muon or"),
+        ({"tie_word_embeddings": True}, [], "parametrization: embedding and head learn at different rates; expected"),
+        (SPARSE["mixtral"], [], "parametrization: expected a model of attention and dense MLPs, found mixtral"),
+        ({}, [*MUP, "optimizer.optimizer_factory={name: muon}"], "use_mup: its factors are those of adamW; found muon"),
         (
             {},
-            ["optimizer.optimizer_factory={name: sgd}"],
-            "model.parametrization: its factors are those of adamW or muon or normuon; found",
-        ),
-        (
-            {"tie_word_embeddings": True},
-            [],
-            "model.parametrization: embedding and head learn at different rates; expected tie",
-        ),
-        (
-            {"is_mixtral_config": True, "num_local_experts": 4, "num_experts_per_tok": 2},
-            [],
-            "model.parametrization: expected a model of attention and dense MLPs, found mixtral",
-        ),
-        (
-            {},
-            [
-                "model.parametrization=null",
-                "model.init_method={use_mup: true}",
-                "optimizer.optimizer_factory={name: muon}",
-            ],
-            "model.init_method.use_mup: its factors are those of adamW; found muon",
-        ),
-        (
-            {},
-            ["model.parametrization.kind=completep", "model.init_method={std: 0.02, scaling_method: layer_index}"],
+            [COMPLETEP, "model.init_method={std: 0.02, scaling_method: layer_index}"],
             "model.init_method.scaling_method: expected NUM_LAYERS or NONE with completep, found LAYER_INDEX",
         ),
-        (
-            {"family": "olmo2"},
-            ["model.parametrization.kind=completep"],
-            "model.parametrization.kind: expected mup: the norms after branches of olmo2 undo 1 / depth",
-        ),
-        ({}, ["model.init_method={use_mup: true}"], "model.parametrization: expected null with init_method.use_mup"),
+        ({"family": "olmo2"}, [COMPLETEP], "kind: expected mup: the norms after branches of olmo2 undo 1 / depth"),
+        ({}, MUP[1:], "model.parametrization: expected null with init_method.use_mup"),
         ({}, ["model.parametrization.base_depth=3"], "base_depth: expected null or this model's depth; "),
-        (
-            {},
-            ["model.parametrization.kind=completep", "model.parametrization.base_depth=null"],
-            "model.parametrization.base_depth: missing: completep needs the depth",
-        ),
+        ({}, [COMPLETEP, "model.parametrization.base_depth=null"], "base_depth: missing: completep needs the depth"),
     ],
 )
 def test_what_the_rules_do_not_know_is_one_line(shapes, overrides, said, tmp_path):

@@ -7,31 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.families import hf_model, ours_of
-from support.tiny_llamas import our_logits, random_tokens
+from support.tiny_llamas import VARIANTS, our_logits, random_tokens
 
 OWN_HEAD_DIM = ("llama", "mistral", "qwen3", "olmo2", "nano", "mixtral", "qwen3_moe")
 HEADS_TOGETHER = ("qwen2", "smollm3", "starcoder2", "gpt_neox", "olmoe", "qwen2_moe")  # as wide as the model
 
 WINDOWED = ("mistral", "mixtral", "starcoder2")
-EXPERTS = {  # the names of their number
-    "mixtral": "num_local_experts",
-    "olmoe": "num_experts",
-    "qwen2_moe": "num_experts",
-    "qwen3_moe": "num_experts",
-}
-SCALINGS: list[dict[str, Any]] = [
-    {"rope_type": "default"},
-    {"rope_type": "linear", "factor": 3.0},
-    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
-    {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 16,
-    },
-]
-SPARSE = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "deepseek_v3")
+# The names of their number.
+EXPERTS = {"mixtral": "num_local_experts"} | dict.fromkeys(("olmoe", "qwen2_moe", "qwen3_moe"), "num_experts")
+SCALINGS = [{"rope_type": "default"}, *(VARIANTS[each]["rope_scaling"] for each in ("linear", "yarn", "llama3"))]
 
 
 @st.composite
@@ -50,7 +34,7 @@ def models(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
         "rope_parameters": {"rope_theta": draw(st.sampled_from([50.0, 10_000.0])), **draw(st.sampled_from(SCALINGS))},
     }
     shapes["hidden_size"] = heads * draw(st.sampled_from([2, 4, 10]))
-    if which in SPARSE:  # transformers' grouped products take multiples of 16 bytes
+    if which in (*EXPERTS, "deepseek_v3"):  # transformers' grouped products take multiples of 16 bytes
         shapes["hidden_size"] *= 2
         shapes["intermediate_size"] = 4 * draw(st.integers(1, 10))
     if which in WINDOWED:

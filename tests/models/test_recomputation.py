@@ -88,10 +88,11 @@ def test_losses_and_gradients_have_the_same_bits(family: str, borders: tuple[int
         assert [name for name in plain if not torch.equal(plain[name], recomputed[name])] == []
 
 
-WIDE = tuple(
-    f"model.model_config.{key}={value}"
-    for key, value in {"hidden_size": 128, "intermediate_size": 448, "num_key_value_heads": 2}.items()
-)  # Llama 3.1 8B's ratios
+# Llama 3.1 8B's ratios.
+WIDE = [f"model.model_config.{each}" for each in ("hidden_size=128", "intermediate_size=448", "num_key_value_heads=2")]
+
+
+WAYS: tuple[bool | str, ...] = (False, "elementwise", "selective", True)
 
 
 def kept(recompute: bool | str, folder: Path) -> int:
@@ -104,16 +105,14 @@ def kept(recompute: bool | str, folder: Path) -> int:
 
 
 def test_memory_lies_between_none_and_full(tmp_path: Path) -> None:
-    none, elementwise, selective, full = (
-        kept(recompute, tmp_path) for recompute in (False, "elementwise", "selective", True)
-    )
+    none, elementwise, selective, full = (kept(each, tmp_path) for each in WAYS)
     assert full < selective <= 0.45 * none
     assert selective < elementwise <= 0.7 * none
 
 
 def test_attention_and_its_products_run_once_and_gate_and_up_twice(tmp_path: Path) -> None:
     counts = {}
-    for recompute in (False, True, "selective", "elementwise"):
+    for recompute in WAYS:
         model = model_of("llama", recompute, tmp_path, *WIDE)
         tokens, ctx, labels = batch(model, None)
         with Watched() as watched:
@@ -131,10 +130,7 @@ def test_attention_and_its_products_run_once_and_gate_and_up_twice(tmp_path: Pat
 
 def test_hardware_flops_have_gate_up_and_down_twice(tmp_path: Path) -> None:
     model = model_of("llama", False, tmp_path, *WIDE)
-    none, elementwise, selective, full = (
-        FlopsPerToken.of(model, LENGTH, each)  # type: ignore[arg-type]
-        for each in (False, "elementwise", "selective", True)
-    )
+    none, elementwise, selective, full = (FlopsPerToken.of(model, LENGTH, each) for each in WAYS)
     assert none.hardware_factor == 1.0
     assert none.hardware_factor <= elementwise.hardware_factor < selective.hardware_factor
     again = 4 * 3 * 2 * 128 * 448
@@ -148,11 +144,9 @@ def test_hardware_flops_have_gate_up_and_down_twice(tmp_path: Path) -> None:
 def test_on_two_ranks_no_product_is_kept_that_a_sum_overwrites(recompute: Any, kept: list[str], tmp_path: Path) -> None:
     config = problem_of_family("llama", *WIDE).config("accum=1", tmp_path).model.decoder
     policy = checkpoint_options(recompute, config, tp=2)["context_fn"].args[0]
-    hidden, half = 128, 448 // 2
-    products = {"q": (hidden, hidden // 2), "gate": (hidden, half), "o": (hidden // 2, hidden), "down": (half, hidden)}
-    found = []
-    for name, (features, results) in products.items():
-        factors = torch.empty(LENGTH, features), torch.empty(features, results)
-        if policy(None, torch.ops.aten.mm.default, *factors) == CheckpointPolicy.MUST_SAVE:
-            found.append(name)
-    assert found == kept
+    products = {"q": (128, 64), "gate": (128, 224), "o": (64, 128), "down": (224, 128)}
+    found = {
+        name: policy(None, torch.ops.aten.mm.default, torch.empty(LENGTH, shape[0]), torch.empty(shape))
+        for name, shape in products.items()
+    }
+    assert [name for name, choice in found.items() if choice == CheckpointPolicy.MUST_SAVE] == kept

@@ -80,10 +80,7 @@ def test_an_example_trains_in_miniature(name: str, tmp_path: Path) -> None:
     overrides = [f"model.model_config.{key}={value}" for key, value in shapes.items()]
     overrides += ["parallelism={dp: 1, tp: 1, pp: 1}", "tokens.batch_accumulation_per_replica=1"]
     overrides += ["tokens.train_steps=10", "tokens.sequence_length=32", "tokens.micro_batch_size=4"]
-    overrides += [
-        f"checkpoints.checkpoints_path={tmp_path / 'checkpoints'}",
-        f"logging={{log_dir: {tmp_path / 'logs'}}}",
-    ]
+    overrides += [f"checkpoints.checkpoints_path={tmp_path}/checkpoints", f"logging={{log_dir: {tmp_path}/logs}}"]
     overrides += ["optimizer.learning_rate_scheduler={learning_rate: 0.01, lr_decay_style: constant}"]
     config = load(FOLDER / f"{name}.yaml", [*overrides, *text_overrides(tmp_path)])
     train_quietly(config)
