@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -253,13 +253,9 @@ def test_tiles_of_random_documents_cover_each_visible_pair_once() -> None:
         borders = case.cu_seqlens or tuple(range(0, rows * length + 1, length))
         visible = sum((end - begin) * (end - begin + 1) // 2 for begin, end in pairwise(borders))
         everyone = [zigzag(length, 3, rank) for rank in range(3)]
-        own = sum(pairs(local_blocks(chunks, rows, length, case.cu_seqlens)) for chunks in everyone)
-        earlier = sum(
-            pairs(earlier_blocks(ours, theirs, rows, length, case.cu_seqlens))
-            for ours in everyone
-            for theirs in everyone
-        )
-        assert own + earlier == visible
+        found = [local_blocks(chunks, rows, length, case.cu_seqlens) for chunks in everyone]
+        found += [earlier_blocks(*two, rows, length, case.cu_seqlens) for two in product(everyone, repeat=2)]
+        assert sum(map(pairs, found)) == visible
 
 
 def test_pieces_that_share_no_document_are_skipped() -> None:
@@ -269,16 +265,13 @@ def test_pieces_that_share_no_document_are_skipped() -> None:
             assert earlier_blocks(zigzag(32, 4, rank), zigzag(32, 4, source), 1, 32, whole_chunks) == []
 
 
-def test_a_length_that_does_not_divide_and_too_few_heads_are_reported_by_their_key() -> None:
+def test_what_a_method_is_not_for_is_reported_by_its_key() -> None:
+    with pytest.raises(InputError, match=r"context_parallel_method: state_passing: this model has attention"):
+        context.attention_of("state_passing")()
     with pytest.raises(InputError, match=r"context_parallel_size: ring cuts a sequence into 4 chunks; .* found 10"):
         context.local_chunks(10, 2, 0, "ring")
     for message in run_ranks(2, too_few_heads_rank):
         assert message.startswith("parallelism.context_parallel_size: ulysses shares out the 3 query heads of a rank")
-
-
-def test_state_passing_refuses_attention_by_its_key() -> None:
-    with pytest.raises(InputError, match=r"context_parallel_method: state_passing: this model has attention"):
-        context.attention_of("state_passing")()
 
 
 def too_few_heads_rank(rank: int) -> str:
@@ -302,24 +295,15 @@ class Setting:
     recompute: bool = False
     compile_backend: str | None = None
     dtype: torch.dtype = torch.float32
-    kv_heads: int = 2
     tp: int = 1
     tp_mode: str = "ALL_REDUCE"
 
 
 def small_llama(setting: Setting) -> Decoder:
-    config = LlamaArchitecture(
-        hidden_size=32,
-        intermediate_size=48,
-        num_attention_heads=4,
-        num_key_value_heads=setting.kv_heads,
-        num_hidden_layers=2,
-        vocab_size=VOCAB,
-        z_loss_enabled=True,
-        z_loss_coefficient=0.01,
-    )
+    shapes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    shapes |= {"num_hidden_layers": 2, "vocab_size": VOCAB, "z_loss_enabled": True, "z_loss_coefficient": 0.01}
     with torch.device("meta"):
-        return Decoder(config, setting.tp)
+        return Decoder(LlamaArchitecture(**shapes), setting.tp)
 
 
 def micro_batch(setting: Setting, seed: int = 0) -> MicroBatch:
@@ -332,10 +316,8 @@ def micro_batch(setting: Setting, seed: int = 0) -> MicroBatch:
     if setting.documents:
         borders = tuple(sorted({*DOCUMENTS, seed % LENGTH}))
         positions = torch.cat([torch.arange(end - begin) for begin, end in pairwise(borders)])
-    scale = 1 / int((labels != -100).sum())
-    return MicroBatch(
-        tokens, labels, Context((SEQUENCES, LENGTH), positions, attention, borders, torch.arange(SEQUENCES), scale)
-    )
+    ids, scale = torch.arange(SEQUENCES), 1 / int((labels != -100).sum())
+    return MicroBatch(tokens, labels, Context((SEQUENCES, LENGTH), positions, attention, borders, ids, scale))
 
 
 def prepared(setting: Setting, mesh: Mesh | None = None) -> Decoder:
@@ -394,8 +376,7 @@ def test_the_models_loss_and_every_gradient_are_one_processs(method: str, docume
 
 def total_error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
     """Of all parameters as one vector."""
-    flat = [torch.cat([some[name].flatten() for name in expected]) for some in (found, expected)]
-    return relative_error(*flat)
+    return relative_error(*(torch.cat([some[name].flatten() for name in expected]) for some in (found, expected)))
 
 
 @pytest.mark.parametrize("method", METHODS)

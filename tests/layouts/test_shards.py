@@ -60,8 +60,7 @@ def blocks_after_fully_shard(rank: int, tp: int, dp: tuple[int, int], dim: int |
         module.weight = nn.Parameter(parameter)
         if replicate * shard > 1 and rows * columns:
             # a mesh of one axis shards; a second one in front of it holds copies
-            axes = tuple(name for name in ("dp_replicate", "dp_shard") if name in larger)
-            dp_mesh = mesh[axes] if axes != ("dp_replicate",) else mesh["dp_replicate"]
+            dp_mesh = mesh[tuple(name for name in ("dp_replicate", "dp_shard") if name in larger)]
             policy = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if offload else {}
             fully_shard(module, mesh=dp_mesh, **policy)
         wrong += wrong_blocks(module.weight, whole)
@@ -73,13 +72,12 @@ def blocks_after_fully_shard(rank: int, tp: int, dp: tuple[int, int], dim: int |
     ("tp", "dp", "dim"), [*FEW, *(pytest.param(*cut, marks=pytest.mark.slow) for cut in ON_EIGHT_RANKS)]
 )
 def test_the_block_of_a_parameter_is_where_it_says_under_fsdp_over_tp(tp, dp, dim):
-    for wrong in run_ranks(tp * dp[0] * dp[1], blocks_after_fully_shard, tp, dp, dim, False):
-        assert wrong == []
+    ranks = tp * dp[0] * dp[1]
+    assert run_ranks(ranks, blocks_after_fully_shard, tp, dp, dim, False) == [[]] * ranks
 
 
 def test_the_block_of_an_offloaded_parameter_is_where_it_says() -> None:
-    for wrong in run_ranks(4, blocks_after_fully_shard, 2, (1, 2), 0, True):
-        assert wrong == []
+    assert run_ranks(4, blocks_after_fully_shard, 2, (1, 2), 0, True) == [[]] * 4
 
 
 PLACEMENTS = {
@@ -101,8 +99,7 @@ def blocks_after_distribution(rank: int, mesh_shape: tuple[int, ...]) -> list[st
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("mesh_shape", PLACEMENTS)
 def test_the_block_of_a_distributed_tensor_is_where_it_says(mesh_shape: tuple[int, ...]) -> None:
-    for wrong in run_ranks(4, blocks_after_distribution, mesh_shape):
-        assert wrong == []
+    assert run_ranks(4, blocks_after_distribution, mesh_shape) == [[]] * 4
 
 
 def test_blocks_that_are_not_contiguous_or_not_summed_are_refused() -> None:

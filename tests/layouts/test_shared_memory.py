@@ -66,10 +66,9 @@ def test_gathering_scattering_and_broadcasting(ranks: int, rows: int) -> None:
     run_ranks(ranks, moved, ranks, rows)
 
 
-def of_two(rank: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+def of_two(rank: int) -> None:
     """With two ranks rounding leaves no choice: gloo's sums, bit by bit; and of a transposed tensor."""
     total, numbers = in_memory(2), torch.Generator().manual_seed(rank)
-    pairs = []
     for dtype in (torch.float32, torch.bfloat16):
         x = torch.randn(64, 33, generator=numbers).to(dtype)
         expected = x.clone()
@@ -77,13 +76,10 @@ def of_two(rank: int) -> tuple[list[torch.Tensor], torch.Tensor]:
         assert total.sum(x.clone()).equal(expected)
         turned = x.clone().t()
         assert total.sum(turned).equal(expected.t())
-        pairs.append(expected)
-    return pairs, turned
 
 
 def test_of_two_ranks_it_is_that_of_gloo() -> None:
-    one, two = run_ranks(2, of_two)
-    assert all(mine.equal(other) for mine, other in zip(one[0], two[0], strict=True))
+    run_ranks(2, of_two)
 
 
 def in_a_hurry(rank: int, ranks: int) -> int:

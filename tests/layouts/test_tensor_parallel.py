@@ -51,12 +51,12 @@ class Case:
         config = LlamaArchitecture(
             hidden_size=32,
             intermediate_size=48,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.kv_heads,
             num_hidden_layers=2,
             vocab_size=self.vocab,
-            tie_word_embeddings=self.tied,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
             attention_bias=self.bias,
+            tie_word_embeddings=self.tied,
             z_loss_enabled=self.z_loss,
             z_loss_coefficient=0.01,
         )
@@ -75,6 +75,7 @@ MODES = [
     {"mode": "REDUCE_SCATTER", "asynchronous": True},
     {"mode": "REDUCE_SCATTER", "asynchronous": True, "regather": False},
 ]
+BOTH_MODES = pytest.mark.parametrize("mode", ["ALL_REDUCE", "REDUCE_SCATTER"])
 MODELS = [
     {},
     {"tied": True, "kv_heads": 2, "documents": True},
@@ -82,11 +83,6 @@ MODELS = [
     {"tied": True, "heads": 8, "kv_heads": 2, "bias": True, "z_loss": True, "documents": True, "recompute": True},
     {"tied": True, "vocab": 50, "vocab_multiple": 256, "z_loss": True},  # some ranks hold nothing but padding
 ]
-
-
-def slow(case: Any) -> Any:
-    """What the other cases meet as well."""
-    return pytest.param(case, marks=pytest.mark.slow)
 
 
 def name(options: dict[str, Any]) -> str:
@@ -114,13 +110,8 @@ def micro_batch(case: Case, number: int, dp_rank: int = 0, dp: int = 1) -> tuple
     mine = slice(dp_rank * len(tokens) // dp, (dp_rank + 1) * len(tokens) // dp)
     first, last = mine.start * LENGTH, mine.stop * LENGTH
     borders = tuple(border - first for border in BORDERS[number] if first <= border <= last)
-    ctx = Context(
-        (len(tokens[mine]), LENGTH),
-        torch.arange(LENGTH).repeat(len(tokens[mine])),
-        attention,
-        cu_seqlens=borders if case.documents else None,
-        loss_scale=1 / TOKENS,
-    )
+    positions, documents = torch.arange(LENGTH).repeat(len(tokens[mine])), borders if case.documents else None
+    ctx = Context((len(tokens[mine]), LENGTH), positions, attention, cu_seqlens=documents, loss_scale=1 / TOKENS)
     return tokens[mine, :-1].reshape(-1), labels[mine].reshape(-1), ctx
 
 
@@ -133,9 +124,8 @@ class Outcome:
 
 
 def gradients_of(model: Decoder) -> dict[str, torch.Tensor]:
-    return {
-        name: (p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad) for name, p in model.named_parameters()
-    }
+    found = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in found.items()}
 
 
 def step(case: Case, model: Decoder, mesh: Any = None) -> Outcome:
@@ -158,17 +148,15 @@ def one_process(case: Case) -> Outcome:
 
 
 def split_model(case: Case) -> tuple[Decoder, Any]:
-    degrees = dict(case.layout)
-    mesh = build_mesh(degrees, torch.distributed.get_world_size(), "cpu")
+    mesh = build_mesh(dict(case.layout), torch.distributed.get_world_size(), "cpu")
     model = case.model()
-    tensor.apply(
-        model, model.plan, mesh, mode=case.mode, asynchronous=case.asynchronous, recompute_allgather=case.regather
-    )
+    how = {"mode": case.mode, "asynchronous": case.asynchronous, "recompute_allgather": case.regather}
+    tensor.apply(model, model.plan, mesh, **how)
+    blocks = list(model.model.layers.values())
     if case.compiled:
         torch._dynamo.reset()
-        for block in model.model.layers.values():
+        for block in blocks:
             block.compile(backend=case.compiled, fullgraph=True)
-    blocks = list(model.model.layers.values())
     data.apply(model, blocks, mesh, zero_stage=case.zero_stage, compute_dtype=case.dtype)
     return fill(model), mesh
 
@@ -214,14 +202,14 @@ def test_blocks_compile_without_a_graph_break(how: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["ALL_REDUCE", "REDUCE_SCATTER"])
+@BOTH_MODES
 def test_blocks_that_the_compiler_has_fused_have_one_process_gradients(mode: str) -> None:
     check(Case(mode=mode, asynchronous=True, compiled="inductor"))
 
 
 @pytest.mark.cases(3)
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("mode", ["ALL_REDUCE", "REDUCE_SCATTER"])
+@BOTH_MODES
 @pytest.mark.parametrize("options", [MODELS[2], MODELS[3]], ids=name)
 def test_sharded_over_data_parallel_ranks_too_it_is_still_one_process(mode, zero_stage, options):
     layout = (("dp_shard", 2), ("tp", 2))
@@ -229,13 +217,13 @@ def test_sharded_over_data_parallel_ranks_too_it_is_still_one_process(mode, zero
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", [slow("ALL_REDUCE"), "REDUCE_SCATTER"])
+@BOTH_MODES
 def test_compiled_blocks_sharded_over_data_parallel_ranks(mode: str) -> None:
     layout = (("dp_shard", 2), ("tp", 2))
     check(Case(mode=mode, asynchronous=True, zero_stage=3, layout=layout, compiled="aot_eager", recompute=True))
 
 
-@pytest.mark.parametrize("mode", ["ALL_REDUCE", "REDUCE_SCATTER"])
+@BOTH_MODES
 def test_in_bf16_it_is_one_process_up_to_bf16(mode: str) -> None:
     check(Case(mode=mode, asynchronous=True, dtype=torch.bfloat16), gradient_limit=2e-2, loss_limit=1e-3)
 
@@ -336,7 +324,7 @@ def largest_rank(rank: int, case: Case) -> int:
     return largest.numel
 
 
-@pytest.mark.parametrize("mode", ["ALL_REDUCE", "REDUCE_SCATTER"])
+@BOTH_MODES
 def test_in_training_no_rank_holds_whole_logits(mode: str) -> None:
     case = Case(mode=mode, vocab=4096)
     assert max(run_ranks(2, largest_rank, case)) == TOKENS // 2 * 4096 // 2
@@ -376,7 +364,7 @@ def classifier_rank(rank: int, mode: str) -> tuple[float, dict[str, torch.Tensor
     return loss.item(), gradients_of(model)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("mode", ["ALL_REDUCE", "REDUCE_SCATTER"])
+@BOTH_MODES
 def test_a_module_of_ones_own_is_split_by_a_plan_of_ones_own(mode: str) -> None:
     model = Classifier()
     expected = model(torch.arange(20))

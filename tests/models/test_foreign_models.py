@@ -108,10 +108,8 @@ def test_a_run_from_random_weights_goes_to_transformers_and_back(which, folders,
     model, said = theirs.from_pretrained(saved / "hf", dtype=torch.float32, output_loading_info=True)
     assert not said["missing_keys"]
     assert not said["unexpected_keys"]
-    wanted = [
-        model.eval().generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False, eos_token_id=None)[0].tolist()
-        for prompt in PROMPTS
-    ]
+    greedy = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    wanted = [model.eval().generate(torch.tensor([prompt]), **greedy)[0].tolist() for prompt in PROMPTS]
     completions = generate(ours, None, PROMPTS, SamplingOptions(max_new_tokens=6, stop_at_eos=False), batch_size=2)
     assert [prompt + one.tokens for prompt, one in zip(PROMPTS, completions)] == wanted
     from_hf(saved / "hf", tmp_path / "back")
@@ -203,17 +201,8 @@ def test_packed_documents_do_not_see_each_other(which: str, folders: dict[str, P
 
 def test_a_model_that_reads_across_documents_is_refused(folders: dict[str, Path]) -> None:
     model = load_for_generation(folders["bloom"], "float32").model
-    with (
-        torch.no_grad(),
-        pytest.raises(InputError, match=r"document_masking: transformers' bloom is not shown to keep"),
-    ):
+    with torch.no_grad(), pytest.raises(InputError, match="document_masking: transformers' bloom is not shown to keep"):
         model(*packed([[3, 1, 4, 1], [5, 9, 2, 6]]))
-
-
-def test_sequence_parallelism_of_its_own_code_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
-    message = r"^parallelism\.tp_mode: expected ALL_REDUCE: the code of transformers' gemma3_text"
-    with pytest.raises(InputError, match=message):
-        config_of(tmp_path, folders["gemma3_text"], "parallelism.tp=2", "parallelism.tp_mode=REDUCE_SCATTER")
 
 
 @pytest.mark.parametrize(
@@ -245,15 +234,15 @@ def test_what_cannot_be_is_one_line(keys, overrides, message, folders, tmp_path)
     assert len(str(error.value).splitlines()) == 1
 
 
+NARROW = {"transformer.ln_f.bias": torch.ones(3)}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda found: found.pop("transformer.ln_f.bias"), r"has no tensor 'transformer\.ln_f\.bias' \(1 in all\)$"),
         (lambda found: found.update(odd=torch.ones(1)), r"has a tensor that its model lacks: 'odd' \(1 in all\)$"),
-        (
-            lambda found: found.update({"transformer.ln_f.bias": torch.ones(3)}),
-            r"transformer\.ln_f\.bias has shape \[3\], and its config says \[32\]",
-        ),
+        (lambda found: found.update(NARROW), r"transformer\.ln_f\.bias has shape \[3\], and its config says \[32\]"),
         (None, r"/gpt2: Error while deserializing header"),
     ],
     ids=["missing", "extra", "of another shape", "damaged"],
@@ -274,21 +263,35 @@ def test_files_that_do_not_fit_are_one_line(change, message, folders, tmp_path):
     assert not (tmp_path / "ours" / "0").exists()
 
 
-def test_fused_projections_are_refused_under_tp_by_name(folders: dict[str, Path], tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"^parallelism\.tp: .* splits layers\.\*\.self_attn\.qkv_proj of .* as"):
-        config_of(tmp_path, folders["phi3"], "parallelism.tp=2")
-    with pytest.raises(InputError, match=r"^parallelism\.tp: expected 1: model_config\.training_dropout is for ranks"):
-        config_of(tmp_path, folders["gemma3_text"], "parallelism.tp=2", training_dropout=True)
+@pytest.mark.parametrize(
+    ("which", "keys", "mode", "message"),
+    [
+        ("phi3", {}, "ALL_REDUCE", r"^parallelism\.tp: .* splits layers\.\*\.self_attn\.qkv_proj of .* as"),
+        (
+            "gemma3_text",
+            {"training_dropout": True},
+            "ALL_REDUCE",
+            r"^parallelism\.tp: expected 1: model_config\.training",
+        ),
+        (
+            "gemma3_text",
+            {},
+            "REDUCE_SCATTER",
+            r"^parallelism\.tp_mode: expected ALL_REDUCE: the code of transformers' g",
+        ),
+    ],
+)
+def test_what_tensor_parallelism_is_not_for_is_refused(which, keys, mode, message, folders, tmp_path):
+    with pytest.raises(InputError, match=message):
+        config_of(tmp_path, folders[which], "parallelism.tp=2", f"parallelism.tp_mode={mode}", **keys)
 
 
 def test_a_family_that_has_a_file_here_can_be_trained_as_transformers_has_it(tmp_path: Path) -> None:
     from support.tiny_llamas import hf_llama, save_hf
 
     folder = save_hf(hf_llama(), tmp_path / "llama")
-    both = [
-        config_of(tmp_path / name, folder, "tokens.sequence_length=8", **keys)
-        for name, keys in (("ours", {}), ("theirs", {"family": HUGGING_FACE}))
-    ]
+    families = {"ours": {}, "theirs": {"family": HUGGING_FACE}}
+    both = [config_of(tmp_path / name, folder, "tokens.sequence_length=8", **keys) for name, keys in families.items()]
     assert [config.model.decoder.family for config in both] == ["llama", HUGGING_FACE]
     for config in both:
         train_quietly(config)

@@ -186,34 +186,30 @@ def test_the_router_decides_in_fp32_whatever_flows_through() -> None:
 # ---- the keys of the families ------------------------------------------------------------------------------
 
 
-def first_layer(tmp_path: Path, family: str, **keys: Any) -> Any:
-    """Layer 0 of a small model of `family`, without weights."""
+def layers_of(tmp_path: Path, family: str, **keys: Any) -> Any:
+    """The layers of a small model of `family`, without weights."""
     config = load(our_config(tmp_path, family=family, **keys))
     with torch.device("meta"):
-        return build(config.model).model.layers["0"]
+        return build(config.model).model.layers
 
 
-@pytest.mark.parametrize(
-    ("family", "count"),
-    [
-        ("mixtral", "num_local_experts"),
-        ("olmoe", "num_experts"),
-        ("qwen2_moe", "num_experts"),
-        ("qwen3_moe", "num_experts"),
-    ],
-)
-def test_keys_shape_router_and_experts(family: str, count: str, tmp_path: Path) -> None:
-    losses = {"router_aux_loss_coef": 0.25, "router_z_loss_coef": 0.125, "router_aux_loss_scope": "global_batch"}
-    losses["moe_expert_capacity_factor"] = 1.5
-    width = {"moe_intermediate_size": 20} if family.startswith("qwen") else {"intermediate_size": 20}
-    moe = first_layer(tmp_path, family, num_experts_per_tok=3, **{count: 7}, **width, **losses).mlp
+def first_layer(tmp_path: Path, family: str, **keys: Any) -> Any:
+    return layers_of(tmp_path, family, **keys)["0"]
+
+
+@pytest.mark.parametrize("family", ["mixtral", "olmoe", "qwen2_moe", "qwen3_moe"])
+def test_keys_shape_router_and_experts(family: str, tmp_path: Path) -> None:
+    count = "num_local_experts" if family == "mixtral" else "num_experts"
+    width = "moe_intermediate_size" if family.startswith("qwen") else "intermediate_size"
+    keys = {"router_aux_loss_coef": 0.25, "router_z_loss_coef": 0.125, "router_aux_loss_scope": "global_batch"}
+    keys |= {"moe_expert_capacity_factor": 1.5, "num_experts_per_tok": 3, count: 7, width: 20}
+    moe = first_layer(tmp_path, family, **keys).mlp
     assert moe.gate.weight.shape == (7, 32)
     assert [tuple(matrix.shape) for matrix in moe.experts.parameters()] == [(7, 20, 32), (7, 20, 32), (7, 32, 20)]
     routing = Routing(3, balance=0.25, z=0.125, over_global_batch=True, capacity=1.5)
     assert moe.routing == replace(routing, normalize=family == "mixtral")
-    sound = our_config(tmp_path, family=family, num_experts_per_tok=3, **{count: 7}, **width, **losses)
     with pytest.raises(InputError, match=r"expected 1 with moe_expert_capacity_factor.* found 2"):
-        load(sound, ["parallelism.context_parallel_size=2"])
+        load(our_config(tmp_path, family=family, **keys), ["parallelism.context_parallel_size=2"])
     with pytest.raises(InputError, match="num_experts_per_tok: expected at most the 2 experts, found 3"):
         first_layer(tmp_path, family, num_experts_per_tok=3, **{count: 2})
 
@@ -233,29 +229,21 @@ def test_keys_of_one_family_alone(tmp_path: Path) -> None:
     assert shared.up_proj.weight.shape == (40, 32)
 
 
-DEEPSEEK = {
-    "num_key_value_heads": None,
-    "first_k_dense_replace": 1,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 3,
-    "n_group": 4,
-    "topk_group": 2,
-}
+DEEPSEEK = {"num_key_value_heads": None, "first_k_dense_replace": 1, "n_routed_experts": 8, "num_experts_per_tok": 3}
+DEEPSEEK |= {"n_group": 4, "topk_group": 2}
 
 
 def test_keys_of_deepseek_shape_its_router_and_its_experts(tmp_path: Path) -> None:
     keys = DEEPSEEK | {"num_hidden_layers": 3, "first_k_dense_replace": 2, "moe_intermediate_size": 20}
-    config = load(our_config(tmp_path, family="deepseek_v3", n_shared_experts=3, **keys))
-    with torch.device("meta"):
-        layers = build(config.model).model.layers
+    layers = layers_of(tmp_path, "deepseek_v3", n_shared_experts=3, **keys)
     assert [isinstance(layers[layer].mlp, GatedMLP) for layer in "012"] == [True, True, False]
     moe = layers["2"].mlp
     assert moe.experts.up_proj.weight.shape == (8, 20, 32)
     assert moe.shared_expert.up_proj.weight.shape == (60, 32)
     assert moe.routing == Routing(3, True, "sigmoid", 2.5, 0.0001, groups=4, top_groups=2, biased=True, bias_rate=0.001)
     other = {"first_k_dense_replace": 0, "norm_topk_prob": False, "routed_scaling_factor": 1.5}
-    other |= {"router_bias_update_rate": 0}
-    routing = first_layer(tmp_path, "deepseek_v3", **DEEPSEEK | other, router_aux_loss_coef=0.5).mlp.routing
+    other |= {"router_bias_update_rate": 0, "router_aux_loss_coef": 0.5}
+    routing = first_layer(tmp_path, "deepseek_v3", **DEEPSEEK | other).mlp.routing
     assert routing == Routing(3, False, "sigmoid", 1.5, 0.5, groups=4, top_groups=2, biased=True)
 
 
@@ -292,24 +280,19 @@ def test_a_balance_loss_over_the_global_batch_takes_its_loads_in_the_next_step(t
     """f of step t's batch, P of step t+1's."""
     keys = {"router_aux_loss_coef": 1.0, "router_aux_loss_scope": "global_batch"}
     config = load(sparse_run(tmp_path, **keys), ["tokens.train_steps=5"])
+    means: list[Tensor] = []
     with prepared(config, Mesh()) as run:
+        for block in run.model.model.layers.values():
+            block.mlp.gate.register_forward_hook(lambda *call: means.append(call[2][3].detach().double().mean(0)))
         for step in range(1, 5):
             shares = [block.mlp.previous_load / 128 for block in run.model.model.layers.values()]
-            means: list[Tensor] = []
-            hooks = [
-                block.mlp.gate.register_forward_hook(
-                    lambda *call, means=means: means.append(call[2][3].detach().double().mean(0))
-                )
-                for block in run.model.model.layers.values()
-            ]
+            means.clear()
             loads = train_step(run, run.data.batch(step, 0, 1)).expert_loads
             expected = sum(8 * float(f.double() @ p) for f, p in zip(shares, means))
             assert float(loads.totals[0]) == pytest.approx(expected, rel=1e-5)
             for block, slots in zip(run.model.model.layers.values(), loads.slots):
                 assert slots.sum() == 128
                 assert torch.equal(block.mlp.previous_load, slots)
-            for hook in hooks:
-                hook.remove()
 
 
 def test_after_validation_the_router_learns_to_balance_as_before(tmp_path: Path) -> None:
@@ -329,9 +312,8 @@ def test_those_loads_survive_a_restart(tmp_path: Path) -> None:
     assert resumed.step == straight.step == 4
     assert equal_bits(weights(resumed), weights(straight))
     seen = metrics(straight.config)
-    assert [step["router_balance_loss"] for step in seen] == [
-        step["router_balance_loss"] for step in metrics(resumed.config)
-    ]
+    found, expected = ([step["router_balance_loss"] for step in each] for each in (metrics(resumed.config), seen))
+    assert found == expected
     assert all(0 < step["expert_dropped"] < 0.5 for step in seen)
     loads = [seen[-1][f"expert_load/1/{expert}"] for expert in range(8)]
     assert sum(loads) == pytest.approx(8)
@@ -367,17 +349,9 @@ def test_an_expert_without_tokens_is_logged_once(tmp_path: Path, monkeypatch: py
 def test_keys_of_deepseek_shape_its_attention(tmp_path: Path) -> None:
     widths = {"q_lora_rank": 12, "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 7}
     attention = first_layer(tmp_path, "deepseek_v3", **DEEPSEEK, **widths, attention_bias=True).self_attn
-    shapes = {
-        name: tuple(weight.shape) for name, weight in attention.named_parameters() if name.endswith("proj.weight")
-    }
-    assert shapes == {
-        "q_a_proj.weight": (12, 32),
-        "q_b_proj.weight": (40, 12),
-        "kv_a_proj.weight": (10, 32),
-        "k_rope_proj.weight": (4, 32),
-        "kv_b_proj.weight": (52, 10),
-        "o_proj.weight": (32, 28),
-    }
+    shapes = {"q_a": (12, 32), "q_b": (40, 12), "kv_a": (10, 32), "k_rope": (4, 32), "kv_b": (52, 10), "o": (32, 28)}
+    found = {name: tuple(weight.shape) for name, weight in attention.named_parameters()}
+    assert {name: found[f"{name}_proj.weight"] for name in shapes} == shapes
     assert attention.kv_a_proj.bias is not None
     assert attention.rope_interleaved
     other = first_layer(tmp_path, "deepseek_v3", **DEEPSEEK, **widths | {"q_lora_rank": None}, rope_interleave=False)
@@ -411,9 +385,7 @@ def test_shapes_of_a_deepseek_that_do_not_fit_are_named(keys: dict[str, Any], me
 @pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe"])
 def test_some_layers_of_a_qwen_are_dense(family: str, tmp_path: Path) -> None:
     def dense(**keys: Any) -> list[int]:
-        config = load(our_config(tmp_path, family=family, num_hidden_layers=6, **keys))
-        with torch.device("meta"):
-            layers = build(config.model).model.layers
+        layers = layers_of(tmp_path, family, num_hidden_layers=6, **keys)
         return [int(layer) for layer, block in layers.items() if isinstance(block.mlp, GatedMLP)]
 
     assert dense() == []
@@ -445,14 +417,8 @@ def test_nanotrons_qwen_with_experts_is_a_qwen2_moe(tmp_path: Path) -> None:
     shared = {"enable_shared_expert": True, "shared_expert_intermediate_size": 24, "router_aux_loss_coef": 0.5}
     one = our_model(tmp_path, is_qwen2_config=True, moe_config=EXPERTS_OF_QWEN | shared | {"layers": [1]})
     keys = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "router_aux_loss_coef": 0.5}
-    other = our_model(
-        tmp_path,
-        is_qwen2_moe_config=True,
-        qkv_bias=False,
-        shared_expert_intermediate_size=24,
-        mlp_only_layers=[0],
-        **keys,
-    )
+    keys |= {"qkv_bias": False, "shared_expert_intermediate_size": 24, "mlp_only_layers": [0]}
+    other = our_model(tmp_path, is_qwen2_moe_config=True, **keys)
     assert [name for name, _ in one.named_parameters()] == [name for name, _ in other.named_parameters()]
     other.load_state_dict(one.state_dict())
     tokens = random_tokens(2, 16)
