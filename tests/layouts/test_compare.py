@@ -1,6 +1,7 @@
 """`kenotron compare`: layouts that mean the same agree, one that forgets a sum is found and named."""
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -27,12 +28,8 @@ def compared(layout: str, folder: Path, dtype: str = "float32", steps: int = 4) 
 
 
 QUICK = [("pp=2 engine=1f1b accum=4", "float32"), ("tp=2 mode=REDUCE_SCATTER", "bfloat16")]
-SLOW = [
-    (layout, dtype)
-    for layout in ("dp=2", "dp=2 zero=2", *(layout for layout, _ in QUICK))
-    for dtype in ("float32", "bfloat16")
-    if (layout, dtype) not in QUICK
-]
+ALL = product(("dp=2", "dp=2 zero=2", *(layout for layout, _ in QUICK)), ("float32", "bfloat16"))
+SLOW = [each for each in ALL if each not in QUICK]
 
 
 @pytest.mark.cases(1)

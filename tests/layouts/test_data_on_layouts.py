@@ -48,17 +48,14 @@ def packed(folder: Path) -> Problem:
     return Problem("packed", overrides, steps=3)
 
 
-LAYOUTS = [
-    (answers, "dp=2 accum=4"),
-    (packed, "pp=2 engine=1f1b accum=4"),
-    (halves_without_labels, "cp=2 method=ulysses ep=2 accum=8"),
-    pytest.param(halves_without_labels, "cp=2 method=ulysses accum=8", marks=pytest.mark.slow),
-    pytest.param(halves_without_labels, "dp=2 ep=2 zero=2 accum=8", marks=pytest.mark.slow),
-    pytest.param(answers, "cp=2", marks=pytest.mark.slow),
-    pytest.param(answers, "tp=2 mode=REDUCE_SCATTER", marks=pytest.mark.slow),
-    pytest.param(packed, "dp=2 zero=3", marks=pytest.mark.slow),
-    pytest.param(packed, "cp=2 method=ulysses", marks=pytest.mark.slow),
+QUICK = [(answers, "dp=2 accum=4"), (packed, "pp=2 engine=1f1b accum=4")]
+QUICK.append((halves_without_labels, "cp=2 method=ulysses ep=2 accum=8"))
+SLOW = [
+    *((halves_without_labels, each) for each in ("cp=2 method=ulysses accum=8", "dp=2 ep=2 zero=2 accum=8")),
+    *((answers, each) for each in ("cp=2", "tp=2 mode=REDUCE_SCATTER")),
+    *((packed, each) for each in ("dp=2 zero=3", "cp=2 method=ulysses")),
 ]
+LAYOUTS = [*QUICK, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)]
 
 
 @pytest.mark.cases(2)
@@ -88,12 +85,8 @@ def test_an_early_end_and_the_losses_of_sources_are_the_same_on_every_layout(lay
         documents = [[(i * 5 + j) % 60 for j in range(1 + i * 13 % 29)] for i in range(count)]
         paths.append(write_ds(tmp_path / name / "0.ds", documents).parent)
     parts = f"{{weight: 1, tokens: {paths[0]}, max_epochs: 1}}, {{weight: 2, tokens: {paths[1]}}}"
-    overrides = (
-        f"{DATASET}={{mixture: [{parts}]}}",
-        "tokens.val_check_interval=1",
-        "tokens.limit_val_batches=-1",
-        "tokens.val_fraction=0.2",
-    )
+    validation = ("tokens.val_check_interval=1", "tokens.limit_val_batches=-1", "tokens.val_fraction=0.2")
+    overrides = (f"{DATASET}={{mixture: [{parts}]}}", *validation)
     problem = Problem("early", overrides, steps=50)
     done, why, expected = validated(0, problem, "", tmp_path)
     assert 0 < done < 50

@@ -12,7 +12,7 @@ import torch
 
 from kenotron.config.errors import InputError
 from kenotron.parallel.mesh import axes, build_mesh
-from support.layout_runs import SPARSE, Problem, prepared, steps
+from support.layout_runs import SPARSE, Problem, on, prepared, steps
 from support.ranks import run_ranks
 
 PROBLEMS = {family: Problem(family, steps=3, model=keys) for family, keys in SPARSE.items()}
@@ -34,57 +34,32 @@ QUICK = [
     ("deepseek_v3", 4, "dp=2 zero=2 tp=2 ep=2 mode=REDUCE_SCATTER recompute=true"),
     ("deepseek_v3", 2, "cp=2 method=allgather"),
 ]
-EXPERT_PARALLEL = [
-    (2, "dp=2 ep=2"),
-    (2, "dp=2 ep=2 zero=3 recompute=true"),
-    (4, "dp=4 ep=2 zero=1"),
-    (4, "dp=4 ep=2 zero=3 accum=4"),
-    (4, "dp=4 ep=2"),
-    (4, "dp=4 shard=2 zero=2 ep=2"),
-    (2, "cp=2 ep=2"),
-    (4, "dp=2 cp=2 ep=2 zero=2"),
-    (4, "dp=2 tp=2 ep=2 mode=REDUCE_SCATTER"),
-    (4, "dp=2 tp=2 ep=2 zero=2"),
-    (8, "dp=4 tp=2 ep=2 zero=3 mode=REDUCE_SCATTER recompute=true"),
-    (4, "dp=2 pp=2 ep=2 engine=1f1b"),
-    (4, "dp=2 pp=2 ep=2 engine=interleaved_1f1b zero=1 accum=4"),
-    (4, "dp=2 pp=2 ep=2 engine=zbv_zero_bubble accum=4"),
-    (8, "dp=2 tp=2 pp=2 ep=2 zero=1 mode=REDUCE_SCATTER"),
-]
 LAYOUTS = [
-    *EXPERT_PARALLEL,
-    (1, "accum=4 recompute=true"),
-    (2, "dp=2"),
-    (2, "dp=2 zero=3 accum=4"),
-    (2, "tp=2"),
-    (4, "tp=4"),
-    (2, "tp=2 mode=REDUCE_SCATTER async=true"),
-    (2, "cp=2"),
-    (2, "cp=2 method=ulysses zero=1"),
-    (2, "pp=2 engine=interleaved_1f1b accum=4"),
-    (2, "pp=2 engine=zbv_zero_bubble accum=4"),
-    (2, "pp=2 engine=interleaved_zero_bubble accum=4"),
-    (2, "pp=2 engine=dualpipev accum=4 recompute=true"),
-    (4, "dp=2 zero=1 pp=2 engine=afab recompute=true"),
-    (4, "tp=2 cp=2 mode=REDUCE_SCATTER"),
-    (4, "dp=4 shard=2 zero=3"),
-    (8, "dp=2 zero=2 tp=2 pp=2 engine=1f1b mode=REDUCE_SCATTER"),
+    *on(2, "dp=2 ep=2", "dp=2 ep=2 zero=3 recompute=true", "cp=2 ep=2"),
+    *on(4, "dp=4 ep=2 zero=1", "dp=4 ep=2 zero=3 accum=4", "dp=4 ep=2", "dp=4 shard=2 zero=2 ep=2"),
+    *on(4, "dp=2 cp=2 ep=2 zero=2", "dp=2 tp=2 ep=2 mode=REDUCE_SCATTER", "dp=2 tp=2 ep=2 zero=2"),
+    *on(4, "dp=2 pp=2 ep=2 engine=1f1b", "dp=2 pp=2 ep=2 engine=interleaved_1f1b zero=1 accum=4"),
+    *on(4, "dp=2 pp=2 ep=2 engine=zbv_zero_bubble accum=4"),
+    *on(8, "dp=4 tp=2 ep=2 zero=3 mode=REDUCE_SCATTER recompute=true"),
+    *on(8, "dp=2 tp=2 pp=2 ep=2 zero=1 mode=REDUCE_SCATTER"),
+    # without expert parallelism
+    *on(1, "accum=4 recompute=true"),
+    *on(2, "dp=2", "dp=2 zero=3 accum=4", "tp=2", "tp=2 mode=REDUCE_SCATTER async=true", "cp=2"),
+    *on(2, "cp=2 method=ulysses zero=1", "pp=2 engine=interleaved_1f1b accum=4", "pp=2 engine=zbv_zero_bubble accum=4"),
+    *on(2, "pp=2 engine=interleaved_zero_bubble accum=4", "pp=2 engine=dualpipev accum=4 recompute=true"),
+    *on(4, "tp=4", "dp=2 zero=1 pp=2 engine=afab recompute=true", "tp=2 cp=2 mode=REDUCE_SCATTER"),
+    *on(4, "dp=4 shard=2 zero=3"),
+    *on(8, "dp=2 zero=2 tp=2 pp=2 engine=1f1b mode=REDUCE_SCATTER"),
 ]
 LAYOUTS_OF_FURTHER = [
-    (1, "accum=4 recompute=true"),
-    (2, "dp=2 zero=3 accum=4"),
-    (2, "dp=2 zero=1"),
-    (2, "tp=2"),
-    (4, "dp=4 ep=2 zero=2"),
-    (4, "dp=4 shard=2 zero=3"),
-    (4, "dp=2 zero=3 tp=2 ep=2 mode=REDUCE_SCATTER recompute=true"),
+    *on(1, "accum=4 recompute=true"),
+    *on(2, "dp=2 zero=3 accum=4", "dp=2 zero=1", "tp=2"),
+    *on(4, "dp=4 ep=2 zero=2", "dp=4 shard=2 zero=3", "dp=2 zero=3 tp=2 ep=2 mode=REDUCE_SCATTER recompute=true"),
 ]
 LAYOUTS_THAT_DROP = [
-    (1, "accum=8 recompute=true"),
-    (2, "dp=2 zero=3 accum=4"),
-    (2, "tp=2 mode=REDUCE_SCATTER"),
-    (4, "dp=2 tp=2 ep=2 zero=2"),
-    (2, "pp=2 engine=zbv_zero_bubble accum=4"),
+    *on(1, "accum=8 recompute=true"),
+    *on(2, "dp=2 zero=3 accum=4", "tp=2 mode=REDUCE_SCATTER", "pp=2 engine=zbv_zero_bubble accum=4"),
+    *on(4, "dp=2 tp=2 ep=2 zero=2"),
 ]
 
 

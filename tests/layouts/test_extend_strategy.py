@@ -48,11 +48,7 @@ def test_pairs_of_layers_and_lion_on_shards_train_as_one_process(tmp_path: Path)
 
 
 def test_what_the_strategy_is_not_for_is_one_line(tmp_path: Path) -> None:
-    overrides = "strategy=my_strategy.pairs zero=2"
-    config = ADAM.config(overrides, tmp_path)
-    with (
-        in_a_users_folder(PAGE, tmp_path),
-        pytest.raises(InputError, match=r"pairs shards over all of dp"),
-        prepared(config, build_mesh({}, 1, "cpu")),
-    ):
+    config, mesh = ADAM.config("strategy=my_strategy.pairs zero=2", tmp_path), build_mesh({}, 1, "cpu")
+    refused = pytest.raises(InputError, match="pairs shards over all of dp")
+    with in_a_users_folder(PAGE, tmp_path), refused, prepared(config, mesh):
         pass

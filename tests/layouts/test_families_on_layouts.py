@@ -12,7 +12,7 @@ A parametrization multiplies initial weights and rates by what a weight's whole 
 
 import pytest
 
-from support.layout_runs import FAMILIES, Problem
+from support.layout_runs import FAMILIES, Problem, on
 
 PROBLEMS = {
     family: Problem(family, steps=3, model=keys, compared=2 if "nano" in family else 1)
@@ -38,20 +38,10 @@ QUICK = [
     ("completep", 2, "tp=2 mode=REDUCE_SCATTER"),
 ]
 LAYOUTS = [
-    (2, "dp=2"),
-    (2, "dp=2 zero=1"),
-    (2, "dp=2 zero=2"),
-    (2, "dp=2 zero=3"),
-    (2, "tp=2"),
-    (2, "tp=2 mode=REDUCE_SCATTER recompute=true"),
-    (4, "tp=4"),  # twice as many ranks as key-value heads
-    (2, "pp=2 engine=1f1b"),
-    (2, "pp=2 engine=interleaved_1f1b"),
-    (2, "cp=2"),
-    (2, "cp=2 method=ulysses"),
-    (4, "dp=2 zero=3 tp=2 mode=REDUCE_SCATTER async=true"),
-    (4, "tp=2 pp=2 engine=1f1b"),
-    (4, "tp=2 cp=2"),
+    *on(2, "dp=2", "dp=2 zero=1", "dp=2 zero=2", "dp=2 zero=3", "tp=2", "tp=2 mode=REDUCE_SCATTER recompute=true"),
+    *on(2, "pp=2 engine=1f1b", "pp=2 engine=interleaved_1f1b", "cp=2", "cp=2 method=ulysses"),
+    *on(4, "tp=4"),  # twice as many ranks as key-value heads
+    *on(4, "dp=2 zero=3 tp=2 mode=REDUCE_SCATTER async=true", "tp=2 pp=2 engine=1f1b", "tp=2 cp=2"),
 ]
 # A window's keys do not travel around a ring.
 CASES = [
@@ -61,17 +51,17 @@ CASES = [
     if not (family == "mistral" and "cp=2" in layout[1] and "ulysses" not in layout[1])
 ]
 CASES.append(("mistral", 4, "tp=2 cp=2 method=ulysses"))
-FACTORS = [
-    (name, *layout)
-    for layout in ((2, "dp=2 zero=3"), (2, "tp=2"), (2, "pp=2"), (4, "tp=2 mode=REDUCE_SCATTER pp=2"))
-    for name in PARAMETRIZED
-]
+SPLIT = [*on(2, "dp=2 zero=3", "tp=2", "pp=2"), *on(4, "tp=2 mode=REDUCE_SCATTER pp=2")]
+FACTORS = [(name, *layout) for layout in SPLIT for name in PARAMETRIZED]
 
 
 @pytest.mark.cases(6)
 @pytest.mark.parametrize(
     ("family", "world_size", "layout"),
-    [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in (*CASES, *FACTORS) if case not in QUICK)],
+    [
+        *QUICK,
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (*CASES, *FACTORS) if case not in QUICK),
+    ],
 )
 def test_a_layout_means_what_one_process_means(family, world_size, layout, like_one_process):
     like_one_process(world_size, (PROBLEMS | PARAMETRIZED)[family], layout, ROUNDING)

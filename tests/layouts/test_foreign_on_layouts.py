@@ -13,7 +13,7 @@ from kenotron.interop import open_source
 from kenotron.launch import training as launch_training
 from kenotron.parallel.mesh import axes, build_mesh
 from support.foreign_models import ForeignProblem, folder_of
-from support.layout_runs import train_here, train_on_layout
+from support.layout_runs import on, train_here, train_on_layout
 from support.pages import blocks, in_a_users_folder, read_page, sections
 from support.ranks import run_ranks
 from support.tiny_run import Shell, losses
@@ -29,15 +29,12 @@ QUICK = [
     ("dropout", 2, "dp=2 zero=2 recompute=true accum=4"),
 ]
 LAYOUTS = [
-    (2, "dp=2"),
-    (2, "dp=2 zero=1"),
-    (2, "dp=2 zero=2 recompute=true"),
-    (2, "dp=2 zero=3"),
+    *on(2, "dp=2", "dp=2 zero=1", "dp=2 zero=2 recompute=true", "dp=2 zero=3"),
     (4, "dp=4 shard=2 zero=hybrid recompute=true accum=4"),
     (1, "recompute=true compile=true accum=4"),
 ]
 NAMES = ("gpt2", "phi3", "gemma3_text", "bloom", "of_the_page")
-SPLIT = [(2, "tp=2 recompute=true"), (4, "dp=2 zero=3 tp=2"), (4, "dp=2 tp=2 compile=true")]
+SPLIT = [(2, "tp=2 recompute=true"), *on(4, "dp=2 zero=3 tp=2", "dp=2 tp=2 compile=true")]
 
 
 @pytest.fixture(scope="module")

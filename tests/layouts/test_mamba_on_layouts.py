@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kenotron.config.errors import InputError
-from support.layout_runs import ATTENTION, HYBRIDS, STATE_SPACES, Problem
+from support.layout_runs import ATTENTION, HYBRIDS, STATE_SPACES, Problem, on
 from support.written_tokens import write_ds
 
 ROUNDING = 5e-6  # gradients of a few numbers, each a sum over all tokens whose terms nearly cancel
@@ -25,18 +25,17 @@ QUICK = [
     ("nemotron_h_of_experts", 2, "dp=2 ep=2 zero=3 recompute=true"),
 ]
 LAYOUTS = [
-    *((2, "dp=2"), (2, "dp=2 zero=1"), (2, "dp=2 zero=2"), (2, "dp=2 zero=3"), (4, "dp=4 shard=2 zero=3")),
-    *((2, "tp=2"), (2, "tp=2 mode=REDUCE_SCATTER"), (4, "tp=4 recompute=true"), (2, "pp=2 engine=1f1b")),
-    *((4, "pp=4 engine=afab recompute=true"), (4, "dp=2 zero=3 tp=2 mode=REDUCE_SCATTER async=true")),
-    *((4, "dp=2 zero=1 tp=2"), (4, "tp=2 pp=2 engine=1f1b"), (8, "dp=2 zero=1 tp=2 pp=2 engine=1f1b")),
-    *((2, "cp=2 method=state_passing recompute=true"), (4, "cp=4 method=state_passing")),
-    *((4, "cp=2 method=state_passing tp=2 mode=REDUCE_SCATTER"), (4, "dp=2 zero=3 cp=2 method=state_passing")),
-    (4, "cp=2 method=state_passing pp=2 engine=1f1b"),
+    *on(2, "dp=2", "dp=2 zero=1", "dp=2 zero=2", "dp=2 zero=3", "tp=2", "tp=2 mode=REDUCE_SCATTER", "pp=2 engine=1f1b"),
+    *on(2, "cp=2 method=state_passing recompute=true"),
+    *on(4, "dp=4 shard=2 zero=3", "tp=4 recompute=true", "pp=4 engine=afab recompute=true", "dp=2 zero=1 tp=2"),
+    *on(4, "dp=2 zero=3 tp=2 mode=REDUCE_SCATTER async=true", "tp=2 pp=2 engine=1f1b", "cp=4 method=state_passing"),
+    *on(4, "cp=2 method=state_passing tp=2 mode=REDUCE_SCATTER", "dp=2 zero=3 cp=2 method=state_passing"),
+    *on(4, "cp=2 method=state_passing pp=2 engine=1f1b"),
+    *on(8, "dp=2 zero=1 tp=2 pp=2 engine=1f1b"),
 ]
 WITH_EXPERTS = [
-    (4, "dp=2 tp=2 ep=2 zero=2 mode=REDUCE_SCATTER"),
-    (2, "cp=2 method=ulysses ep=2"),
-    (4, "dp=2 pp=2 ep=2 engine=1f1b"),
+    *on(2, "cp=2 method=ulysses ep=2"),
+    *on(4, "dp=2 tp=2 ep=2 zero=2 mode=REDUCE_SCATTER", "dp=2 pp=2 ep=2 engine=1f1b"),
 ]
 SLOW = [(family, *layout) for layout in LAYOUTS for family in STATE_SPACES]
 SLOW += [(family, size, layout.replace("state_passing", "ulysses")) for family in HYBRIDS for size, layout in LAYOUTS]

@@ -48,20 +48,11 @@ class Case:
     dtype: torch.dtype = torch.float32
 
     def model(self) -> Decoder:
-        config = LlamaArchitecture(
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            vocab_size=self.vocab,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.kv_heads,
-            attention_bias=self.bias,
-            tie_word_embeddings=self.tied,
-            z_loss_enabled=self.z_loss,
-            z_loss_coefficient=0.01,
-        )
+        keys = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": self.vocab}
+        keys |= {"num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads, "attention_bias": self.bias}
+        keys |= {"tie_word_embeddings": self.tied, "z_loss_enabled": self.z_loss, "z_loss_coefficient": 0.01}
         with torch.device("meta"):
-            model = Decoder(config, self.vocab_multiple)
+            model = Decoder(LlamaArchitecture(**keys), self.vocab_multiple)
         model.set_compute_dtype(self.dtype)
         model.set_recompute(self.recompute)
         return model

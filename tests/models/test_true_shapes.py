@@ -63,15 +63,9 @@ SMALL_LATENTS = yaml.safe_load("""{num_key_value_heads: 4, q_lora_rank: 32, kv_l
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_an_example_trains_in_miniature(name: str, tmp_path: Path) -> None:
     given = load(FOLDER / f"{name}.yaml").model.decoder
-    shapes = {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4 if given.kv_heads == given.num_attention_heads else 2,
-        "head_dim": 16 if given.free_head_dim is None else 24,
-        "bos_token_id": 0,
-    }
+    shapes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
+    shapes |= {"num_key_value_heads": 4 if given.kv_heads == given.num_attention_heads else 2, "bos_token_id": 0}
+    shapes |= {"head_dim": 16 if given.free_head_dim is None else 24}
     if name == "deepseek-v3":
         del shapes["head_dim"]
         shapes |= SMALL_LATENTS

@@ -53,15 +53,9 @@ def section():
     """section(factory, **optimizer): a validated `optimizer` section of the config."""
 
     def make(factory: dict[str, Any] | None = None, **keys: Any) -> Optimizer:
-        defaults = {
-            "optimizer_factory": factory or {"name": "adamW"},
-            "zero_stage": 0,
-            "weight_decay": 0.1,
-            "clip_grad": 1.0,
-            "accumulate_grad_in_fp32": True,
-            "learning_rate_scheduler": {"learning_rate": 1e-2},
-        }
-        return Optimizer.model_validate({**defaults, **keys})
+        defaults = {"zero_stage": 0, "weight_decay": 0.1, "clip_grad": 1.0, "accumulate_grad_in_fp32": True}
+        defaults["learning_rate_scheduler"] = {"learning_rate": 1e-2}
+        return Optimizer.model_validate(defaults | {"optimizer_factory": factory or {"name": "adamW"}} | keys)
 
     return make
 

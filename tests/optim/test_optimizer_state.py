@@ -128,11 +128,8 @@ def test_state_does_not_depend_on_groups_and_hyperparameters_come_from_the_confi
     first, second = tiny(), tiny()
     one = build_optimizer(first.named_parameters(), section(weight_decay=0.1))
     train(first, one, set_gradients, range(3))
-    other = section(
-        {"name": "adamW", "adam_beta2": 0.99},
-        weight_decay=0.3,
-        param_groups=[{"pattern": "norm", "weight_decay": 0.0}, {"pattern": "proj", "learning_rate_scale": 0.5}],
-    )
+    rules = [{"pattern": "norm", "weight_decay": 0.0}, {"pattern": "proj", "learning_rate_scale": 0.5}]
+    other = section({"name": "adamW", "adam_beta2": 0.99}, weight_decay=0.3, param_groups=rules)
     two = build_optimizer(second.named_parameters(), other)
     groups = [{k: v for k, v in group.items() if k != "params"} for group in two.param_groups]
     resume(second, two, state_tensors(first.named_parameters(), one))

@@ -120,6 +120,11 @@ SHORT = yaml.safe_load("""{dp: parallelism.dp, shard: parallelism.dp_shard, tp: 
     accum: tokens.batch_accumulation_per_replica, recompute: parallelism.recompute_layer, compile: model.compile}""")
 
 
+def on(world_size: int, *layouts: str) -> list[tuple[int, str]]:
+    """A line of a table of layouts: those of so many ranks."""
+    return [(world_size, layout) for layout in layouts]
+
+
 @dataclass(frozen=True)
 class Problem:
     """What is trained. `overrides` change the model or the data, never the layout.
