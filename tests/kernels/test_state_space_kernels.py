@@ -13,16 +13,12 @@ from kenotron.kernels import state_space_dual as by_head
 from kenotron.kernels.causal_conv import causal_conv
 from kenotron.kernels.selective_scan import selective_scan
 from kenotron.kernels.state_space_dual import state_space_dual
+from support import mamba_cases
+from support.mamba_cases import CHANNELS, GROUPS, HEADS, SEQUENCES, WIDTH, largest_error, random
 
-SEQUENCES, LENGTH, CHANNELS, N = 2, 75, 6, 3  # chunks of 32, or of 64, and a part
-HEADS, HEAD_DIM, GROUPS = 4, 2, 2
+LENGTH = 75  # chunks of 32, or of 64, and a part
 # Where documents begin, chunk ends among them.
 BORDERS = [*((0, at) for at in (0, 5, 32, 33, 64, 70)), (1, 31), (1, 74)]
-WIDTH = 4
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)), dtype=torch.float64)
 
 
 def starts_of(borders: list[tuple[int, int]]) -> Tensor:
@@ -53,46 +49,35 @@ def head_scan_by_tokens(x, dt, a, b, c, d, starts, state):
     return torch.stack(outputs, 1), h
 
 
-def channel_inputs(length: int = LENGTH) -> list[Tensor]:
-    dt = random(SEQUENCES, length, CHANNELS, seed=1).exp()  # up to about 10: many a state is forgotten at once
-    states = [random(SEQUENCES, length, N, seed=2), random(SEQUENCES, length, N, seed=3)]
-    a, first = -random(CHANNELS, N).exp(), random(SEQUENCES, CHANNELS, N)
-    return [random(SEQUENCES, length, CHANNELS), dt, a, *states, random(CHANNELS), first]
-
-
-def head_inputs(length: int = LENGTH) -> list[Tensor]:
-    dt = random(SEQUENCES, length, HEADS, seed=1).exp()
-    states = [random(SEQUENCES, length, GROUPS, N, seed=2), random(SEQUENCES, length, GROUPS, N, seed=3)]
-    a, first = -random(HEADS).exp(), random(SEQUENCES, HEADS, HEAD_DIM, N)
-    return [random(SEQUENCES, length, HEADS, HEAD_DIM), dt, a, *states, random(HEADS), first]
-
-
 KINDS = {
-    "by_channel": (selective_scan, channel_scan_by_tokens, channel_inputs),
-    "by_head": (state_space_dual, head_scan_by_tokens, head_inputs),
+    "by_channel": (selective_scan, channel_scan_by_tokens, mamba_cases.channel_inputs),
+    "by_head": (state_space_dual, head_scan_by_tokens, mamba_cases.head_inputs),
 }
+
+
+def in_float64(make: Callable[[int], list[Tensor]]) -> list[Tensor]:
+    """Time steps are up to about 10: many a state is forgotten at once."""
+    return [each.double() for each in make(LENGTH)]
 
 
 def everything(scan: Callable, inputs: list[Tensor], starts: Tensor | None) -> list[Tensor]:
     """Output, last state, and the gradient of each input for an upstream gradient of both."""
     *given, first = (each.clone().requires_grad_() for each in inputs)
     y, last = scan(*given, starts, first)
-    upstream = [random(*y.shape, seed=7).to(y.dtype), random(*last.shape, seed=8).to(last.dtype)]
+    upstream = [random(*each.shape, seed=seed).to(each) for each, seed in ((y, 7), (last, 8))]
     gradients = torch.autograd.grad([y, last], [*given, first], upstream)
     return [y.detach(), last.detach(), *gradients]
 
 
 def expect_close(found: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
-    for number, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
-        error = (ours.double() - theirs).norm() / theirs.norm()
-        assert error < tolerance, (number, error)
+    assert largest_error(found, expected) < tolerance
 
 
 @pytest.mark.parametrize("borders", [None, BORDERS], ids=["sequences", "documents"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_scan_by_chunks_is_the_recurrence_by_tokens(kind: str, borders: list[tuple[int, int]] | None) -> None:
     scan, by_tokens, make = KINDS[kind]
-    inputs, starts = make(), None if borders is None else starts_of(borders)
+    inputs, starts = in_float64(make), None if borders is None else starts_of(borders)
     expected = everything(by_tokens, inputs, starts)
     expect_close(everything(scan, inputs, starts), expected, 1e-12)
     expect_close(everything(scan, [each.float() for each in inputs], starts), expected, 2e-5)
@@ -101,7 +86,7 @@ def test_a_scan_by_chunks_is_the_recurrence_by_tokens(kind: str, borders: list[t
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_text_in_two_parts_is_the_text_when_the_state_is_passed_on(kind: str) -> None:
     scan, _, make = KINDS[kind]
-    x, dt, a, b, c, d, first = make()
+    x, dt, a, b, c, d, first = in_float64(make)
     whole, last = scan(x, dt, a, b, c, d, None, first)
     parts, state = [], first
     for begin, end in pairwise([0, 40, 41, 42, LENGTH]):  # one token at a time among them, as in generation
@@ -114,7 +99,7 @@ def test_a_text_in_two_parts_is_the_text_when_the_state_is_passed_on(kind: str) 
 @pytest.mark.parametrize("kind", KINDS)
 def test_strong_decay_over_a_whole_chunk_gives_neither_inf_nor_nan(kind: str) -> None:
     scan, by_tokens, make = KINDS[kind]
-    x, dt, a, *rest = make()
+    x, dt, a, *rest = in_float64(make)
     inputs = [x, dt * 30, a * 10, *rest]  # exponents of thousands a token: exp of their positive would overflow
     expected = everything(by_tokens, inputs, None)
     found = everything(scan, [each.float() for each in inputs], None)
@@ -125,7 +110,7 @@ def test_strong_decay_over_a_whole_chunk_gives_neither_inf_nor_nan(kind: str) ->
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_token_with_a_time_step_of_zero_leaves_the_state_as_it_is(kind: str) -> None:
     scan, _, make = KINDS[kind]
-    x, dt, a, b, c, d, first = make()
+    x, dt, a, b, c, d, first = in_float64(make)
     dt[:, 20:30] = 0.0
     _, last = scan(x[:, :30], dt[:, :30], a, b[:, :30], c[:, :30], d, None, first)
     _, expected = scan(x[:, :20], dt[:, :20], a, b[:, :20], c[:, :20], d, None, first)
@@ -139,8 +124,7 @@ def test_both_scans_are_cut_into_several_chunks_here() -> None:
 
 @pytest.mark.parametrize("borders", [None, BORDERS], ids=["sequences", "documents"])
 def test_the_convolution_is_torchs_on_every_document_by_itself(borders: list[tuple[int, int]] | None) -> None:
-    given = [random(SEQUENCES, LENGTH, CHANNELS), random(CHANNELS, 1, WIDTH), random(CHANNELS)]
-    x, weight, bias = (each.requires_grad_() for each in given)
+    x, weight, bias, _ = (each.double().requires_grad_() for each in mamba_cases.conv_inputs(LENGTH))
     starts = None if borders is None else starts_of(borders)
     rows = []
     for row in range(SEQUENCES):
@@ -151,7 +135,7 @@ def test_the_convolution_is_torchs_on_every_document_by_itself(borders: list[tup
         rows.append(torch.cat(conv, 1).T)
     expected = torch.stack(rows)
     found, last = causal_conv(x, weight, bias, starts)
-    upstream = random(*expected.shape, seed=5)
+    upstream = random(*expected.shape, seed=5).double()
     pairs = (torch.autograd.grad(each, (x, weight, bias), upstream) for each in (found, expected))
     assert torch.allclose(found, expected, atol=1e-12)
     assert all(torch.allclose(ours, theirs, atol=1e-12) for ours, theirs in zip(*pairs))
@@ -159,7 +143,7 @@ def test_the_convolution_is_torchs_on_every_document_by_itself(borders: list[tup
 
 
 def test_the_convolution_goes_on_from_its_last_inputs() -> None:
-    x, weight = random(SEQUENCES, LENGTH, CHANNELS), random(CHANNELS, 1, WIDTH)
+    x, weight, *_ = (each.double() for each in mamba_cases.conv_inputs(LENGTH))
     whole, last = causal_conv(x, weight, None)
     parts, state = [], None
     for begin, end in pairwise([0, 1, 2, 40, LENGTH]):

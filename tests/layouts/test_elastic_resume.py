@@ -32,7 +32,18 @@ from kenotron.training.build import build_run
 from kenotron.training.checkpoint_hook import save
 from kenotron.training.run import Run, close
 from kenotron.training.step import train_step
-from support.layout_runs import ATTENTION, FAMILIES, HYBRIDS, SAMPLES, SHORT, SPARSE, STATE_SPACES, Problem, prepared
+from support.layout_runs import (
+    ATTENTION,
+    FAMILIES,
+    HYBRIDS,
+    SAMPLES,
+    SHORT,
+    SPARSE,
+    STATE_SPACES,
+    Problem,
+    heard,
+    prepared,
+)
 from support.ranks import run_ranks
 from support.tiny_run import REPOSITORY, equal_bits, saved_weights
 
@@ -390,25 +401,14 @@ def test_the_tools_of_one_process_read_what_eight_ranks_saved(of_eight_ranks, al
 
 def say_once(rank: int, layout: str, checkpoints: Path, fresh: bool) -> tuple[int | None, str, list[str]]:
     """Where a start begins, the run's name, and the warnings that this rank gave."""
-    lines: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("kenotron")
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.WARNING)
-    try:
-        config = config_of("plain", layout, checkpoints)
-        config = config.model_copy(update={"general": config.general.model_copy(update={"run": "another"})})
-        checkpoints = Checkpoints(config, fresh=fresh)
-        with checkpoints.held():
-            start = checkpoints.start()
-            if fresh:
-                checkpoints.set_aside()
-        return start.step if start.continues else None, start.name, lines
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
+    config = config_of("plain", layout, checkpoints)
+    config = config.model_copy(update={"general": config.general.model_copy(update={"run": "another"})})
+    checkpoints = Checkpoints(config, fresh=fresh)
+    with heard(logging.WARNING) as lines, checkpoints.held():
+        start = checkpoints.start()
+        if fresh:
+            checkpoints.set_aside()
+    return start.step if start.continues else None, start.name, lines
 
 
 def test_ranks_start_at_one_place_and_rank_0_alone_speaks_and_tidies(alone, tmp_path):

@@ -15,7 +15,7 @@ from kenotron.observers.samples import SampleCompletions
 from kenotron.parallel.mesh import Mesh, axes, build_mesh
 from kenotron.training.run_folder import log_folder
 from support.families import hf_model, save
-from support.layout_runs import Problem, prepared, steps
+from support.layout_runs import Problem, heard, prepared, steps
 from support.ranks import run_ranks
 from support.tiny_llamas import our_model, random_tokens, save_ours, small_tokenizer
 from support.tiny_run import text_overrides
@@ -177,39 +177,20 @@ def test_rank_0_hears_the_pieces_of_all_replicas_in_the_order_of_the_prompts(tmp
 # Samples while training ---------------------------------------------------------------------------
 
 
-class Said(logging.Handler):
-    """Keeps the messages of the run's logger."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if "Sample" in record.getMessage():
-            self.messages.append(record.getMessage())
-
-
 def train_with_samples(problem: Problem, layout: str, folder: Path, mesh: Mesh) -> tuple[list[str], list[float]]:
-    said, logger = Said(), logging.getLogger("kenotron")
+    """What the run's logger says of samples, and the losses."""
     config = problem.config(layout, folder)
     log_folder(config).mkdir(parents=True, exist_ok=True)
-    with prepared(config, mesh) as run:
-        level = logger.level
-        logger.addHandler(said)
-        logger.setLevel(logging.INFO)
-        try:
-            masters = [parameter for part in run.parts for parameter in part.parameters()]
-            hook = SampleCompletions()
-            hook.on_train_start(run)
-            shown = [parameter for part in run.parts for parameter in part.parameters()]
-            assert all(one is other for one, other in zip(masters, shown, strict=True)), "copies in their place"
-            results = steps(run)
-            hook.on_train_end(run)
-        finally:
-            logger.removeHandler(said)
-            logger.setLevel(level)
+    with prepared(config, mesh) as run, heard(logging.INFO) as said:
+        masters = [parameter for part in run.parts for parameter in part.parameters()]
+        hook = SampleCompletions()
+        hook.on_train_start(run)
+        shown = [parameter for part in run.parts for parameter in part.parameters()]
+        assert all(one is other for one, other in zip(masters, shown, strict=True)), "copies in their place"
+        results = steps(run)
+        hook.on_train_end(run)
         assert all(part.training for part in run.parts)
-    return said.messages, [result.lm_loss for result in results]
+    return [line for line in said if "Sample" in line], [result.lm_loss for result in results]
 
 
 def sampling_rank(rank: int, problem: Problem, layout: str, folder: Path) -> tuple[list[str], list[float]]:

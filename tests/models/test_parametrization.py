@@ -181,9 +181,8 @@ COMPLETEP = "model.parametrization.kind=completep"
     ],
 )
 def test_what_the_rules_do_not_know_is_one_line(shapes, overrides, said, tmp_path):
-    with pytest.raises(InputError) as error:
+    with pytest.raises(InputError, match=said):
         of(tmp_path, shapes, "model.parametrization={kind: mup, base_width: 8, base_depth: 2}", *overrides)
-    assert said in str(error.value)
 
 
 def test_a_table_has_no_standard_deviation_for_weights_of_a_checkpoint(tmp_path: Path) -> None:

@@ -191,6 +191,22 @@ def prepared(config: Config, mesh: Mesh) -> Iterator[Run]:
         logger.setLevel(level)
 
 
+@contextmanager
+def heard(level: int) -> Iterator[list[str]]:
+    """The messages of Kénotron's loggers on this rank from `level` on."""
+    lines: list[str] = []
+    handler, logger = logging.Handler(level), logging.getLogger("kenotron")
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(level)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
+
+
 def train_here(config: Config) -> Run:
     """The whole training of one rank of `config`'s layout, as `kenotron train` does it, its console kept away."""
     mesh = build_mesh(axes(config), config.parallelism.world_size, "cpu")
