@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise, product
 from typing import Any
 
@@ -141,26 +142,25 @@ def test_shared_attention_and_its_gradients_are_one_processs_for_random_shapes_a
 class UsersAttention(torch.nn.Module):
     """A module that knows nothing of Kénotron but one function of local tensors."""
 
-    def __init__(self, method: str) -> None:
+    def __init__(self, attend: Callable[..., torch.Tensor]) -> None:
         super().__init__()
-        self.method = method
-        self.qkv, self.o = torch.nn.Linear(16, 48), torch.nn.Linear(16, 16)
+        torch.manual_seed(3)
+        self.attend = attend
+        self.qkv, self.o = torch.nn.Linear(16, 48).double(), torch.nn.Linear(16, 16).double()
 
-    def forward(self, x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, *group: dist.ProcessGroup | None) -> torch.Tensor:
         q, k, v = (y.unflatten(-1, (2, 8)).transpose(1, 2) for y in self.qkv(x).chunk(3, dim=-1))
-        return self.o(context.attention_of(self.method)(q, k, v, group).transpose(1, 2).flatten(2))
+        return self.o(self.attend(q, k, v, *group).transpose(1, 2).flatten(2))
 
 
-def users_module(method: str) -> tuple[UsersAttention, torch.Tensor]:
-    torch.manual_seed(3)
-    return UsersAttention(method).double(), torch.randn(2, 24, 16, dtype=torch.float64)
+X = torch.randn(2, 24, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
 
 
 def users_module_rank(rank: int, method: str) -> list[torch.Tensor]:
-    module, x = users_module(method)
-    local = context.cut(x, context.local_chunks(24, 2, rank, method))
+    module = UsersAttention(context.attention_of(method))
+    local = context.cut(X, context.local_chunks(24, 2, rank, method))
     (module(local, dist.group.WORLD) ** 2).sum().backward()
-    found = [p.grad for p in module.parameters() if p.grad is not None]
+    found = [p.grad for p in module.parameters()]
     for gradient in found:
         dist.all_reduce(gradient)
     return found
@@ -168,14 +168,11 @@ def users_module_rank(rank: int, method: str) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_each_method_is_a_plain_function_for_a_module_of_ones_own(method: str) -> None:
-    module, x = users_module(method)
-    q, k, v = (y.unflatten(-1, (2, 8)).transpose(1, 2) for y in module.qkv(x).chunk(3, dim=-1))
-    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-    torch.testing.assert_close(module(x, None), module.o(out))
-    (module.o(out) ** 2).sum().backward()
+    plain = UsersAttention(partial(torch.nn.functional.scaled_dot_product_attention, is_causal=True))
+    torch.testing.assert_close(UsersAttention(context.attention_of(method))(X, None), plain(X))
+    (plain(X) ** 2).sum().backward()
     for found in run_ranks(2, users_module_rank, method):
-        assert len(found) == 4
-        for gradient, parameter in zip(found, module.parameters()):
+        for gradient, parameter in zip(found, plain.parameters(), strict=True):
             assert relative_error(gradient, parameter.grad) < 1e-12
 
 

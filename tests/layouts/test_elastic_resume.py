@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 
 from kenotron.checkpoint import folders, manifest
 from kenotron.checkpoint.checkpoints import Checkpoints
-from kenotron.config import Config, refuse_unsupported
+from kenotron.config import Config, load, refuse_unsupported
 from kenotron.config.errors import InputError
 from kenotron.parallel.mesh import axes, build_mesh
 from kenotron.training.build import build_run
@@ -99,8 +99,7 @@ def config_of(problem: str, layout: str, checkpoints: Path) -> Config:
 
 
 def _into(config: Config, checkpoints: Path) -> Config:
-    section = config.checkpoints.model_copy(update={"checkpoints_path": str(checkpoints)})
-    return config.model_copy(update={"checkpoints": section})
+    return load(config, [f"checkpoints.checkpoints_path={checkpoints}"])
 
 
 def steps_until(run: Run, last: int) -> Numbers:
@@ -402,8 +401,7 @@ def test_the_tools_of_one_process_read_what_eight_ranks_saved(of_eight_ranks, al
 def say_once(rank: int, layout: str, checkpoints: Path, fresh: bool) -> tuple[int | None, str, list[str]]:
     """Where a start begins, the run's name, and the warnings that this rank gave."""
     config = config_of("plain", layout, checkpoints)
-    config = config.model_copy(update={"general": config.general.model_copy(update={"run": "another"})})
-    checkpoints = Checkpoints(config, fresh=fresh)
+    checkpoints = Checkpoints(load(config, ["general.run=another"]), fresh=fresh)
     with heard(logging.WARNING) as lines, checkpoints.held():
         start = checkpoints.start()
         if fresh:

@@ -7,7 +7,7 @@ import pytest
 import torch
 import yaml
 
-from kenotron.config import dump
+from kenotron.config import dump, load
 from kenotron.config.errors import InputError, PeerFailed
 from kenotron.interop import open_source
 from kenotron.launch import training as launch_training
@@ -82,11 +82,8 @@ def test_a_layout_means_what_one_process_means(name, world_size, layout, problem
 
 def train_on(rank: int, problem: ForeignProblem, layout: str, folder: Path, steps: int) -> None:
     """One rank of a run that is saved in `folder`, whatever the layout."""
-    config = problem.config(layout, folder)
-    checkpoints = config.checkpoints.model_copy(update={"checkpoints_path": str(folder / "checkpoints")})
-    logging = config.logging.model_copy(update={"log_dir": str(folder / "logs")})
-    tokens = config.tokens.model_copy(update={"train_steps": steps})
-    train_here(config.model_copy(update={"checkpoints": checkpoints, "logging": logging, "tokens": tokens}))
+    keys = (f"checkpoints.checkpoints_path={folder}/checkpoints", f"logging.log_dir={folder}/logs")
+    train_here(load(problem.config(layout, folder), [*keys, f"tokens.train_steps={steps}"]))
 
 
 @pytest.mark.budget(20, reason="two runs on two ranks and one alone")
@@ -112,9 +109,7 @@ def test_bf16_under_tensor_parallelism_is_that_of_one_process(problem_of, tmp_pa
 
 
 def losses_in(folder: Path, problem: ForeignProblem) -> list[float]:
-    config = problem.config("", folder)
-    logging = config.logging.model_copy(update={"log_dir": str(folder / "logs")})
-    return losses(config.model_copy(update={"logging": logging}))
+    return losses(load(problem.config("", folder), [f"logging.log_dir={folder}/logs"]))
 
 
 def refused_on_rank(rank: int, source: Path, folder: Path) -> str:

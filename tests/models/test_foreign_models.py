@@ -45,6 +45,13 @@ def config_of(folder: Path, source: Path, *overrides: str, **keys: Any) -> Confi
     return resolve_architecture(load(plain, overrides))
 
 
+def one_pass(run: Any) -> tuple[float, torch.Tensor, torch.Tensor]:
+    """The loss of the first step, whose gradients stay, its tokens and its labels."""
+    (batch,) = run.data.batch(1, 0, 1)
+    loss, _ = forward_backward(run, [batch], 1.0 / count_real_tokens(run, [batch]))
+    return float(loss), torch.from_numpy(batch.tokens), torch.from_numpy(batch.labels).flatten()
+
+
 @pytest.mark.cases(8)
 @pytest.mark.parametrize("which", MODELS)
 @pytest.mark.parametrize("recompute", ["false", "true", "selective", "elementwise"])
@@ -54,12 +61,10 @@ def test_loss_and_gradients_are_those_of_transformers(which, recompute, folders,
     with prepared(config, Mesh()) as run:
         run.model.train()  # as after a validation
         assert run.model.training
-        (batch,) = run.data.batch(1, 0, 1)
-        loss, _ = forward_backward(run, [batch], 1.0 / count_real_tokens(run, [batch]))
-        logits = theirs(torch.from_numpy(batch.tokens)).logits
-        expected = F.cross_entropy(logits.flatten(0, 1), torch.from_numpy(batch.labels).flatten())
+        loss, tokens, labels = one_pass(run)
+        expected = F.cross_entropy(theirs(tokens).logits.flatten(0, 1), labels)
         expected.backward()
-        assert float(loss) == pytest.approx(float(expected.detach()), rel=1e-5)
+        assert loss == pytest.approx(float(expected.detach()), rel=1e-5)
         found, wanted = dict(named_parameters(run.model)), dict(theirs.named_parameters())
         assert found.keys() == wanted.keys()
         for name, parameter in found.items():
@@ -81,13 +86,12 @@ def test_buffers_survive_the_meta_device_in_their_own_dtype(which, folders, tmp_
 def test_bfloat16_computes_as_autocast_does(folders: dict[str, Path], tmp_path: Path) -> None:
     config, theirs = config_of(tmp_path, folders["phi3"], "model.dtype=bfloat16"), random_model("phi3")
     with prepared(config, Mesh()) as run:
-        (batch,) = run.data.batch(1, 0, 1)
-        loss, _ = forward_backward(run, [batch], 1.0 / count_real_tokens(run, [batch]))
+        loss, tokens, labels = one_pass(run)
         with torch.autocast("cpu", torch.bfloat16):
-            logits = theirs(torch.from_numpy(batch.tokens)).logits
-        expected = F.cross_entropy(logits.flatten(0, 1).float(), torch.from_numpy(batch.labels).flatten())
+            logits = theirs(tokens).logits
+        expected = F.cross_entropy(logits.flatten(0, 1).float(), labels)
         assert logits.dtype == torch.bfloat16
-        assert float(loss) == pytest.approx(float(expected.detach()), rel=1e-5)
+        assert loss == pytest.approx(float(expected.detach()), rel=1e-5)
         assert all(parameter.dtype == torch.float32 for parameter in run.model.parameters())
 
 
@@ -350,12 +354,10 @@ def test_a_module_of_ones_own_trains_as_a_plain_loop_trains_it(tmp_path: Path) -
         reference.load_state_dict({name: value.clone() for name, value in run.model._module[0].state_dict().items()})
         assert float(reference.embedding.weight.detach().std()) == pytest.approx(0.3, rel=0.1)
         assert [name for name, _ in named_parameters(run.model)] == [name for name, _ in reference.named_parameters()]
-        (batch,) = run.data.batch(1, 0, 1)
-        loss, _ = forward_backward(run, [batch], 1.0 / count_real_tokens(run, [batch]))
-        tokens, labels = torch.from_numpy(batch.tokens), torch.from_numpy(batch.labels)
-        expected = F.cross_entropy(reference(tokens).flatten(0, 1), labels.flatten())
+        loss, tokens, labels = one_pass(run)
+        expected = F.cross_entropy(reference(tokens).flatten(0, 1), labels)
         expected.backward()
-        assert float(loss) == pytest.approx(float(expected.detach()), rel=1e-5)
+        assert loss == pytest.approx(float(expected.detach()), rel=1e-5)
         for name, parameter in reference.named_parameters():
             assert torch.allclose(run.model.get_parameter(name).grad, parameter.grad, rtol=1e-5, atol=1e-6), name
 
@@ -424,10 +426,10 @@ def test_its_longest_text_ends_a_completion(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_mistakes_in_it_are_one_line(keys: dict[str, Any], overrides: list[str], message: str, tmp_path: Path) -> None:
-    def one_pass() -> None:
+    def begin() -> None:
         with prepared(of_user(tmp_path, *overrides, **keys), Mesh()) as run:
-            forward_backward(run, run.data.batch(1, 0, 1), 1.0)
+            one_pass(run)
 
     with pytest.raises(InputError, match=message) as error:
-        one_pass()
+        begin()
     assert len(str(error.value).splitlines()) == 1

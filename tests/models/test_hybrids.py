@@ -8,6 +8,7 @@ import torch
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_mamba import KEYS as MAMBAS
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kenotron.config import load
@@ -113,7 +114,7 @@ def test_the_smallest_time_step_is_that_of_transformers() -> None:
     assert not torch.allclose(our_logits(free, tokens), expected, atol=1e-2)
 
 
-@pytest.mark.parametrize("which", ["nemotron_h", "nemotron_h_biased"])
+@pytest.mark.parametrize("which", ["nemotron_h", "nemotron_h_biased", "mamba", "mamba2"])
 def test_documents_of_a_sequence_do_not_see_each_other(which: str) -> None:
     expect_documents_apart(ours_of(hf_model(which)))
 
@@ -127,9 +128,12 @@ def test_every_layer_writes_into_the_residual_stream_damped_by_depth(tmp_path: P
     assert 0.9 * bound < weights["model.layers.0.mixer.out_proj.weight"].abs().max() <= bound
 
 
+@pytest.mark.parametrize("keys", [KEYS, MAMBAS["mamba"]], ids=["hybrid", "mamba"])
 @pytest.mark.parametrize("wide", [True, False])
-def test_hidden_states_between_layers_of_any_kind_are_fp32_where_the_config_says_so(wide: bool, tmp_path: Path) -> None:
-    model = fresh_model(config_of(tmp_path, residual_in_fp32=wide))
+def test_hidden_states_between_layers_of_any_kind_are_fp32_where_the_config_says_so(wide, keys, tmp_path):
+    config = our_config(tmp_path)
+    config["model"]["model_config"] = keys | {"residual_in_fp32": wide}
+    model = fresh_model(config)
     model.set_compute_dtype(torch.bfloat16)
     seen = []
     for block in model.model.layers.values():
@@ -137,7 +141,7 @@ def test_hidden_states_between_layers_of_any_kind_are_fp32_where_the_config_says
         block.mixer.register_forward_hook(lambda _, given, out: seen.append((given[0].dtype, out.dtype)))
     logits = our_logits(model, random_tokens(1, 9))
     stream = torch.float32 if wide else torch.bfloat16
-    assert seen == [(torch.bfloat16, torch.bfloat16), stream] * 4
+    assert seen == [(torch.bfloat16, torch.bfloat16), stream] * len(model.model.layers)
     assert (model.stream_dtype, logits.dtype) == (stream, torch.bfloat16)
 
 

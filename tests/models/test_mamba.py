@@ -21,7 +21,7 @@ from kenotron.models.blocks import mamba_init
 from kenotron.models.blocks.mamba import TimeSteps
 from kenotron.models.decoder import Decoder
 from support.families import SHAPES, filled, hf_model, in_our_names_of, ours_of
-from support.tiny_llamas import expect_documents_apart, fresh_model, our_config, our_logits, random_tokens
+from support.tiny_llamas import fresh_model, our_config, our_logits, random_tokens
 
 HEADS = {"num_heads": 8, "head_dim": 8, "n_groups": 2, "state_size": 8}
 KEYS: dict[str, dict[str, Any]] = {
@@ -181,26 +181,6 @@ def test_bounds_of_time_steps_are_those_of_transformers() -> None:
     content = {key: value for key, value in config.to_dict().items() if key not in unpublished}
     content["architectures"] = ["Mamba2ForCausalLM"]
     assert architecture_from_hf(content, "config.json").time_step_limit == [0.0, None]
-
-
-@pytest.mark.parametrize("family", KEYS)
-def test_documents_of_a_sequence_do_not_see_each_other(family: str) -> None:
-    expect_documents_apart(ours_of(hf_model(family)))
-
-
-@pytest.mark.parametrize("wide", [True, False])
-def test_hidden_states_between_layers_are_fp32_where_the_config_says_so(wide: bool, tmp_path: Path) -> None:
-    model = fresh_model(config_of(tmp_path, **KEYS["mamba"], residual_in_fp32=wide))
-    model.set_compute_dtype(torch.bfloat16)
-    seen = []
-    for block in model.model.layers.values():
-        block.register_forward_hook(lambda _, given, out: seen.append(out.dtype))
-        block.mixer.register_forward_hook(lambda _, given, out: seen.append((given[0].dtype, out.dtype)))
-    logits = our_logits(model, random_tokens(1, 9))
-    inner, stream = (torch.bfloat16, torch.bfloat16), torch.float32 if wide else torch.bfloat16
-    assert seen == [inner, stream] * 2
-    assert model.stream_dtype == stream
-    assert logits.dtype == torch.bfloat16
 
 
 def test_flops_are_those_of_the_matrices_and_the_recurrence() -> None:

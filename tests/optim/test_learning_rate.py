@@ -16,6 +16,8 @@ def curve(train_steps: int, **keys) -> list[float]:
     return [learning_rate(schedule, step, train_steps) for step in range(1, train_steps + 1)]
 
 
+LATE = {"lr_decay_style": "linear", "lr_decay_starting_step": 15, "min_decay_lr": 0.0}
+DROPS = {"lr_decay_style": "step", "lr_step_size": 3, "lr_step_gamma": 0.1, "min_decay_lr": 0.005}
 REFERENCE = {"learning_rate": 1e-2, "lr_warmup_steps": 3, "lr_decay_steps": 10, "min_decay_lr": 1e-3}
 
 
@@ -38,25 +40,19 @@ def test_curves_are_the_references_read_one_step_earlier(style, keys, first, tho
     assert rates[: len(thousandths)] == pytest.approx([1e-3 * each for each in thousandths], rel=2e-3)
 
 
-def test_without_warmup_and_decay_the_rate_is_the_rate_and_not_its_square():
-    assert curve(4, learning_rate=1e-2, lr_decay_steps=0, min_decay_lr=1e-3) == [1e-2] * 4
-
-
-def test_without_warmup_the_first_step_already_moves():
-    rates = curve(4, learning_rate=1e-2, lr_decay_style="linear", min_decay_lr=0.0)
-    assert rates == pytest.approx([7.5e-3, 5e-3, 2.5e-3, 0.0])
-
-
-def test_a_late_decay_without_length_ends_with_the_run():
-    keys = {"lr_warmup_steps": 2, "lr_decay_starting_step": 15, "lr_decay_style": "linear", "min_decay_lr": 0.0}
-    rates = curve(20, learning_rate=1.0, **keys)
-    assert rates[1:15] == [1.0] * 14
-    assert rates[15:] == pytest.approx([0.8, 0.6, 0.4, 0.2, 0.0])
-
-
-def test_without_a_floor_the_rate_does_not_decay():
-    for style in ("linear", "cosine", "1-sqrt"):
-        assert curve(9, learning_rate=1e-2, lr_decay_style=style) == [1e-2] * 9
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"lr_decay_steps": 0, "min_decay_lr": 0.01}, [0.1] * 4),  # without decay it is the rate, and not its square
+        ({"lr_decay_style": "linear", "min_decay_lr": 0.0}, [0.075, 0.05, 0.025, 0.0]),  # the first step moves already
+        *(({"lr_decay_style": style}, [0.1] * 9) for style in ("linear", "cosine", "1-sqrt")),  # without a floor
+        ({"lr_decay_style": "sqrt"}, [0.1, 0.1 * math.sqrt(1 / 2), 0.1 * math.sqrt(1 / 3), 0.05]),
+        (LATE | {"lr_warmup_steps": 2}, [0.05, *[0.1] * 14, 0.08, 0.06, 0.04, 0.02, 0.0]),  # it ends with the run
+        (DROPS | {"lr_warmup_steps": 1}, [0.1, 0.1, 0.1, 0.01, 0.01, 0.01, 0.005, 0.005]),
+    ],
+)
+def test_curves_without_some_of_warm_up_decay_and_floor(keys, expected):
+    assert curve(len(expected), learning_rate=0.1, **keys) == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
 def test_sqrt_is_the_inverse_square_root_from_the_start_of_the_decay():
@@ -65,17 +61,6 @@ def test_sqrt_is_the_inverse_square_root_from_the_start_of_the_decay():
     assert rates[399] == pytest.approx(0.5)
     floored = curve(400, learning_rate=1.0, lr_warmup_steps=100, lr_decay_style="sqrt", min_decay_lr=0.7)
     assert min(floored[99:]) == 0.7
-
-
-def test_sqrt_without_warmup_starts_at_the_full_rate():
-    rates = curve(4, learning_rate=1.0, lr_decay_style="sqrt")
-    assert rates == pytest.approx([1.0, math.sqrt(1 / 2), math.sqrt(1 / 3), 0.5])
-
-
-def test_step_drops_by_gamma_every_step_size():
-    keys = {"lr_decay_style": "step", "lr_step_size": 3, "lr_step_gamma": 0.1, "min_decay_lr": 0.05}
-    rates = curve(8, learning_rate=1.0, lr_warmup_steps=1, **keys)
-    assert rates == pytest.approx([1.0, 1.0, 1.0, 0.1, 0.1, 0.1, 0.05, 0.05])
 
 
 @st.composite
