@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
 from kenotron.checkpoint import folders, manifest
@@ -281,18 +282,10 @@ def test_the_state_of_soap_travels(a: str, b: str, tmp_path: Path) -> None:
     expect_the_same_bits(tmp_path)
 
 
-CHOICES: dict[str, tuple[Any, ...]] = {
-    "dp": (1, 2, 4, 8),
-    "shard": (None, 1, 2),
-    "zero": (0, 1, 2, 3, "hybrid"),
-    "tp": (1, 2, 4, 8),
-    "mode": ("ALL_REDUCE", "REDUCE_SCATTER"),
-    "pp": (1, 2, 4),
-    "engine": ("afab", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev"),
-    "cp": (1, 2, 4),
-    "method": ("ring", "ulysses", "allgather"),
-    "accum": (1, 2, 4),
-}
+CHOICES = yaml.safe_load("""{dp: [1, 2, 4, 8], shard: [null, 1, 2], zero: [0, 1, 2, 3, hybrid], tp: [1, 2, 4, 8],
+    mode: [ALL_REDUCE, REDUCE_SCATTER], pp: [1, 2, 4],
+    engine: [afab, 1f1b, interleaved_1f1b, interleaved_zero_bubble, zbv_zero_bubble, dualpipev],
+    cp: [1, 2, 4], method: [ring, ulysses, allgather], accum: [1, 2, 4]}""")
 
 
 def random_layout(numbers: random.Random, problem: str = "plain") -> str:

@@ -26,16 +26,11 @@ PARAMETRIZED = {
 }
 ROUNDING = 5e-6  # a norm's gradient: a few numbers, each a sum over all tokens and heads whose terms nearly cancel
 QUICK = [
-    ("mistral", 2, "cp=2 method=ulysses"),
-    ("olmo2", 2, "tp=2 mode=REDUCE_SCATTER"),
-    ("qwen3", 2, "tp=2"),
-    ("smollm3", 2, "pp=2 engine=interleaved_1f1b"),
-    ("starcoder2", 2, "tp=2 mode=REDUCE_SCATTER"),
-    ("gpt_neox", 2, "tp=2"),
-    ("nano_with_value_embeddings", 2, "tp=2 mode=REDUCE_SCATTER"),
+    *((family, 2, "tp=2") for family in ("qwen3", "gpt_neox")),
+    *((family, 2, "tp=2 mode=REDUCE_SCATTER") for family in ("olmo2", "starcoder2", "nano_with_value_embeddings")),
+    *(("mistral", 2, "cp=2 method=ulysses"), ("smollm3", 2, "pp=2 engine=interleaved_1f1b")),
     ("nano_with_value_embeddings", 2, "pp=2 engine=1f1b"),
-    ("spectral", 2, "dp=2 zero=3"),
-    ("completep", 2, "tp=2 mode=REDUCE_SCATTER"),
+    *(("spectral", 2, "dp=2 zero=3"), ("completep", 2, "tp=2 mode=REDUCE_SCATTER")),
 ]
 LAYOUTS = [
     *on(2, "dp=2", "dp=2 zero=1", "dp=2 zero=2", "dp=2 zero=3", "tp=2", "tp=2 mode=REDUCE_SCATTER recompute=true"),

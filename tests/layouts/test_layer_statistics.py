@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_doremi import Batches
 
 import kenotron as kn
 from kenotron.config import InputError
@@ -29,22 +30,13 @@ def statistics(config: kn.Config) -> list[dict[str, float]]:
     ]
 
 
-class Batches(kn.Hook):
-    """Keeps the batches of a run's steps."""
-
-    seen: list[Any] = []  # noqa: RUF012
-
-    def before_step(self, run: kn.Run) -> None:
-        self.seen.append(run.batches)
-
-
 @pytest.fixture(scope="module")
 def logged(tmp_path_factory: pytest.TempPathFactory) -> tuple[kn.Config, list[Any]]:
     """A run with documents, whose every step has a checkpoint, and its batches."""
     Batches.seen.clear()
     config = tiny_config(
         tmp_path_factory.mktemp("alone"),
-        *(*FOUR, EVERY_TWO, CLIPPED, f"general.hooks=[{__name__}.Batches]"),
+        *(*FOUR, EVERY_TWO, CLIPPED, "general.hooks=[test_doremi.Batches]"),
         *("checkpoints.checkpoint_interval=1", "checkpoints.export_hf=true"),
     )
     train_quietly(config)
