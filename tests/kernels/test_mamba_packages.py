@@ -7,7 +7,6 @@ import logging
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -20,7 +19,7 @@ from kenotron.kernels.causal_conv import causal_conv
 from kenotron.kernels.fused import use_kernels
 from kenotron.kernels.selective_scan import selective_scan
 from support import mamba_on_cpu
-from support.layout_runs import Problem, Seen, expect_the_same, problem_of_family, train_alone, train_on_layout
+from support.layout_runs import Seen, expect_the_same, problem_of_family, train_alone, train_on_layout
 from support.mamba_cases import CASES, KINDS, SEQUENCES, channel_inputs, everything, largest_error, random
 from support.ranks import run_ranks
 from support.written_tokens import write_ds
@@ -66,13 +65,11 @@ def test_a_gradient_that_the_package_does_not_have_is_asked_for_in_vain(monkeypa
         last.sum().backward()
 
 
-def train_on_a_gpus_branch(
-    rank: int, problem: Problem, layout: str, folder: Path, reference: Path
-) -> tuple[Seen, set[str]]:
-    """One rank of `layout` with the packages, and which of their functions it called."""
+def train_on_a_gpus_branch(rank: int, *given: Any) -> tuple[Seen, set[str]]:
+    """`train_on_layout` with the packages, and which of their functions it called."""
     with pytest.MonkeyPatch.context() as patch:
         calls = mamba_on_cpu.install(patch)
-        return train_on_layout(rank, problem, layout, folder, reference), set(calls)
+        return train_on_layout(rank, *given), set(calls)
 
 
 CONV, BOTH, HEADS_TOO = {"causal_conv"}, {"causal_conv", "selective_scan"}, {"causal_conv", "state_space_dual"}

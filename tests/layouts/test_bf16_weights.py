@@ -58,12 +58,11 @@ def test_a_run_that_goes_on_has_the_bits_of_one_that_was_not_stopped(overrides, 
 
 
 def test_the_rounding_decides_what_is_learned(tmp_path: Path) -> None:
-    found = set()
-    for name, overrides in {"nearest": PURE, "stochastic": ROUNDED, "masters": PURE[:1]}.items():
-        config = tiny_config(tmp_path / name, *overrides, "tokens.train_steps=6")
+    ways = {"nearest": PURE, "stochastic": ROUNDED, "masters": PURE[:1]}
+    configs = [tiny_config(tmp_path / name, *way, "tokens.train_steps=6") for name, way in ways.items()]
+    for config in configs:
         train_quietly(config)
-        found.add(tuple(losses(config)))
-    assert len(found) == 3
+    assert len({tuple(losses(config)) for config in configs}) == 3
 
 
 def test_weights_and_moments_take_two_bytes_a_number(tmp_path: Path) -> None:

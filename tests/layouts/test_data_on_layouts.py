@@ -48,13 +48,13 @@ def packed(folder: Path) -> Problem:
     return Problem("packed", overrides, steps=3)
 
 
-QUICK = [(answers, "dp=2 accum=4"), (packed, "pp=2 engine=1f1b accum=4")]
-QUICK.append((halves_without_labels, "cp=2 method=ulysses ep=2 accum=8"))
 SLOW = [
     *((halves_without_labels, each) for each in ("cp=2 method=ulysses accum=8", "dp=2 ep=2 zero=2 accum=8")),
     *((answers, each) for each in ("cp=2", "tp=2 mode=REDUCE_SCATTER")),
     *((packed, each) for each in ("dp=2 zero=3", "cp=2 method=ulysses")),
 ]
+QUICK = [(answers, "dp=2 accum=4"), (packed, "pp=2 engine=1f1b accum=4")]
+QUICK.append((halves_without_labels, "cp=2 method=ulysses ep=2 accum=8"))
 LAYOUTS = [*QUICK, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)]
 
 

@@ -61,10 +61,9 @@ def test_the_loss_is_that_of_the_definition(weight: float, temperature: float, m
     loss = OwnLoss(lambda logits, labels: token_losses(settings, logits, theirs, labels))
     ctx = Context((2, 3), torch.arange(6), attention, loss_scale=0.25)
     losses = definition(logits, theirs[:, :5], labels, weight, temperature)
-    for each, expected in (
-        (ctx, losses.sum() / 4),
-        (replace(ctx, sequence_weights=rows), (losses * rows.double().repeat_interleave(3)).sum() / 4),
-    ):
+    weighted = (losses * rows.double().repeat_interleave(3)).sum()
+    for each, total in ((ctx, losses.sum()), (replace(ctx, sequence_weights=rows), weighted)):
+        expected = total / 4
         found, z_loss = loss.of_logits(logits, labels, each)
         assert found.item() == pytest.approx(expected.item(), rel=1e-5)
         assert z_loss == 0

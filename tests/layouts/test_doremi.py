@@ -41,11 +41,8 @@ def config_of(folder: Path, run: str, *overrides: str) -> Config:
         folder,
         *(f"general.run={run}", f"checkpoints.checkpoints_path={folder}/checkpoints/{run}"),
         *(f"data_stages.0.data.dataset={{mixture: [{mixture}]}}", f"doremi={{domain_names: [{', '.join(NAMES)}]}}"),
-        *(
-            "tokenizer={train: {vocab_size: 300}}",
-            "model.model_config.vocab_size=300",
-            "model.model_config.eos_token_id=0",
-        ),
+        "tokenizer={train: {vocab_size: 300}}",
+        *("model.model_config.vocab_size=300", "model.model_config.eos_token_id=0"),
         *("tokens.train_steps=4", "tokens.micro_batch_size=2", "tokens.batch_accumulation_per_replica=4"),
         *overrides,
     )

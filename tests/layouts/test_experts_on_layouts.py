@@ -27,12 +27,9 @@ COMPILED = Problem("compiled", steps=3, model=SPARSE["mixtral"] | TWO_LAYERS)
 KNOWN = PROBLEMS | {"dropping": DROPPING, "six": SIX, "two": TWO, "further": FURTHER, "compiled": COMPILED}
 ROUNDING = 5e-6
 QUICK = [
-    ("qwen2_moe", 4, "dp=2 zero=2 tp=2 ep=2 mode=REDUCE_SCATTER recompute=true"),
-    ("mixtral", 4, "dp=4 ep=2 zero=3"),
-    ("olmoe", 4, "dp=2 cp=2 ep=2"),
-    ("mixtral", 2, "pp=2 engine=1f1b"),
-    ("deepseek_v3", 4, "dp=2 zero=2 tp=2 ep=2 mode=REDUCE_SCATTER recompute=true"),
-    ("deepseek_v3", 2, "cp=2 method=allgather"),
+    *((each, 4, "dp=2 zero=2 tp=2 ep=2 mode=REDUCE_SCATTER recompute=true") for each in ("qwen2_moe", "deepseek_v3")),
+    *(("mixtral", 4, "dp=4 ep=2 zero=3"), ("olmoe", 4, "dp=2 cp=2 ep=2")),
+    *(("mixtral", 2, "pp=2 engine=1f1b"), ("deepseek_v3", 2, "cp=2 method=allgather")),
 ]
 LAYOUTS = [
     *on(2, "dp=2 ep=2", "dp=2 ep=2 zero=3 recompute=true", "cp=2 ep=2"),

@@ -22,10 +22,8 @@ PAGE = read_page("primitives.md")
 STEPS = 3
 ROUNDING = 5e-6
 QUICK = [
-    ("gpt2", 2, "dp=2 zero=2"),
-    ("gemma3_text", 2, "tp=2"),
-    ("gemma3_text", 2, "dp=2 zero=3 recompute=true compile=true"),
-    ("of_the_page", 2, "dp=2 zero=3 recompute=true"),
+    *(("gpt2", 2, "dp=2 zero=2"), ("of_the_page", 2, "dp=2 zero=3 recompute=true")),
+    *(("gemma3_text", 2, "tp=2"), ("gemma3_text", 2, "dp=2 zero=3 recompute=true compile=true")),
     ("dropout", 2, "dp=2 zero=2 recompute=true accum=4"),
 ]
 LAYOUTS = [

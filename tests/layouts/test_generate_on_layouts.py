@@ -22,9 +22,7 @@ from support.tiny_run import text_overrides
 
 SHAPE = {"num_hidden_layers": 3, "vocab_size": 301}  # neither stages nor vocabulary rows come out even
 LENGTHS = (7, 1, 12, 4, 9)
-PROMPTS = [
-    [token % 300 for token in random_tokens(1, length, number)[0].tolist()] for number, length in enumerate(LENGTHS)
-]
+PROMPTS = [(random_tokens(1, length, number)[0] % 300).tolist() for number, length in enumerate(LENGTHS)]
 GREEDY = SamplingOptions(max_new_tokens=10)
 DRAWN = replace(GREEDY, temperature=1.3, top_k=100, top_p=0.95, seed=5)
 SLOW = pytest.mark.slow  # what the layouts without it meet as well

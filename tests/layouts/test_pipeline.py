@@ -34,6 +34,7 @@ WITH_DATA = "dp=2 zero=2"
 WITH_TENSOR = "tp=2 mode=REDUCE_SCATTER"
 
 Gradients = dict[str, torch.Tensor]
+Step = tuple[torch.Tensor, Gradients]  # (loss, z-loss) of a step
 Pieces = dict[str, tuple[tuple[int, ...], tuple[int, ...], torch.Tensor]]  # name → whole shape, offset, block
 
 
@@ -85,8 +86,8 @@ def one_process(config: Config) -> Decoder:
     return model
 
 
-def alone(config: Config, count: int = 1) -> tuple[torch.Tensor, Gradients]:
-    """(loss, z) and gradients of one process."""
+def alone(config: Config, count: int = 1) -> Step:
+    """That of one process."""
     model = one_process(config)
     total = torch.zeros(2)
     for micro_batch in micro_batches(count):
@@ -129,7 +130,7 @@ def one_step(rank: int, config: Config, count: int) -> tuple[torch.Tensor, Piece
     return here.step(count), here.gradients()
 
 
-def assemble(results: Sequence[tuple[torch.Tensor, Pieces]]) -> tuple[torch.Tensor, Gradients]:
+def assemble(results: Sequence[tuple[torch.Tensor, Pieces]]) -> Step:
     """What the ranks returned, as one: losses added up, every gradient put together from its blocks."""
     whole: Gradients = {}
     for _, pieces in results:
@@ -141,9 +142,7 @@ def assemble(results: Sequence[tuple[torch.Tensor, Pieces]]) -> tuple[torch.Tens
     return torch.stack([total for total, _ in results]).sum(0), whole
 
 
-def same(
-    found: tuple[torch.Tensor, Gradients], expected: tuple[torch.Tensor, Gradients], within: float = ROUNDING
-) -> None:
+def same(found: Step, expected: Step, within: float = ROUNDING) -> None:
     assert relative_error(found[0], expected[0]) < within
     assert found[1].keys() == expected[1].keys()
     for name, gradient in expected[1].items():

@@ -30,14 +30,10 @@ def wrong_blocks(tensor: torch.Tensor, whole: torch.Tensor) -> list[str]:
 
 
 # tp's cut of the weight, then the mesh of data parallelism beside it: (dp_replicate, dp_shard)
-FEW = [
-    *((1, (1, 2), None), (1, (2, 1), None), (2, (1, 1), 0), (2, (1, 1), 1), (1, (1, 4), None), (1, (2, 2), None)),
-    *((2, (1, 2), 0), (2, (1, 2), 1), (2, (1, 2), None), (4, (1, 1), 0)),
-]
-ON_EIGHT_RANKS = [
-    *((1, (2, 4), None), (2, (2, 2), 0), (2, (2, 2), 1), (2, (2, 2), None), (2, (1, 4), 0)),
-    *((4, (1, 2), 0), (4, (1, 2), 1), (4, (2, 1), 0)),
-]
+FEW = [*((1, dp, None) for dp in ((1, 2), (2, 1), (1, 4), (2, 2))), (2, (1, 1), 0), (2, (1, 1), 1), (4, (1, 1), 0)]
+FEW += [(2, (1, 2), dim) for dim in (0, 1, None)]
+ON_EIGHT_RANKS = [(1, (2, 4), None), *((2, (2, 2), dim) for dim in (0, 1, None)), (2, (1, 4), 0)]
+ON_EIGHT_RANKS += [(4, (1, 2), 0), (4, (1, 2), 1), (4, (2, 1), 0)]
 
 
 def blocks_after_fully_shard(rank: int, tp: int, dp: tuple[int, int], dim: int | None, offload: bool) -> list[str]:

@@ -10,6 +10,7 @@ from test_foreign_models import Running, config_of, of_user
 from torch import Tensor, nn
 
 from kenotron.config.errors import InputError
+from kenotron.kernels.attention import attention
 from kenotron.kernels.hashing import derive_key, hash64
 from kenotron.models import Context
 from kenotron.models.dropout import CounterDropout
@@ -21,11 +22,8 @@ from support.tiny_run import losses, train_and_listen
 
 
 def context(ids: list[int], length: int = 4) -> Context:
-    def attend(*args: object) -> Tensor:
-        raise NotImplementedError
-
     positions = torch.arange(length).repeat(len(ids))
-    return Context((len(ids), length), positions, attend, sample_ids=torch.tensor(ids))
+    return Context((len(ids), length), positions, attention, sample_ids=torch.tensor(ids))
 
 
 def test_bits_are_those_of_the_hash() -> None:

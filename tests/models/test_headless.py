@@ -31,8 +31,7 @@ def loss_of(counts: Tensor | None = None, **keys: Any) -> HeadlessLoss:
 
 def inputs(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    hidden = torch.randn(16, WIDTH, generator=generator)
-    weight = torch.randn(VOCAB, WIDTH, generator=generator)
+    hidden, weight = (torch.randn(rows, WIDTH, generator=generator) for rows in (16, VOCAB))
     labels = torch.randint(VOCAB, (16,), generator=generator)
     labels[[2, 3, 9]] = -100
     return hidden.requires_grad_(), weight.requires_grad_(), labels

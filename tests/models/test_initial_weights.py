@@ -25,13 +25,7 @@ from kenotron.models.initialization import fill
 LAYERS = 3
 
 
-def llama(
-    vocab_multiple: int = 1,
-    scaling: str = "NUM_LAYERS",
-    seed: int = 1,
-    section: type[DecoderArchitecture] = LlamaArchitecture,
-    **changes: Any,
-) -> dict[str, Tensor]:
+def llama(vocab_multiple=1, scaling="NUM_LAYERS", seed=1, section=LlamaArchitecture, **changes) -> dict[str, Tensor]:
     """Every initial weight of a small model, by name."""
     shapes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "vocab_size": 500}
     shapes |= {"num_hidden_layers": LAYERS} | ({"attention_bias": True} if section is LlamaArchitecture else {})

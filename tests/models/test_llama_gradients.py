@@ -226,8 +226,7 @@ def test_gradients_of_bf16_micro_batches_add_up_in_fp32() -> None:
         model.set_compute_dtype(torch.bfloat16)
         return model
 
-    both = fresh()
-    alone = [fresh(), fresh()]
+    both, *alone = fresh(), fresh(), fresh()
     for part, model in zip(halves, alone):
         backward(model, part)
         backward(both, part)
