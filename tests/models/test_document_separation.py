@@ -86,7 +86,7 @@ class CountedTokens(Base):
 
 class CountedEnds(Base):
     def mixed(self, x, ctx, tokens):
-        return self.out(x) * (tokens == 60).cumsum(1).unsqueeze(-1)
+        return self.out(x) * (tokens == 58).cumsum(1).unsqueeze(-1)
 
 
 class CountedOnes(Base):
@@ -227,7 +227,7 @@ def of_transformers(model_type: str, **keys: Any) -> HuggingFace:
 
 
 def of_user(name: str) -> UserModule:
-    return UserModule(UserModuleArchitecture(module=f"{__name__}.{name}", vocab_size=61, eos_token_id=60))
+    return UserModule(UserModuleArchitecture(module=f"{__name__}.{name}", vocab_size=61, eos_token_id=58))
 
 
 @pytest.mark.parametrize(
