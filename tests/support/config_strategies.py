@@ -7,6 +7,7 @@ put right afterwards, key by key, in `_agree` and the small functions below it.
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+import yaml
 from hypothesis import strategies as st
 from pydantic.fields import FieldInfo
 
@@ -18,27 +19,8 @@ from kenotron.config.section import Section
 from kenotron.models.families.llama import LlamaArchitecture
 
 text = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), min_size=1, max_size=12)
-tricky = st.sampled_from(
-    [
-        "1e-5",
-        "null",
-        "~",
-        "yes",
-        "12:30:00",
-        "2026-01-01",
-        "010",
-        "0x1f",
-        "a: b",
-        "- c",
-        "# d",
-        "é\u2028",
-        "\x85",
-        "\ufeff",
-        "a\nb",
-        " x ",
-        "<<",
-    ]
-)
+TRICKY = ["1e-5", "null", "~", "yes", "12:30:00", "2026-01-01", "010", "0x1f", "a: b", "- c", "# d", "é\u2028", "\x85"]
+tricky = st.sampled_from([*TRICKY, "\ufeff", "a\nb", " x ", "<<"])
 words = text | tricky
 plain = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | words,
@@ -116,19 +98,14 @@ def _value(kind: Any, bounds: dict[str, Any]) -> st.SearchStrategy[Any]:
     if isinstance(kind, type) and issubclass(kind, Section):
         return st.deferred(lambda: _section(kind))
     low, high = bounds.get("ge", bounds.get("gt")), bounds.get("le", bounds.get("lt"))
+    open_ends: dict[str, Any] = {"exclude_min": "gt" in bounds, "exclude_max": "lt" in bounds}
     scalars: dict[Any, st.SearchStrategy[Any]] = {
         str: words,
         bool: st.booleans(),
         type(None): st.none(),
         Any: plain,
         int: st.integers(-3 if low is None else low, 10_000 if high is None else high),
-        float: st.floats(
-            0.0 if low is None else low,
-            1e9 if high is None else high,
-            exclude_min="gt" in bounds,
-            exclude_max="lt" in bounds,
-            allow_nan=False,
-        ),
+        float: st.floats(0.0 if low is None else low, 1e9 if high is None else high, allow_nan=False, **open_ends),
     }
     return scalars[kind]
 
@@ -195,17 +172,9 @@ def _agree(config: dict[str, Any]) -> dict[str, Any]:
 
 _QWEN = {"moe_intermediate_size": 32, "decoder_sparse_step": 1, "mlp_only_layers": []}
 SPARSE: dict[str, dict[str, Any]] = {
-    "deepseek_v3": {
-        "num_key_value_heads": None,
-        "qk_rope_head_dim": 8,
-        "first_k_dense_replace": 1,
-        "n_routed_experts": 8,
-        "moe_intermediate_size": 32,
-        "n_group": 4,
-        "topk_group": 2,
-        "num_experts_per_tok": 3,
-        "num_nextn_predict_layers": 0,
-    },
+    "deepseek_v3": yaml.safe_load("""{num_key_value_heads: null, qk_rope_head_dim: 8, first_k_dense_replace: 1,
+        n_routed_experts: 8, moe_intermediate_size: 32, n_group: 4, topk_group: 2, num_experts_per_tok: 3,
+        num_nextn_predict_layers: 0}"""),
     "llamoe": {"moe_num_experts": 4, "num_experts_per_tok": 2},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
@@ -241,8 +210,7 @@ def _heads(model: dict[str, Any]) -> None:
         if "is_mamba2_config" in model or model.get("family") == "mamba2":
             model.update(num_heads=8, head_dim=16, n_groups=2, time_step_limit=[0.0, None])
         return
-    model.update(num_attention_heads=4, hidden_size=64, num_hidden_layers=4)
-    model.update(num_key_value_heads=2)
+    model.update(num_attention_heads=4, hidden_size=64, num_hidden_layers=4, num_key_value_heads=2)
     if _hybrid(model):
         model.setdefault("hybrid_override_pattern", "M-M*")
         model.update(n_routed_experts=8, num_experts_per_tok=2, n_group=4, topk_group=2, mlp_bias=False)
@@ -273,12 +241,9 @@ def _heads(model: dict[str, Any]) -> None:
 def _layout(config: dict[str, Any]) -> None:
     """The drawn layout, with degrees that four heads, four layers and a length of 64 divide into."""
     layout = config["parallelism"]
-    layout["tp"] = 1 + layout.get("tp", 1) % 2
-    layout["pp"] = 1 + layout.get("pp", 1) % 2
-    layout["context_parallel_size"] = 1 + layout.get("context_parallel_size", 1) % 2
-    layout.update(
-        expert_parallel_size=1, pp_layers=None, pp_stages_per_rank=None, dp_shard=layout.get("dp", 1), strategy=None
-    )
+    layout |= {axis: 1 + layout.get(axis, 1) % 2 for axis in ("tp", "pp", "context_parallel_size")}
+    layout.update(expert_parallel_size=1, pp_layers=None, pp_stages_per_rank=None, strategy=None)
+    layout["dp_shard"] = layout.get("dp", 1)
     config["tokens"].update(sequence_length=64, batch_accumulation_per_replica=8)
     config["optimizer"]["zero_stage"] = 1
     model = config["model"]["model_config"]
@@ -301,9 +266,8 @@ def _stages(stages: list[dict[str, Any]]) -> None:
         dataset.pop("weight", None)
         for part in [dataset, *dataset.get("mixture", [])]:
             if "dataset_folder" in part:
-                part.update(
-                    dataset_weights=None, dataset_read_path=None, dataset_max_tokens=None, return_positions=True
-                )
+                part.update(dataset_weights=None, dataset_read_path=None, dataset_max_tokens=None)
+                part["return_positions"] = True
             if part.get("streaming") is not None:
                 for name in NOT_OF_STREAMS:
                     part.pop(name, None)

@@ -6,11 +6,27 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 
 from kenotron.config import Config, load
 from kenotron.data import RunData, TokenBatch, open_run
 from kenotron.data.sources.text import TextDataset
 from kenotron.text.hash_split import hash_threshold, is_held_out
+
+CONFIG = """
+general: {project: data}
+model:
+  model_config: {hidden_size: 16, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 4, vocab_size: 512,
+    eos_token_id: 2}
+  init_method: {std: 0.02}
+tokenizer: {}
+checkpoints: {checkpoints_path: checkpoints, checkpoint_interval: 10}
+tokens: {sequence_length: 32, train_steps: 12, micro_batch_size: 2, batch_accumulation_per_replica: 2,
+  val_check_interval: 5, limit_val_batches: -1, val_fraction: 0.2}
+optimizer: {optimizer_factory: {name: adamW}, zero_stage: 0, weight_decay: 0.01, clip_grad: 1.0,
+  accumulate_grad_in_fp32: true, learning_rate_scheduler: {learning_rate: 0.0003, lr_warmup_steps: 2}}
+data_stages: []
+"""
 
 
 def run_config(*stages: Any, **changes: Any) -> Config:
@@ -19,61 +35,20 @@ def run_config(*stages: Any, **changes: Any) -> Config:
 
     `changes` are keys of `tokens`, or of `model`, `tokenizer`, `data` in the form ``model__document_masking=True``.
     """
-    tokens = {
-        "sequence_length": 32,
-        "train_steps": 12,
-        "micro_batch_size": 2,
-        "batch_accumulation_per_replica": 2,
-        "val_check_interval": 5,
-        "limit_val_batches": -1,
-        "val_fraction": 0.2,
-    }
-    sections: dict[str, dict[str, Any]] = {"model": {}, "tokenizer": {}, "data": {}, "tokens": tokens, "arch": {}}
+    config = yaml.safe_load(CONFIG)
+    sections = {"data": {}, "arch": config["model"]["model_config"]} | config
     for name, value in changes.items():
         section, _, key = name.rpartition("__")
         sections[section or "tokens"][key] = value
-    has_text = any(name in str(stages[0]) for name in ("corpus", "text_files", "hf_dataset"))
-    tokenizer = sections["tokenizer"] or ({"train": {"vocab_size": 300}} if has_text else {})
-    data_stages = []
+    if not config["tokenizer"] and any(name in str(stages[0]) for name in ("corpus", "text_files", "hf_dataset")):
+        config["tokenizer"] = {"train": {"vocab_size": 300}}
     for number, stage in enumerate(stages):
         given = stage if isinstance(stage, dict) and "dataset" in stage else {"dataset": stage}
         data = {"dataset": given["dataset"], "seed": 42} | sections["data"]
-        data_stages.append(
-            {
-                "name": f"stage {number}",
-                "start_training_step": given.get("start", 1 + 6 * number),
-                "sequence_length": given.get("length"),
-                "batch_size_ramp": given.get("batch_size_ramp"),
-                "data": data,
-            }
-        )
-    architecture = {
-        "hidden_size": 16,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "vocab_size": 512,
-        "eos_token_id": 2,
-    }
-    return load(
-        {
-            "general": {"project": "data"},
-            "model": {"model_config": architecture | sections["arch"], "init_method": {"std": 0.02}}
-            | sections["model"],
-            "tokenizer": tokenizer,
-            "checkpoints": {"checkpoints_path": "checkpoints", "checkpoint_interval": 10},
-            "tokens": tokens,
-            "optimizer": {
-                "optimizer_factory": {"name": "adamW"},
-                "zero_stage": 0,
-                "weight_decay": 0.01,
-                "clip_grad": 1.0,
-                "accumulate_grad_in_fp32": True,
-                "learning_rate_scheduler": {"learning_rate": 3e-4, "lr_warmup_steps": 2},
-            },
-            "data_stages": data_stages,
-        }
-    )
+        made = {"name": f"stage {number}", "start_training_step": given.get("start", 1 + 6 * number), "data": data}
+        made |= {"sequence_length": given.get("length"), "batch_size_ramp": given.get("batch_size_ramp")}
+        config["data_stages"].append(made)
+    return load(config)
 
 
 def write_texts(folder: Path, count: int = 40, words: int = 60, seed: int = 0, accents: bool = True) -> Path:
@@ -82,10 +57,8 @@ def write_texts(folder: Path, count: int = 40, words: int = 60, seed: int = 0, a
     letters = "abcdefghijklmnop" + ("éß漢🙂" if accents else "")
     folder.mkdir(parents=True, exist_ok=True)
     for number in range(count):
-        text = " ".join(
-            "".join(generator.choice(letters) for _ in range(generator.randint(2, 6))) for _ in range(words)
-        )
-        (folder / f"{number:03}.txt").write_text(text + "\n", encoding="utf-8")
+        made = ["".join(generator.choice(letters) for _ in range(generator.randint(2, 6))) for _ in range(words)]
+        (folder / f"{number:03}.txt").write_text(" ".join(made) + "\n", encoding="utf-8")
     return folder
 
 

@@ -35,18 +35,13 @@ SHAPES = yaml.safe_load("""{vocab_size: 300, hidden_size: 32, intermediate_size:
     num_attention_heads: 4, num_key_value_heads: 2, max_position_embeddings: 128, eos_token_id: 0,
     pad_token_id: null, bos_token_id: 1}""")
 THETA = {"rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}}
+NANO = {"hidden_act": "relu2"}
 SMALL_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
 LATENT = yaml.safe_load("""{num_key_value_heads: 4, kv_lora_rank: 10, q_lora_rank: 12, qk_nope_head_dim: 6,
     qk_rope_head_dim: 4, v_head_dim: 7, first_k_dense_replace: 1, n_routed_experts: 8, moe_intermediate_size: 12,
     num_experts_per_tok: 3, n_group: 4, topk_group: 2}""")
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 500.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 32,
-    "mscale": 0.7,
-    "mscale_all_dim": 1.2,
-}
+YARN = yaml.safe_load("""{rope_type: yarn, rope_theta: 500.0, factor: 4.0, original_max_position_embeddings: 32,
+    mscale: 0.7, mscale_all_dim: 1.2}""")
 SMALL_HYBRID = {"mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 16, "head_dim": 16}
 SMALL_HYBRID |= {"moe_intermediate_size": 12, "moe_shared_expert_intermediate_size": 20}
 # (model_type, its own keys of config.json)
@@ -60,17 +55,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mamba2": ("mamba2", {"num_heads": 8, "head_dim": 8, "n_groups": 2, "state_size": 16}),
     "mamba2_of_one_group": (
-        "mamba2",
-        {
-            "num_heads": 4,
-            "head_dim": 16,
-            "n_groups": 1,
-            "state_size": 7,
-            "use_bias": True,
-            "tie_word_embeddings": True,
-            "time_step_limit": [0.0, 100.0],  # decoding there forgets it: one that is never reached
-            "chunk_size": 4,
-        },
+        "mamba2",  # decoding there forgets time_step_limit: one that is never reached
+        yaml.safe_load("""{num_heads: 4, head_dim: 16, n_groups: 1, state_size: 7, use_bias: true,
+            tie_word_embeddings: true, time_step_limit: [0.0, 100.0], chunk_size: 4}"""),
     ),
     "mistral": ("mistral", {"sliding_window": 5, "head_dim": 8}),
     "mistral_without_window": ("mistral", {"sliding_window": None, "head_dim": 6}),
@@ -79,45 +66,23 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_hidden_layers": 5, "hybrid_override_pattern": "M-M*-", "time_step_min": 1e-5} | SMALL_HYBRID,
     ),
     "nemotron_h_biased": (
-        "nemotron_h",
-        {
-            **SMALL_HYBRID,
-            "num_hidden_layers": 4,
-            "hybrid_override_pattern": "*M*M",
-            "time_step_min": 1e-5,  # decoding there forgets this bound: one that is never reached
-            "head_dim": 6,
-            "n_groups": 1,
-            "mamba_head_dim": 5,  # in all more channels than expand * hidden_size
-            "ssm_state_size": 7,
-            "use_bias": True,
-            "use_conv_bias": False,
-            "conv_kernel": 3,
-            "layer_norm_epsilon": 1e-2,
-        },
+        "nemotron_h",  # decoding there forgets time_step_min; heads have more channels than expand * hidden_size
+        SMALL_HYBRID
+        | yaml.safe_load("""{num_hidden_layers: 4, hybrid_override_pattern: "*M*M", time_step_min: 1.0e-5, head_dim: 6,
+            n_groups: 1, mamba_head_dim: 5, ssm_state_size: 7, use_bias: true, use_conv_bias: false, conv_kernel: 3,
+            layer_norm_epsilon: 0.01}"""),
     ),
     "nemotron_h_of_feed_forwards": (
         "nemotron_h",
-        {
-            **SMALL_HYBRID,
-            "num_hidden_layers": 2,
-            "hybrid_override_pattern": "-*",
-            "mlp_bias": True,
-            "mlp_hidden_act": "gelu",
-            "head_dim": 8,
-        },
+        SMALL_HYBRID
+        | yaml.safe_load("""{num_hidden_layers: 2, hybrid_override_pattern: "-*", mlp_bias: true, mlp_hidden_act: gelu,
+            head_dim: 8}"""),
     ),
     "nemotron_h_of_experts": (
         "nemotron_h",
-        {
-            **SMALL_HYBRID,
-            "num_hidden_layers": 5,
-            "hybrid_override_pattern": "ME*E-",
-            "time_step_min": 1e-5,
-            "num_experts_per_tok": 3,
-            "n_group": 4,
-            "topk_group": 2,
-            "routed_scaling_factor": 1.5,
-        },
+        SMALL_HYBRID
+        | yaml.safe_load("""{num_hidden_layers: 5, hybrid_override_pattern: ME*E-, time_step_min: 1.0e-5,
+            num_experts_per_tok: 3, n_group: 4, topk_group: 2, routed_scaling_factor: 1.5}"""),
     ),
     "olmo2": ("olmo2", {}),
     "olmo2_biased": ("olmo2", {"attention_bias": True, "rms_norm_eps": 1e-3, "head_dim": 6}),
@@ -128,26 +93,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "starcoder2": ("starcoder2", {}),
     "starcoder2_windowed": (
         "starcoder2",
-        {
-            "sliding_window": 5,
-            "use_bias": False,
-            "norm_epsilon": 1e-2,
-            "num_key_value_heads": 1,
-            "tie_word_embeddings": False,
-        },
+        yaml.safe_load("""{sliding_window: 5, use_bias: false, norm_epsilon: 0.01, num_key_value_heads: 1,
+            tie_word_embeddings: false}"""),
     ),
     "gpt_neox": ("gpt_neox", {"num_key_value_heads": 4}),
     "gpt_neox_in_sequence": (
         "gpt_neox",
-        {
-            "num_key_value_heads": 4,
-            "use_parallel_residual": False,
-            "attention_bias": False,
-            "layer_norm_eps": 1e-2,
-            "hidden_act": "gelu_fast",
-            "rope_parameters": {"rope_theta": 500.0, "rope_type": "default", "partial_rotary_factor": 0.5},
-            "tie_word_embeddings": True,
-        },
+        yaml.safe_load("""{num_key_value_heads: 4, use_parallel_residual: false, attention_bias: false,
+            layer_norm_eps: 0.01, hidden_act: gelu_fast, tie_word_embeddings: true,
+            rope_parameters: {rope_theta: 500.0, rope_type: default, partial_rotary_factor: 0.5}}"""),
     ),
     "qwen2": ("qwen2", {"use_sliding_window": False}),
     "mixtral": ("mixtral", {"num_local_experts": 4, "head_dim": 8}),
@@ -161,11 +115,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3_moe": ("qwen3_moe", SMALL_EXPERTS | {"head_dim": 16, "norm_topk_prob": True}),
     "qwen3_moe_mixed": ("qwen3_moe", SMALL_EXPERTS | {"head_dim": 8, "mlp_only_layers": [0]}),
-    "nano": ("kenotron_nano", {"hidden_act": "relu2"}),
-    "nano_tied": (
-        "kenotron_nano",
-        {"hidden_act": "relu2", "tie_word_embeddings": True, "head_dim": 6, "rms_norm_eps": 1e-2},
-    ),
+    "nano": ("kenotron_nano", NANO),
+    "nano_tied": ("kenotron_nano", NANO | {"tie_word_embeddings": True, "head_dim": 6, "rms_norm_eps": 1e-2}),
     "nano_with_value_embeddings": (
         "kenotron_nano",
         {"num_hidden_layers": 3, "value_embeddings": True, "final_logit_softcapping": 2.0, "head_dim": 6},
@@ -174,20 +125,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3_stretched": (
         "deepseek_v3",
         LATENT
-        | {
-            "q_lora_rank": None,
-            "v_head_dim": 12,
-            "first_k_dense_replace": 0,
-            "n_group": 1,
-            "topk_group": 1,
-            "n_shared_experts": 2,
-            "norm_topk_prob": False,
-            "routed_scaling_factor": 1.5,
-            "rope_interleave": False,
-            "attention_bias": True,
-            "tie_word_embeddings": True,
-            "rope_parameters": YARN,
-        },
+        | {"rope_parameters": YARN}
+        | yaml.safe_load("""{q_lora_rank: null, v_head_dim: 12, first_k_dense_replace: 0, n_group: 1, topk_group: 1,
+            n_shared_experts: 2, norm_topk_prob: false, routed_scaling_factor: 1.5, rope_interleave: false,
+            attention_bias: true, tie_word_embeddings: true}"""),
     ),
     "qwen2_tied": ("qwen2", {"use_sliding_window": False, "tie_word_embeddings": True}),
 }
@@ -207,9 +148,8 @@ def hf_model(which: str, seed: int = 0, **shapes: Any) -> PreTrainedModel:
     with torch.no_grad():
         biases = [each for each in model.named_buffers() if each[0].endswith("e_score_correction_bias")]
         for name, parameter in [*model.named_parameters(), *biases]:
-            parameter.normal_(
-                1.0 if name.endswith(("norm.weight", "norm_f.weight")) else 0.0, 0.25, generator=generator
-            )
+            mean = 1.0 if name.endswith(("norm.weight", "norm_f.weight")) else 0.0
+            parameter.normal_(mean, 0.25, generator=generator)
     return model.eval()
 
 
@@ -227,9 +167,8 @@ def in_our_names_of(model: Decoder, theirs: Mapping[str, Tensor]) -> Mapping[str
         theirs = {name.replace("model.", "backbone."): tensor for name, tensor in theirs.items()}
     if any(name.endswith("experts.down_proj") for name in theirs):
         return _experts_apart(model, theirs)
-    stored = {
-        in_files.get(name, name): Stored(tuple(tensor.shape), partial(_box, tensor)) for name, tensor in theirs.items()
-    }
+    named = {in_files.get(name, name): tensor for name, tensor in theirs.items()}
+    stored = {name: Stored(tuple(tensor.shape), partial(_box, tensor)) for name, tensor in named.items()}
     shapes = {name: tuple(parameter.shape) for name, parameter in named_parameters(model)}
     return from_hf_names(Weights(stored, "memory"), model.family, shapes)
 

@@ -47,13 +47,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "starcoder2": {"is_starcoder2_config": True, "num_key_value_heads": 2},
     "gpt_neox": {"is_gpt_neox_config": True, "rotary_pct": 0.5, "num_key_value_heads": None},
     "nano": {"family": "nano", "num_key_value_heads": 2},
-    "nano_with_value_embeddings": {
-        "family": "nano",
-        "num_key_value_heads": 2,
-        "value_embeddings": True,
-        "final_logit_softcapping": 2.0,
-    },
 }
+_VALUES = {"value_embeddings": True, "final_logit_softcapping": 2.0}
+FAMILIES["nano_with_value_embeddings"] = FAMILIES["nano"] | _VALUES
 ATTENTION = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "max_position_embeddings")
 _HEADS = {"is_mamba2_config": True, "num_heads": 8, "head_dim": 8, "state_size": 6}
 _ROUTER = {"router_aux_loss_coef": 0.1, "router_z_loss_coef": 0.01, "num_experts_per_tok": 2}
@@ -61,56 +57,27 @@ _EXPERTS = {"num_experts": 8, "moe_intermediate_size": 16} | _ROUTER
 SPARSE: dict[str, dict[str, Any]] = {  # families with experts
     "mixtral": {"is_mixtral_config": True, "num_local_experts": 4} | _ROUTER,
     "olmoe": {"is_olmoe_config": True, "num_experts": 8} | _ROUTER,
-    "qwen2_moe": {
-        "is_qwen2_moe_config": True,
-        "shared_expert_intermediate_size": 24,
-        "decoder_sparse_step": 2,
-        **_EXPERTS,
-    },
+    "qwen2_moe": _EXPERTS
+    | {"is_qwen2_moe_config": True, "shared_expert_intermediate_size": 24, "decoder_sparse_step": 2},
     "qwen3_moe": {"is_qwen3_moe_config": True, "head_dim": 6, "mlp_only_layers": [1], **_EXPERTS},
-    "deepseek_v3": {
-        "is_deepseek_v3_config": True,
-        "num_key_value_heads": None,
-        "q_lora_rank": 12,
-        "kv_lora_rank": 10,
-        "qk_nope_head_dim": 4,
-        "qk_rope_head_dim": 2,
-        "v_head_dim": 5,
-        "attention_bias": True,
-        "first_k_dense_replace": 1,
-        "n_routed_experts": 8,
-        "moe_intermediate_size": 16,
-        "n_group": 4,
-        "topk_group": 2,
-        "router_bias_update_rate": 0.02,
-        **_ROUTER,
-    },
+    "deepseek_v3": _ROUTER
+    | yaml.safe_load("""{is_deepseek_v3_config: true, num_key_value_heads: null, q_lora_rank: 12, kv_lora_rank: 10,
+        qk_nope_head_dim: 4, qk_rope_head_dim: 2, v_head_dim: 5, attention_bias: true, first_k_dense_replace: 1,
+        n_routed_experts: 8, moe_intermediate_size: 16, n_group: 4, topk_group: 2, router_bias_update_rate: 0.02}"""),
 }
 STATE_SPACES: dict[str, dict[str, Any]] = {  # without the keys of ATTENTION
     "mamba": {"is_mamba_config": True, "state_size": 4, "time_step_rank": 3, "use_bias": True},
     "mamba2": _HEADS | {"n_groups": 1, "tie_word_embeddings": True},
     "mamba2_in_groups": _HEADS | {"n_groups": 4},
 }
-_HYBRID = {
-    "is_nemotron_h_config": True,
-    "head_dim": 6,
-    "num_key_value_heads": 2,
-    "mamba_num_heads": 8,
-    "mamba_head_dim": 8,
-    "n_groups": 4,
-    "ssm_state_size": 6,
-}
+_HYBRID = yaml.safe_load("""{is_nemotron_h_config: true, head_dim: 6, num_key_value_heads: 2, mamba_num_heads: 8,
+    mamba_head_dim: 8, n_groups: 4, ssm_state_size: 6}""")
 HYBRIDS: dict[str, dict[str, Any]] = {  # of Mamba-2 and attention
     "nemotron_h": _HYBRID | {"hybrid_override_pattern": "M*-M", "mlp_bias": True},
-    "nemotron_h_of_experts": {
-        "hybrid_override_pattern": "ME*E",
-        "n_routed_experts": 8,
-        "moe_intermediate_size": 16,
-        "moe_shared_expert_intermediate_size": 24,
-        "router_bias_update_rate": 0.02,
-        **_HYBRID,
-        **_ROUTER,
-    },
+    "nemotron_h_of_experts": _HYBRID
+    | _ROUTER
+    | yaml.safe_load("""{hybrid_override_pattern: ME*E, n_routed_experts: 8, moe_intermediate_size: 16,
+        moe_shared_expert_intermediate_size: 24, router_bias_update_rate: 0.02}"""),
 }
 
 SHORT = yaml.safe_load("""{dp: parallelism.dp, shard: parallelism.dp_shard, tp: parallelism.tp, pp: parallelism.pp,
@@ -118,6 +85,9 @@ SHORT = yaml.safe_load("""{dp: parallelism.dp, shard: parallelism.dp_shard, tp: 
     strategy: parallelism.strategy, mode: parallelism.tp_mode, async: parallelism.tp_linear_async_communication,
     engine: parallelism.pp_engine, method: parallelism.context_parallel_method,
     accum: tokens.batch_accumulation_per_replica, recompute: parallelism.recompute_layer, compile: model.compile}""")
+
+SHAPES = yaml.safe_load("""{hidden_size: 32, intermediate_size: 64, num_hidden_layers: 4, num_attention_heads: 8,
+    num_key_value_heads: 4, vocab_size: 61, z_loss_enabled: true, z_loss_coefficient: 0.001}""")
 
 
 def on(world_size: int, *layouts: str) -> list[tuple[int, str]]:
@@ -149,16 +119,7 @@ class Problem:
         assert not rest, f"{layout}: {SAMPLES} samples do not divide"
         wanted["tokens.micro_batch_size"] = str(micro)
         plain = tiny_dict(folder / layout.replace(" ", "_").replace("=", "-"))
-        plain["model"]["model_config"] |= {
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 4,
-            "vocab_size": 61,
-            "z_loss_enabled": True,
-            "z_loss_coefficient": 0.001,
-        } | self.model
+        plain["model"]["model_config"] |= SHAPES | self.model
         for name in self.absent:
             del plain["model"]["model_config"][name]
         plain["tokens"] |= {"sequence_length": LENGTH, "train_steps": self.steps}
@@ -256,18 +217,8 @@ def train_alone(problem: Problem, folder: Path) -> Path:
         loads, router = _loads(results), _router(results)
     path = folder / f"{problem.name}.pt"
     started = {name: tensor for name, (tensor, _) in before.items()}
-    torch.save(
-        {
-            "before": started,
-            "gradients": gradients,
-            "numbers": numbers,
-            "after": after,
-            "samples": samples,
-            "loads": loads,
-            "router": router,
-        },
-        path,
-    )
+    found = {"before": started, "gradients": gradients, "numbers": numbers, "after": after}
+    torch.save(found | {"samples": samples, "loads": loads, "router": router}, path)
     return path
 
 
@@ -309,14 +260,8 @@ def train_on_layout(rank: int, problem: Problem, layout: str, folder: Path, refe
             cut = _real(gradient, whole[box].shape)
             errors[name] = float((cut - whole[box]).square().sum() / whole.square().sum())
         after = _pieces(run)
-        weight_error = max(
-            (
-                float((tensor - expected["after"][name][box]).abs().max())
-                for name, (tensor, box) in after.items()
-                if tensor.numel()
-            ),
-            default=0.0,
-        )
+        differences = [t - expected["after"][name][box] for name, (t, box) in after.items() if t.numel()]
+        weight_error = max((float(each.abs().max()) for each in differences), default=0.0)
         return Seen(
             numbers=[(result.lm_loss, result.z_loss, result.grad_norm) for result in results],
             samples=[_samples(run, step) for step in (1, 2, problem.steps)],
@@ -374,10 +319,8 @@ def _pieces(run: Run) -> dict[str, tuple[torch.Tensor, tuple[slice, ...]]]:
     for name, parameter in named_parameters(*run.parts):
         shard = shard_of(parameter.detach())
         limit = [vocab if name in run.parts[0].vocab_parameters and d == 0 else n for d, n in enumerate(shard.shape)]
-        box = tuple(
-            slice(min(start, most), min(start + size, most))
-            for start, size, most in zip(shard.offset, shard.tensor.shape, limit)
-        )
+        places = zip(shard.offset, shard.tensor.shape, limit)
+        box = tuple(slice(min(start, most), min(start + size, most)) for start, size, most in places)
         pieces[name] = (_real(shard.tensor, [part.stop - part.start for part in box]).clone(), box)
     return pieces
 

@@ -32,13 +32,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "linear": {"rope_scaling": {"rope_type": "linear", "factor": 3.0}},
     "dynamic": {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}, "max_position_embeddings": 16},
     "llama3": {
-        "rope_scaling": {
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 16,
-        }
+        "rope_scaling": yaml.safe_load("""{rope_type: llama3, factor: 8.0, low_freq_factor: 1.0, high_freq_factor: 4.0,
+            original_max_position_embeddings: 16}""")
     },
     "yarn": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}},
     "yarn_with_all_its_keys": {
@@ -57,8 +52,7 @@ def hf_llama(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            mean = 1.0 if name.endswith("norm.weight") else 0.0
-            parameter.normal_(mean, 0.25, generator=generator)
+            parameter.normal_(1.0 if name.endswith("norm.weight") else 0.0, 0.25, generator=generator)
     return model.eval()
 
 
@@ -105,26 +99,16 @@ def expect_documents_apart(model: torch.nn.Module) -> None:
 
 def our_config(root: Path, dtype: str = "float32", **changes: Any) -> dict[str, Any]:
     """A whole config in YAML's keys."""
-    schedule = {"learning_rate": 1e-3, "lr_warmup_steps": 0, "lr_warmup_style": "linear", "lr_decay_style": "linear"}
     return {
         "general": {"project": "test", "run": "test"},
         "model": {"model_config": SHAPES | changes, "init_method": {"std": 0.25}, "dtype": dtype},
         "checkpoints": {"checkpoints_path": str(root), "checkpoint_interval": 10},
-        "tokens": {
-            "sequence_length": 16,
-            "train_steps": 10,
-            "micro_batch_size": 1,
-            "batch_accumulation_per_replica": 1,
-        },
-        "optimizer": {
-            "optimizer_factory": {"name": "adamW"},
-            "zero_stage": 0,
-            "weight_decay": 0.0,
-            "clip_grad": None,
-            "accumulate_grad_in_fp32": True,
-            "learning_rate_scheduler": schedule,
-        },
-        "data_stages": [{"name": "one", "start_training_step": 1, "data": {"dataset": None}}],
+        **yaml.safe_load("""
+            tokens: {sequence_length: 16, train_steps: 10, micro_batch_size: 1, batch_accumulation_per_replica: 1}
+            optimizer: {optimizer_factory: {name: adamW}, zero_stage: 0, weight_decay: 0.0, clip_grad: null,
+                accumulate_grad_in_fp32: true, learning_rate_scheduler: {learning_rate: 0.001, lr_warmup_steps: 0,
+                lr_warmup_style: linear, lr_decay_style: linear}}
+            data_stages: [{name: one, start_training_step: 1, data: {dataset: null}}]"""),
     }
 
 

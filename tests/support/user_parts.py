@@ -37,6 +37,13 @@ class SlowStep(Hook):
         time.sleep(self.seconds)
 
 
+class Leisurely(SlowStep):
+    """Takes a tenth of a second after every step."""
+
+    def __init__(self) -> None:
+        super().__init__(0.1)
+
+
 class Poison(Hook):
     """Puts NaN into a weight's gradient (by a hook on the tensor) at the given steps."""
 
@@ -209,15 +216,52 @@ def counting_down(sequence_length: int, seed: int, rows: int = 1000) -> list[np.
 class Slow:
     """A token source that keeps a thread busy for a while."""
 
+    seconds = 0.05
+
     def __init__(self, sequence_length: int, seed: int) -> None:
-        self.length = sequence_length + 1
+        self.rows, self.reads = counting(sequence_length, seed), 0
 
     def __len__(self) -> int:
-        return 1000
+        return len(self.rows)
 
     def __getitem__(self, index: int) -> np.ndarray:
-        time.sleep(0.05)
-        return np.full(self.length, index % 50)
+        time.sleep(self.seconds)
+        return self.rows[index]
+
+
+class Trickle(Slow):
+    """30 ms a sample."""
+
+    seconds = 0.03
+
+
+class LateOnce(Slow):
+    """The tenth read takes some seconds."""
+
+    def __init__(self, sequence_length: int, seed: int, seconds: float) -> None:
+        super().__init__(sequence_length, seed)
+        self.seconds = seconds
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        self.reads += 1
+        if self.reads == 10:
+            time.sleep(self.seconds)
+        return self.rows[index]
+
+
+class Hanging(Slow):
+    """Reads hang after the twelfth, perhaps on one rank only, and leave the file `hanging`."""
+
+    def __init__(self, sequence_length: int, seed: int, rank: int | None = None) -> None:
+        super().__init__(sequence_length, seed)
+        self.hangs = rank is None or int(os.environ.get("RANK", "0")) == rank
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        self.reads += 1
+        if self.hangs and self.reads > 12:
+            Path("hanging").touch()
+            time.sleep(1000)
+        return self.rows[index]
 
 
 class Threads(Hook):
@@ -358,20 +402,6 @@ def slowly(sequence_length: int, seed: int) -> list[np.ndarray]:
     return counting(sequence_length, seed)
 
 
-class Trickle:
-    """A token source that takes 30 ms a sample."""
-
-    def __init__(self, sequence_length: int, seed: int) -> None:
-        self.rows = counting(sequence_length, seed)
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        time.sleep(0.03)
-        return self.rows[index]
-
-
 class TerminateIn(Hook):
     """Sends SIGTERM to its own process within a step."""
 
@@ -439,13 +469,6 @@ class WrongInput(Hook):
         raise InputError("general.hooks: expected another one, found this one")
 
 
-class Leisurely(Hook):
-    """Takes a tenth of a second after every step."""
-
-    def after_step(self, run: Any, result: Any) -> None:
-        time.sleep(0.1)
-
-
 def late(sequence_length: int, seed: int, rank: int, seconds: float) -> list[np.ndarray]:
     """A token source that one rank needs a while to open."""
     if int(os.environ.get("RANK", "0")) == rank:
@@ -476,37 +499,3 @@ def mean_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 def half_life(elapsed: int, decay_steps: int) -> float:
     """A decay: half after every two steps."""
     return 0.5 ** (elapsed / 2)
-
-
-class LateOnce:
-    """A token source whose tenth read takes some seconds."""
-
-    def __init__(self, sequence_length: int, seed: int, seconds: float) -> None:
-        self.rows, self.reads, self.seconds = counting(sequence_length, seed), 0, seconds
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        self.reads += 1
-        if self.reads == 10:
-            time.sleep(self.seconds)
-        return self.rows[index]
-
-
-class Hanging:
-    """A token source whose reads hang after the twelfth, perhaps on one rank only, and leave the file `hanging`."""
-
-    def __init__(self, sequence_length: int, seed: int, rank: int | None = None) -> None:
-        self.rows, self.reads = counting(sequence_length, seed), 0
-        self.hangs = rank is None or int(os.environ.get("RANK", "0")) == rank
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        self.reads += 1
-        if self.hangs and self.reads > 12:
-            Path("hanging").touch()
-            time.sleep(1000)
-        return self.rows[index]
