@@ -61,8 +61,7 @@ def _tree_seconds(pid: int) -> float:
 def _children(pid: int) -> list[int]:
     """Empty where the kernel does not list them: then their time is not charged."""
     try:
-        return [
-            int(child) for path in Path(f"/proc/{pid}/task").glob("*/children") for child in path.read_text().split()
-        ]
+        lists = [path.read_text().split() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+        return [int(child) for some in lists for child in some]
     except OSError:
         return []

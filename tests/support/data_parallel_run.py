@@ -65,18 +65,10 @@ class Record:
 
 
 def model_of(layout: Layout) -> Decoder:
-    sizes = (32, 48, 4, 2) if layout.even else (18, 27, 3, 1)
-    config = LlamaArchitecture(
-        hidden_size=sizes[0],
-        intermediate_size=sizes[1],
-        num_attention_heads=sizes[2],
-        num_key_value_heads=sizes[3],
-        num_hidden_layers=2,
-        vocab_size=VOCAB,
-        tie_word_embeddings=layout.tied,
-        z_loss_enabled=True,
-        z_loss_coefficient=0.01,
-    )
+    names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    sizes: dict[str, Any] = dict(zip(names, (32, 48, 4, 2) if layout.even else (18, 27, 3, 1)))
+    sizes |= {"num_hidden_layers": 2, "vocab_size": VOCAB, "tie_word_embeddings": layout.tied}
+    config = LlamaArchitecture(**sizes, z_loss_enabled=True, z_loss_coefficient=0.01)
     with torch.device("meta"):
         return Decoder(config)
 
@@ -123,16 +115,9 @@ def build(layout: Layout, mesh: Mesh) -> Decoder:
         for block in blocks:
             block.compile()
     model.set_compute_dtype(dtype)
+    settings = {"cpu_offload": layout.cpu_offload, "bucket_cap_mb": layout.bucket_kb / 1024}
     strategy = data.load_strategy(layout.strategy)
-    strategy(
-        model,
-        blocks,
-        mesh,
-        zero_stage=layout.zero_stage,
-        compute_dtype=dtype,
-        cpu_offload=layout.cpu_offload,
-        bucket_cap_mb=layout.bucket_kb / 1024,
-    )
+    strategy(model, blocks, mesh, zero_stage=layout.zero_stage, compute_dtype=dtype, **settings)
     materialize(model, "cpu")
     initialize_model(model, std=0.2, scaling="NUM_LAYERS", seed=7, shard_of=shard_of)
     return model
@@ -154,14 +139,8 @@ def _note(name: str, *arguments: Any) -> None:
 
 
 def optimizer_of(model: Decoder, layout: Layout) -> torch.optim.Optimizer:
-    section = {
-        "optimizer_factory": {"name": layout.optimizer},
-        "zero_stage": None,
-        "weight_decay": 0.1,
-        "clip_grad": 1.0,
-        "accumulate_grad_in_fp32": True,
-        "learning_rate_scheduler": {"learning_rate": 1e-2},
-    }
+    section = {"optimizer_factory": {"name": layout.optimizer}, "zero_stage": None, "weight_decay": 0.1}
+    section |= {"clip_grad": 1.0, "accumulate_grad_in_fp32": True, "learning_rate_scheduler": {"learning_rate": 0.01}}
     return build_optimizer(named_parameters(model), Optimizer.model_validate(section))
 
 

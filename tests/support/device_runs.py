@@ -18,15 +18,8 @@ from support.tiny_run import tiny_dict, train_quietly
 from support.written_tokens import write_ds
 
 STEPS, LENGTH = 15, 64
-LLAMA = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 64,
-    "max_position_embeddings": 512,
-}
+LLAMA = yaml.safe_load("""{hidden_size: 64, intermediate_size: 96, num_hidden_layers: 2, num_attention_heads: 4,
+    num_key_value_heads: 2, vocab_size: 64, max_position_embeddings: 512}""")
 # Tests that compare devices want models in whose loss every part shows; the shapes are those kernels ask for.
 MODELS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,

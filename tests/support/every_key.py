@@ -79,6 +79,10 @@ def metric(name: str) -> Callable[[Outcome], Any]:
     return look
 
 
+def recomputes(o: Outcome) -> Any:
+    return [s["hardware_tflops_per_gpu"] / s["model_tflops_per_gpu"] > 1.05 for s in metrics(o.config)]
+
+
 def checkpoints(o: Outcome) -> Any:
     return sorted(path.name for path in (o.folder / "checkpoints").iterdir() if path.is_dir())
 
@@ -225,13 +229,11 @@ STREAMS = (*STREAM, f"{DATASET}.text_files=['{{folder}}/a.jsonl', '{{folder}}/b.
 HUB = (f"{DATASET}={{hf_dataset_or_datasets: '{{folder}}/rows', hf_dataset_splits: train}}", *TEXT[1:])
 USER = (f"{DATASET}={{source: support.user_parts.counting}}",)
 WORDS = ("tokenizer.tokenizer_name_or_path={folder}/words", "model.model_config.vocab_size=320")
-LETTERS = (
-    "tokenizer.tokenizer_name_or_path={folder}/letters",
-    "model.model_config.vocab_size=320",
-    "tokens.sequence_length=64",
-)
+LETTERS = ("tokenizer.tokenizer_name_or_path={folder}/letters", WORDS[1], "tokens.sequence_length=64")
+UP, DOWN = "source: support.user_parts.counting", "source: support.user_parts.counting_down"
 ANSWERS = "sft_dataloader: true, prompt_column_name: text, completion_column_name: other"
 SFT = (f"{DATASET}={{hf_dataset_or_datasets: '{{folder}}/rows', {ANSWERS}}}", *LETTERS)
+SFT_TEST = (f"{DATASET}.hf_dataset_splits=test", f"{DATASET}.completion_column_name=text")
 SFT_FILES = (f"{DATASET}={{text_files: '{{folder}}/a.jsonl', {ANSWERS}}}", *LETTERS)
 NANOSET = (f"{DATASET}={{dataset_folder: ['{{folder}}/ds/a', '{{folder}}/ds/b']}}",)
 TOKENS = (f"{DATASET}={{tokens: '{{folder}}/ds/a'}}",)
@@ -240,11 +242,20 @@ RAMPED = (  # 4, 8 and 16 samples in the first three steps
     "tokens.batch_accumulation_per_replica=6",
     "data_stages.0.batch_size_ramp={start: 4, increment: 4, samples: 20}",
 )
+HELD_OUT = (*TEXT, "tokens.val_fraction=0.1", "tokens.val_check_interval=3", "tokens.limit_val_batches=-1")
+MASKED = "model.document_masking=true"
+CAPS = f"{DATASET}.dataset_max_tokens=[100, 100]"
+COPIES = f"{DATASET}.dataset_read_path=['{{folder}}/ds/b', '{{folder}}/ds/b']"
 DATASTATES = ("checkpoints.checkpointing_engine=datastates",)
 EARLIER = ("checkpoints.resume_checkpoint_path={folder}/earlier/checkpoints/2",)
 SGD = (f"{FACTORY}={{name: sgd, momentum: 0.5}}",)
+RMSPROP = (f"{FACTORY}={{name: torch.optim.RMSprop}}",)
 MUON = (f"{FACTORY}={{name: muon, adam_beta1: 0.9, adam_beta2: 0.95, adam_eps: 1.0e-8}}",)
 DECAY = (SCHEDULE + "lr_decay_style=linear", SCHEDULE + "min_decay_lr=0.001", "tokens.train_steps=5")
+IN_STEPS = (SCHEDULE + "lr_decay_style=step", SCHEDULE + "lr_step_size=1", "tokens.train_steps=5")
+NORMS = "optimizer.param_groups=[{pattern: norm, learning_rate_scale: 0.5}]"
+UNDECAYED = "optimizer.weight_decay_exclude_named_params=['.*norm.*']"
+POISON = "general.hooks=[{path: support.user_parts.Poison, kwargs: {steps: [2]}}]"
 PROFILER = (
     "tokens.train_steps=5",
     "profiler={profiler_export_path: '{here}/traces', skip_first: 0, wait: 0, warmup: 1, active: 1, with_stack: false}",
@@ -256,10 +267,15 @@ def mixture(first: str, second: str, weights: tuple[int, int] = (1, 1)) -> str:
     return f"{DATASET}={{mixture: [{', '.join(parts)}]}}"
 
 
+def two_stages(second: str) -> tuple[str]:
+    """Of random tokens, from steps 1 and 3 on; `second` is a key of the other's data."""
+    late = f"{{name: b, start_training_step: 3, data: {{dataset: null, {second}}}}}"
+    return (f"data_stages=[{{name: a, start_training_step: 1, data: {{dataset: null}}}}, {late}]",)
+
+
 def share(part: str, *more: str) -> Row:
     """The weight of `part` in a mixture, from 1:1 to 3:1."""
-    other = "source: support.user_parts.counting"
-    return Row(tokens, mixture(part, other, (3, 1)), (mixture(part, other), *more))
+    return Row(tokens, mixture(part, UP, (3, 1)), (mixture(part, UP), *more))
 
 
 def limit(base: tuple[str, ...], epochs: float = 0.02) -> Row:
@@ -272,24 +288,13 @@ ROWS: dict[str, Row] = {
     "General.project": Row(printed_config, "general.project=other"),
     "General.run": Row(files, "general.run=other"),
     "General.seed": Row(initial_weights, "general.seed=8"),
-    "General.hooks": Row(metric("skipped"), "general.hooks=[{path: support.user_parts.Poison, kwargs: {steps: [2]}}]"),
-    "Hook.path": Row(
-        metric("skipped"),
-        "general.hooks=[{path: support.user_parts.Poison, kwargs: {steps: [2]}}]",
-        ("general.hooks=[{path: support.user_parts.Spy}]",),
-    ),
-    "Hook.kwargs": Row(
-        metric("skipped"),
-        "general.hooks=[{path: support.user_parts.Poison, kwargs: {steps: [3]}}]",
-        ("general.hooks=[{path: support.user_parts.Poison, kwargs: {steps: [2]}}]",),
-    ),
+    "General.hooks": Row(metric("skipped"), POISON),
+    "Hook.path": Row(metric("skipped"), POISON, ("general.hooks=[{path: support.user_parts.Spy}]",)),
+    "Hook.kwargs": Row(metric("skipped"), POISON.replace("2", "3"), (POISON,)),
     "General.benchmark_csv_path": Row(files, "general.benchmark_csv_path={here}/benchmark.csv"),
     "General.ignore_sanity_checks": Row(messages, "general.ignore_sanity_checks=false"),
     "General.deterministic": Row(lambda o: "Deterministic algorithms" in o.said, "general.deterministic=true"),
-    "Parallelism.recompute_layer": Row(
-        lambda o: [s["hardware_tflops_per_gpu"] / s["model_tflops_per_gpu"] > 1.05 for s in metrics(o.config)],
-        "parallelism.recompute_layer=true",
-    ),
+    "Parallelism.recompute_layer": Row(recomputes, "parallelism.recompute_layer=true"),
     # ---- model ----
     "DecoderArchitecture.eos_token_id": Row(
         tokens, ARCHITECTURE + "eos_token_id=3", ("tokenizer.tokenizer_name_or_path={folder}/words", *TEXT[::2])
@@ -322,7 +327,7 @@ ROWS: dict[str, Row] = {
     "Model.dtype": Row(first_loss, "model.dtype=bfloat16"),
     "Model.make_vocab_size_divisible_by": Row(rows_in_memory, "model.make_vocab_size_divisible_by=48"),
     "Model.loss": Row(first_loss, "model.loss=support.user_parts.smoothed"),
-    "Model.document_masking": Row(first_loss, "model.document_masking=true", TEXT),
+    "Model.document_masking": Row(first_loss, MASKED, TEXT),
     # ---- tokenizer ----
     "Tokenizer.tokenizer_name_or_path": Row(tokens, ("tokenizer={tokenizer_name_or_path: '{folder}/words'}",), TEXT),
     "Tokenizer.tokenizer_max_length": Row(tokens, "tokenizer.tokenizer_max_length=5", TEXT),
@@ -333,16 +338,12 @@ ROWS: dict[str, Row] = {
     "Checkpoints.checkpoint_interval": Row(checkpoints, "checkpoints.checkpoint_interval=2"),
     "Checkpoints.save_initial_state": Row(checkpoints, "checkpoints.save_initial_state=false"),
     "Checkpoints.save_final_state": Row(checkpoints, "checkpoints.save_final_state=false"),
-    "Checkpoints.resume_checkpoint_path": Row(
-        steps, "checkpoints.resume_checkpoint_path={folder}/earlier/checkpoints/2"
-    ),
+    "Checkpoints.resume_checkpoint_path": Row(steps, EARLIER),
     "Checkpoints.load_mode": Row(steps, "checkpoints.load_mode=transfer", EARLIER),
     "Checkpoints.load_lr_scheduler": Row(steps, "checkpoints.load_lr_scheduler=false", EARLIER),
     "Checkpoints.load_optimizer": Row(final_weights, "checkpoints.load_optimizer=false", EARLIER),
-    "Checkpoints.keep_last": Row(checkpoints, "checkpoints.keep_last=1", ("checkpoints.checkpoint_interval=1",)),
-    "Checkpoints.keep_every": Row(
-        checkpoints, "checkpoints.keep_every=2", ("checkpoints.checkpoint_interval=1", "checkpoints.keep_last=1")
-    ),
+    "Checkpoints.keep_last": Row(checkpoints, WORSE[1], WORSE[:1]),
+    "Checkpoints.keep_every": Row(checkpoints, "checkpoints.keep_every=2", WORSE[:2]),
     "Checkpoints.keep_best": Row(checkpoints, "checkpoints.keep_best=true", WORSE),
     "Checkpoints.export_hf": Row(files, "checkpoints.export_hf=true"),
     "Checkpoints.checkpointing_engine": Row(engine, "checkpoints.checkpointing_engine=async"),
@@ -372,11 +373,7 @@ ROWS: dict[str, Row] = {
     "Tokens.val_datasets": Row(metric("val_loss"), OWN_VALIDATION, VALIDATION),
     "Tokens.limit_test_batches": Row(metric("test_tokens"), "tokens.limit_test_batches=2", TEST),
     "Tokens.test_datasets": Row(metric("test_loss"), TEST[0].replace("counting", "counting_down"), TEST),
-    "Tokens.val_fraction": Row(
-        metric("val_tokens"),
-        "tokens.val_fraction=0.5",
-        (*TEXT, "tokens.val_fraction=0.1", "tokens.val_check_interval=3", "tokens.limit_val_batches=-1"),
-    ),
+    "Tokens.val_fraction": Row(metric("val_tokens"), "tokens.val_fraction=0.5", HELD_OUT),
     # ---- optimizer ----
     "Optimizer.optimizer_factory": Row(final_weights, f"{FACTORY}={{name: sgd}}"),
     "AdamW.adam_eps": Row(final_weights, f"{FACTORY}.adam_eps=0.01"),
@@ -396,10 +393,8 @@ ROWS: dict[str, Row] = {
     "Muon.muon_nesterov": Row(final_weights, f"{FACTORY}.muon_nesterov=false", MUON),
     "Muon.muon_ns_steps": Row(final_weights, f"{FACTORY}.muon_ns_steps=2", MUON),
     "Muon.muon_learning_rate_scale": Row(final_weights, f"{FACTORY}.muon_learning_rate_scale=2.0", MUON),
-    "CustomOptimizer.name": Row(final_weights, (f"{FACTORY}={{name: torch.optim.RMSprop}}",)),
-    "CustomOptimizer.kwargs": Row(
-        final_weights, f"{FACTORY}.kwargs={{alpha: 0.5}}", (f"{FACTORY}={{name: torch.optim.RMSprop}}",)
-    ),
+    "CustomOptimizer.name": Row(final_weights, RMSPROP),
+    "CustomOptimizer.kwargs": Row(final_weights, f"{FACTORY}.kwargs={{alpha: 0.5}}", RMSPROP),
     "Optimizer.weight_decay": Row(final_weights, "optimizer.weight_decay=0.5"),
     "Optimizer.clip_grad": Row(final_weights, "optimizer.clip_grad=0.01", SGD),
     "Optimizer.learning_rate_scheduler": Row(rates, SCHEDULE + "learning_rate=0.02"),
@@ -410,42 +405,17 @@ ROWS: dict[str, Row] = {
     "LearningRateScheduler.lr_decay_steps": Row(rates, SCHEDULE + "lr_decay_steps=2", DECAY),
     "LearningRateScheduler.lr_decay_starting_step": Row(rates, SCHEDULE + "lr_decay_starting_step=3", DECAY),
     "LearningRateScheduler.min_decay_lr": Row(rates, SCHEDULE + "min_decay_lr=0.005", DECAY),
-    "LearningRateScheduler.lr_step_size": Row(
-        rates,
-        SCHEDULE + "lr_step_size=2",
-        (SCHEDULE + "lr_decay_style=step", SCHEDULE + "lr_step_size=1", "tokens.train_steps=5"),
-    ),
-    "LearningRateScheduler.lr_step_gamma": Row(
-        rates,
-        SCHEDULE + "lr_step_gamma=0.5",
-        (SCHEDULE + "lr_decay_style=step", SCHEDULE + "lr_step_size=1", "tokens.train_steps=5"),
-    ),
-    "Optimizer.weight_decay_exclude_named_params": Row(
-        final_weights, "optimizer.weight_decay_exclude_named_params=['.*norm.*']"
-    ),
-    "Optimizer.param_groups": Row(final_weights, "optimizer.param_groups=[{pattern: norm, learning_rate_scale: 0.5}]"),
-    "ParamGroup.pattern": Row(
-        final_weights,
-        "optimizer.param_groups=[{pattern: mlp, learning_rate_scale: 0.5}]",
-        ("optimizer.param_groups=[{pattern: norm, learning_rate_scale: 0.5}]",),
-    ),
-    "ParamGroup.learning_rate_scale": Row(
-        final_weights,
-        "optimizer.param_groups=[{pattern: norm, learning_rate_scale: 0.0}]",
-        ("optimizer.param_groups=[{pattern: norm, learning_rate_scale: 0.5}]",),
-    ),
+    "LearningRateScheduler.lr_step_size": Row(rates, SCHEDULE + "lr_step_size=2", IN_STEPS),
+    "LearningRateScheduler.lr_step_gamma": Row(rates, SCHEDULE + "lr_step_gamma=0.5", IN_STEPS),
+    "Optimizer.weight_decay_exclude_named_params": Row(final_weights, UNDECAYED),
+    "Optimizer.param_groups": Row(final_weights, NORMS),
+    "ParamGroup.pattern": Row(final_weights, NORMS.replace("norm", "mlp"), (NORMS,)),
+    "ParamGroup.learning_rate_scale": Row(final_weights, NORMS.replace("0.5", "0.0"), (NORMS,)),
     "ParamGroup.init_std_scale": Row(final_weights, "optimizer.param_groups=[{pattern: mlp, init_std_scale: 0.5}]"),
     "ParamGroup.weight_decay": Row(final_weights, "optimizer.param_groups=[{pattern: norm, weight_decay: 0.0}]"),
     # ---- data ----
     "DataStage.name": Row(messages, "data_stages.0.name=other"),
-    "DataStage.start_training_step": Row(
-        tokens,
-        "data_stages.1.start_training_step=2",
-        (
-            "data_stages=[{name: a, start_training_step: 1, data: {dataset: null}}, "
-            "{name: b, start_training_step: 3, data: {dataset: null, seed: 9}}]",
-        ),
-    ),
+    "DataStage.start_training_step": Row(tokens, "data_stages.1.start_training_step=2", two_stages("seed: 9")),
     "DataStage.sequence_length": Row(tokens, "data_stages.0.sequence_length=8"),
     "DataStage.batch_size_ramp": Row(micro_batches, RAMPED[-1], RAMPED[:-1]),
     "BatchSizeRamp.start": Row(metric("global_batch_size"), "data_stages.0.batch_size_ramp.start=8", RAMPED),
@@ -454,22 +424,9 @@ ROWS: dict[str, Row] = {
     "DataStage.data": Row(tokens, "data_stages.0.data.seed=4"),
     "Data.dataset": Row(tokens, USER),
     "Data.seed": Row(tokens, "data_stages.0.data.seed=4"),
-    "Data.temperature": Row(
-        tokens,
-        "data_stages.0.data.temperature=5.0",
-        (mixture("source: support.user_parts.counting", "source: support.user_parts.counting_down", (9, 1)),),
-    ),
-    "Data.when_exhausted": Row(
-        steps, "data_stages.0.data.when_exhausted=repeat", (*TOKENS, f"{DATASET}.max_epochs=0.02")
-    ),
-    "Data.restart": Row(
-        tokens,
-        "data_stages.1.data.restart=true",
-        (
-            "data_stages=[{name: a, start_training_step: 1, data: {dataset: null}}, "
-            "{name: b, start_training_step: 3, data: {dataset: null}}]",
-        ),
-    ),
+    "Data.temperature": Row(tokens, "data_stages.0.data.temperature=5.0", (mixture(UP, DOWN, (9, 1)),)),
+    "Data.when_exhausted": Row(steps, "data_stages.0.data.when_exhausted=repeat", limit(TOKENS).changed),
+    "Data.restart": Row(tokens, "data_stages.1.data.restart=true", two_stages("seed: 42")),
     "PretrainDataset.hf_dataset_or_datasets": Row(tokens, f"{DATASET}.hf_dataset_or_datasets={{folder}}/rows2", HUB),
     "PretrainDataset.hf_dataset_splits": Row(tokens, f"{DATASET}.hf_dataset_splits=test", HUB),
     "PretrainDataset.text_column_name": Row(tokens, f"{DATASET}.text_column_name=other", HUB),
@@ -489,9 +446,7 @@ ROWS: dict[str, Row] = {
     "SFTDataset.max_epochs": limit(SFT, 0.05),
     "SFTFiles.max_epochs": limit(SFT_FILES, 0.05),
     "SFTDataset.hf_dataset_or_datasets": Row(tokens, f"{DATASET}.hf_dataset_or_datasets={{folder}}/rows2", SFT),
-    "SFTDataset.hf_dataset_splits": Row(
-        tokens, (f"{DATASET}.hf_dataset_splits=test", f"{DATASET}.completion_column_name=text"), SFT
-    ),
+    "SFTDataset.hf_dataset_splits": Row(tokens, SFT_TEST, SFT),
     "SFTDataset.weight": share(f"hf_dataset_or_datasets: '{{folder}}/rows', {ANSWERS}", *LETTERS),
     "SFTDataset.sft_dataloader": Row(tokens, SFT, (HUB[0], *LETTERS)),
     "SFTDataset.debug_max_samples": Row(tokens, f"{DATASET}.debug_max_samples=40", SFT),
@@ -507,17 +462,11 @@ ROWS: dict[str, Row] = {
     "SFTFiles.packing": Row(tokens, f"{DATASET}.packing=windows", SFT_FILES),
     "NanosetDataset.dataset_folder": Row(tokens, f"{DATASET}.dataset_folder={{folder}}/ds/b", NANOSET),
     "NanosetDataset.dataset_weights": Row(tokens, f"{DATASET}.dataset_weights=[1, 5]", NANOSET),
-    "NanosetDataset.dataset_read_path": Row(
-        tokens, f"{DATASET}.dataset_read_path=['{{folder}}/ds/b', '{{folder}}/ds/b']", NANOSET
-    ),
+    "NanosetDataset.dataset_read_path": Row(tokens, COPIES, NANOSET),
     "NanosetDataset.tokenizer_name": Row(warnings, f"{DATASET}.tokenizer_name=another", (*NANOSET, *WORDS)),
-    "NanosetDataset.return_positions": Row(
-        first_loss, f"{DATASET}.return_positions=false", (*NANOSET, "model.document_masking=true")
-    ),
-    "NanosetDataset.dataset_max_tokens": Row(tokens, f"{DATASET}.dataset_max_tokens=[100, 100]", NANOSET),
-    "NanosetDataset.shuffle_files": Row(
-        tokens, f"{DATASET}.shuffle_files=true", (*NANOSET, f"{DATASET}.dataset_max_tokens=[100, 100]")
-    ),
+    "NanosetDataset.return_positions": Row(first_loss, f"{DATASET}.return_positions=false", (*NANOSET, MASKED)),
+    "NanosetDataset.dataset_max_tokens": Row(tokens, CAPS, NANOSET),
+    "NanosetDataset.shuffle_files": Row(tokens, f"{DATASET}.shuffle_files=true", (*NANOSET, CAPS)),
     "NanosetDataset.packing": Row(tokens, f"{DATASET}.packing=best_fit", NANOSET),
     "NanosetDataset.weight": share("dataset_folder: '{folder}/ds/a'"),
     "NanosetDataset.max_epochs": limit(NANOSET),
@@ -528,11 +477,9 @@ ROWS: dict[str, Row] = {
     "TokenFilesDataset.max_epochs": limit(TOKENS),
     "CustomSource.source": Row(tokens, f"{DATASET}.source=support.user_parts.counting_down", USER),
     "CustomSource.kwargs": Row(tokens, f"{DATASET}.kwargs={{start: 5}}", USER),
-    "CustomSource.weight": share("source: support.user_parts.counting_down"),
+    "CustomSource.weight": share(DOWN),
     "CustomSource.max_epochs": limit(USER, 0.005),
-    "MixtureDataset.mixture": Row(
-        tokens, mixture("source: support.user_parts.counting", "source: support.user_parts.counting_down"), USER
-    ),
+    "MixtureDataset.mixture": Row(tokens, mixture(UP, DOWN), USER),
     # ---- profiler ----
     "Profiler.profiler_export_path": Row(files, "profiler.profiler_export_path={here}/elsewhere", PROFILER),
     "Profiler.wait": Row(trace_steps, "profiler.wait=1", PROFILER),

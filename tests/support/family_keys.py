@@ -45,28 +45,22 @@ EXPORTED = {
 VARIANTS, FAMILIES = "test_config_variants.py", "test_families_equal_transformers.py"
 ROUTER = "test_mixture_of_experts.py"
 TESTS = {
-    (
-        "test_doremi.py",
-        "DoReMi",
-    ): "domain_names domain_weights ref_model_resume_checkpoint_path step_size smoothing_param",
+    ("test_doremi.py", "DoReMi"): """domain_names domain_weights ref_model_resume_checkpoint_path step_size
+        smoothing_param""",
     ("test_layer_statistics.py", "MetricsLogging"): "log_level log_detail_interval gradient_noise_scale",
     ("test_memory_snapshot.py", "Profiler"): "memory_snapshot_path",
     ("test_trackers.py", "Wandb"): "project entity name tags mode",
     ("test_trackers.py", "Trackio"): "project name space_id",
-    (
-        "test_evaluation_of_runs.py",
-        "Evaluation",
-    ): "tasks include_path eval_interval num_fewshot limit batch_size device ema srun",
+    ("test_evaluation_of_runs.py", "Evaluation"): """tasks include_path eval_interval num_fewshot limit batch_size
+        device ema srun""",
     ("test_headless.py", "Headless"): "name negatives block_size temperature",
     ("test_distillation.py", "Distillation"): "name teacher weight temperature top_k cache",
     ("test_lion.py", "Lion"): "name lion_beta1 lion_beta2",
     ("test_muon.py", "Muon"): "muon_scale",
     ("test_muon.py", "NorMuon"): "name normuon_beta2 adam_eps adam_beta1 adam_beta2 torch_adam_is_fused "
     "muon_momentum muon_nesterov muon_ns_steps muon_learning_rate_scale muon_scale",
-    (
-        "test_soap.py",
-        "Soap",
-    ): "name soap_beta1 soap_beta2 soap_precondition_frequency adam_eps adam_beta1 adam_beta2 torch_adam_is_fused",
+    ("test_soap.py", "Soap"): """name soap_beta1 soap_beta2 soap_precondition_frequency adam_eps adam_beta1 adam_beta2
+        torch_adam_is_fused""",
     ("test_combined.py", "ParamGroup"): "optimizer_factory learning_rate_scheduler",
     ("test_combined.py", "Optimizer"): "ema_decay",
     (VARIANTS, "DecoderArchitecture"): "family",

@@ -23,12 +23,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "phi3": _LLAMA | {"num_hidden_layers": 3, "tie_word_embeddings": False},
     # Windows, two rotary bases, scaled embedding, norms of queries and keys; transformers has a plan for tp.
     "gemma3_text": _LLAMA
-    | {
-        "num_hidden_layers": 3,
-        "head_dim": 8,
-        "sliding_window": 5,
-        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-    },
+    | {"num_hidden_layers": 3, "head_dim": 8, "sliding_window": 5}
+    | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     # ALiBi: no positions to tell documents by.
     "bloom": {"hidden_size": 32, "n_layer": 3, "n_head": 4, "hidden_dropout": 0.1},
 }

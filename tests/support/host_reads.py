@@ -9,13 +9,8 @@ from unittest.mock import patch
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-READS = {
-    torch.ops.aten._local_scalar_dense.default,
-    torch.ops.aten.is_nonzero.default,
-    torch.ops.aten.equal.default,
-    torch.ops.aten.nonzero.default,
-    torch.ops.aten.masked_select.default,
-}
+NAMES = ("_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select")
+READS = {getattr(torch.ops.aten, name).default for name in NAMES}
 
 
 class HostReads(TorchDispatchMode):

@@ -64,9 +64,8 @@ def make_dataset_repository(home: Path, name: str, documents: list[str], column:
     from pyarrow import parquet
 
     snapshot = repository(home, "dataset", name)
-    (snapshot / "README.md").write_text(
-        "---\nconfigs:\n- config_name: default\n  data_files:\n  - split: train\n    path: data/train-*\n---\n"
-    )
+    splits = "configs:\n- config_name: default\n  data_files:\n  - split: train\n    path: data/train-*\n"
+    (snapshot / "README.md").write_text(f"---\n{splits}---\n")
     (snapshot / "data").mkdir(exist_ok=True)
     table = pyarrow.table({column: documents})
     parquet.write_table(table, snapshot / "data" / "train-00000-of-00001.parquet")
@@ -87,15 +86,9 @@ def make_prepared_dataset(home: Path, name: str, documents: list[str], column: s
             writer.write({column: document})
         rows, size = writer.finalize()
     split = SplitInfo("train", num_bytes=size, num_examples=rows, dataset_name=short)
-    info = DatasetInfo(
-        features=features,
-        splits=SplitDict({"train": split}, dataset_name=short),
-        builder_name="parquet",
-        dataset_name=short,
-        config_name="default",
-        version="0.0.0",
-    )
-    info.write_to_directory(str(folder))
+    names = {"builder_name": "parquet", "dataset_name": short, "config_name": "default", "version": "0.0.0"}
+    splits = SplitDict({"train": split}, dataset_name=short)
+    DatasetInfo(features=features, splits=splits, **names).write_to_directory(str(folder))
     return folder
 
 

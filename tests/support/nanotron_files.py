@@ -115,11 +115,8 @@ def _write_weight(
         part, pairs = _of_rank(chunks, how, rank, tp)
         rows, *columns = (sum(chunk.shape[0] for chunk in chunks), *chunks[0].shape[1:])
         shape = f"(np.int64({rows}),{''.join(f' {width},' for width in columns).rstrip(',')})"
-        notes = {
-            "version": "1.5",
-            "local_global_slices_pairs": ";".join("#".join(pair) for pair in pairs),
-            "unsharded_shape": shape,
-        }
+        slices = ";".join("#".join(pair) for pair in pairs)
+        notes = {"version": "1.5", "local_global_slices_pairs": slices, "unsharded_shape": shape}
         file = f"model_{kind}_pp-rank-{stage[0]}-of-{stage[1]}_tp-rank-{rank}-of-{tp}.safetensors"
         save_file({"data": part.clone()}, folder / file, metadata=notes)
 

@@ -39,7 +39,6 @@ def _cell(kind: str, text: str) -> dict[str, Any]:
 if __name__ == "__main__":
     notebook = DOCS / "python.ipynb"
     if sys.argv[1:] == ["--check"]:
-        sys.exit(
-            None if notebook.read_text(encoding="utf-8") == notebook_text() else f"{notebook} is not docs/python.md"
-        )
+        fresh = notebook.read_text(encoding="utf-8") == notebook_text()
+        sys.exit(None if fresh else f"{notebook} is not docs/python.md")
     notebook.write_text(notebook_text(), encoding="utf-8")

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from kenotron.launch.environment import end_with_parent
 
@@ -128,9 +129,8 @@ class Cluster:
 
     def _run(self, name: str, command: list[str]) -> None:
         with open(self.folder / f"{name}.out", "ab") as log:
-            self.daemons[name] = subprocess.Popen(
-                command, stdout=log, stderr=log, start_new_session=True, preexec_fn=end_with_parent
-            )
+            options: dict[str, Any] = {"start_new_session": True, "preexec_fn": end_with_parent}
+            self.daemons[name] = subprocess.Popen(command, stdout=log, stderr=log, **options)
 
 
 MUNGE_FILES = {"socket": "socket", "log-file": "log", "pid-file": "pid", "seed-file": "seed"}

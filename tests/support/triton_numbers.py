@@ -78,12 +78,8 @@ def _cases() -> Iterator[Case]:
             lambda x, o=order, t=tokens, k=slots: x.new_zeros(t, x.shape[1]).index_add(0, o // k, x),
             (torch.randn(len(order), features),),
         )
-    for heads, head_dim, turning, interleaved in (
-        (3, 8, 8, False),
-        (4, 8, 8, True),
-        (2, 12, 6, False),
-        (1, 16, 8, True),
-    ):
+    shapes = ((3, 8, 8, False), (4, 8, 8, True), (2, 12, 6, False), (1, 16, 8, True))
+    for heads, head_dim, turning, interleaved in shapes:
         angles = torch.rand(2, 7, turning // 2) * 6
         tables = (angles.cos(), angles.sin())
         yield (
@@ -204,13 +200,9 @@ def a_models_gradients(in_triton: bool, mixture: bool) -> list[Tensor]:
     loss, _ = model(tokens, Context((2, 16), positions, attention), tokens.roll(-1))
     loss.backward()
     layers = model.config.num_hidden_layers
-    assert sorted(calls) == sorted(
-        ["rms_norm.rms_norm"] * (2 * layers + 1)
-        + ["rope.apply_rope"] * 2 * layers
-        + ["cross_entropy.exp_rows_"]
-        + (["swiglu.silu_and_multiply"] * layers if not mixture else [])
-        + (EXPERTS * layers if mixture else [])
-    )
+    of_a_layer = ["rms_norm.rms_norm", "rope.apply_rope"] * 2
+    of_a_layer += EXPERTS if mixture else ["swiglu.silu_and_multiply"]
+    assert sorted(calls) == sorted([*of_a_layer * layers, "rms_norm.rms_norm", "cross_entropy.exp_rows_"])
     return [loss.detach(), *(x.grad for x in model.parameters() if x.grad is not None)]
 
 

@@ -64,14 +64,10 @@ class Machines:
         """Run `command` on a machine, in `folder`; what it says goes to ``machine<number>.txt`` there."""
         enter = ["ip", "netns", "exec", self.names[number], "unshare", "--uts", "sh", "-c", ENTER, "sh"]
         with open(folder / f"machine{number}.txt", "w") as said:
-            return subprocess.Popen(
-                [*enter, f"machine{number}", str(self.hosts), str(self.disk_of(number)), str(self.disk), *command],
-                cwd=folder,
-                env=environment(folder, PYTHONPATH=str(REPOSITORY / "tests")),
-                stdout=said,
-                stderr=said,
-                text=True,
-            )
+            given = (f"machine{number}", str(self.hosts), str(self.disk_of(number)), str(self.disk))
+            env = environment(folder, PYTHONPATH=str(REPOSITORY / "tests"))
+            whole = [*enter, *given, *command]
+            return subprocess.Popen(whole, cwd=folder, env=env, stdout=said, stderr=said, text=True)
 
     def cut(self) -> None:
         """Pull the cable."""
