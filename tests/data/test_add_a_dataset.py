@@ -10,9 +10,8 @@ import pytest
 import yaml
 
 from kenotron.config.errors import InputError
-from kenotron.data import open_run
 from kenotron.data.batch import NO_LOSS
-from support.data_runs import run_config, write_texts
+from support.data_runs import opened, write_texts
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "add-a-dataset.md").read_text(encoding="utf-8")
 
@@ -29,6 +28,17 @@ def beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "my_bytes", raising=False)
     return tmp_path
+
+
+def write_module(folder: Path, name: str, text: str) -> None:
+    (folder / f"{name}.py").write_text(text)
+    sys.modules.pop(name, None)
+
+
+def part(name: str, method: str, returned: str) -> str:
+    """The text of a class of the page's kind with another method."""
+    head = f"import numpy as np\nfrom my_bytes import FileBytes\nclass {name}(FileBytes):\n"
+    return f"{head}    def {method}(self, indices):\n        return {returned}\n"
 
 
 def register(folder: Path, package: str, toml: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,7 +59,7 @@ def all_bytes(folder: Path) -> list[bytes]:
 def test_the_page_trains_on_every_byte_and_masks_between_files(beside: Path) -> None:
     dataset = yaml.safe_load(blocks("yaml")[0])["dataset"]
     whole, seen = b"".join(all_bytes(beside)), {}
-    with open_run(run_config(dataset, model__document_masking=True), report=lambda line: None) as data:
+    with opened(dataset, model__document_masking=True) as data:
         for step in range(1, 13):
             for batch in data.batch(step):
                 for row, labels, documents in zip(batch.tokens, batch.labels, batch.documents, strict=True):
@@ -74,20 +84,16 @@ def test_a_registered_name_is_the_same_dataset(beside: Path, monkeypatch: pytest
     register(beside, "my-bytes", blocks("toml")[0], monkeypatch)
     tokens = []
     for block in blocks("yaml"):
-        with open_run(run_config(yaml.safe_load(block)["dataset"]), report=lambda line: None) as data:
+        with opened(yaml.safe_load(block)["dataset"]) as data:
             tokens.append([batch.tokens.tolist() for batch in data.batch(1)])
     assert tokens[0] == tokens[1]
 
 
 def test_the_complete_interface_reads_the_same(beside: Path) -> None:
-    (beside / "my_source.py").write_text(blocks("python")[2])
-    sys.modules.pop("my_source", None)
-    with (beside / "my_source.py").open("a") as file:
-        file.write("\n    fingerprint = 'bytes'\n")
+    write_module(beside, "my_source", blocks("python")[2] + "\n    fingerprint = 'bytes'\n")
     found = []
     for source in ("my_bytes.FileBytes", "my_source.Bytes"):
-        config = run_config({"source": source, "kwargs": {"folder": "texts"}}, model__document_masking=True)
-        with open_run(config, report=lambda line: None) as data:
+        with opened({"source": source, "kwargs": {"folder": "texts"}}, model__document_masking=True) as data:
             batches = [*data.batch(3), *(batch for batch, *_ in data.validation())]
             found.append([(batch.labels.tolist(), batch.positions.tolist()) for batch in batches])
             assert data.fingerprints() == ({"texts": "bytes"} if source == "my_source.Bytes" else {})
@@ -115,12 +121,8 @@ class First(Bytes):
 
 
 def test_a_source_may_hold_out_samples_of_its_own_choice(beside: Path) -> None:
-    (beside / "my_source.py").write_text(
-        blocks("python")[2] + "\nfrom kenotron.data.source import SampleRange\n" + FIRST
-    )
-    sys.modules.pop("my_source", None)
-    config = run_config({"source": "my_source.First", "kwargs": {"folder": "texts"}})
-    with open_run(config, report=lambda line: None) as data:
+    write_module(beside, "my_source", blocks("python")[2] + "\nfrom kenotron.data.source import SampleRange\n" + FIRST)
+    with opened({"source": "my_source.First", "kwargs": {"folder": "texts"}}) as data:
         held = [bytes(row.tolist()) for batch, *_ in data.validation() for row in batch.tokens[:, :-1]]
         assert data.fingerprints() == {"texts": "the first"}
     everything = b"".join(all_bytes(beside))
@@ -128,7 +130,7 @@ def test_a_source_may_hold_out_samples_of_its_own_choice(beside: Path) -> None:
 
 
 def failure(dataset: dict) -> str:
-    with pytest.raises(InputError) as caught, open_run(run_config(dataset), report=lambda line: None) as data:
+    with pytest.raises(InputError) as caught, opened(dataset) as data:
         data.batch(1)
     return str(caught.value)
 
@@ -157,31 +159,20 @@ WRONG = {
 @pytest.mark.parametrize("method", WRONG)
 def test_what_a_source_says_beside_its_tokens_is_checked(beside: Path, method: str) -> None:
     code, message = WRONG[method]
-    (beside / "wrong_parts.py").write_text(
-        f"import numpy as np\nfrom my_bytes import FileBytes\n"
-        f"class {method.title()}(FileBytes):\n    def {method}(self, indices):\n        return {code}\n"
-    )
-    sys.modules.pop("wrong_parts", None)
+    write_module(beside, "wrong_parts", part(method.title(), method, code))
     dataset = {"source": f"wrong_parts.{method.title()}", "kwargs": {"folder": "texts"}}
-    config = run_config(dataset, model__document_masking=True)
-    with pytest.raises(InputError, match=message), open_run(config, report=lambda line: None) as data:
+    with pytest.raises(InputError, match=message), opened(dataset, model__document_masking=True) as data:
         data.batch(1)
 
 
 def test_labels_without_loss_and_documents_that_descend(beside: Path) -> None:
-    (beside / "masked.py").write_text(
-        "import numpy as np\nfrom my_bytes import FileBytes\n"
-        "class Even(FileBytes):\n"
-        "    def loss(self, indices):\n        return self.samples(indices) % 2 == 0\n"
-        "class Down(FileBytes):\n"
-        "    def documents(self, indices):\n        return -self.places(indices)\n"
-    )
-    sys.modules.pop("masked", None)
-    with open_run(run_config({"source": "masked.Even", "kwargs": {"folder": "texts"}}), report=str) as data:
+    even = part("Even", "loss", "self.samples(indices) % 2 == 0")
+    write_module(beside, "masked", even + part("Down", "documents", "-self.places(indices)"))
+    with opened({"source": "masked.Even", "kwargs": {"folder": "texts"}}) as data:
         labels = np.concatenate([batch.labels for batch in data.batch(1)])
     assert set((labels[labels != NO_LOSS] % 2).tolist()) == {0}
     assert (labels == NO_LOSS).any()
-    config = run_config({"source": "masked.Down", "kwargs": {"folder": "texts"}}, model__document_masking=True)
     message = r"masked\.Down: the document numbers of sample \d+ do not ascend"
-    with pytest.raises(InputError, match=message), open_run(config, report=str) as data:
+    dataset = {"source": "masked.Down", "kwargs": {"folder": "texts"}}
+    with pytest.raises(InputError, match=message), opened(dataset, model__document_masking=True) as data:
         data.batch(1)

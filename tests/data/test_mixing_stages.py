@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kenotron.config import Config
+from kenotron.config import Config, load
 from kenotron.config.errors import InputError
 from kenotron.data import RunData, open_run
 from kenotron.data.order import counts, huffman
@@ -42,11 +42,8 @@ def files(tmp_path: Path) -> dict[str, str]:
 def mixture(files: dict[str, str], **parts: Any) -> dict[str, Any]:
     """a=3: weight 3; a=(3, 2): weight 3, two epochs at most."""
     given = {name: part if isinstance(part, tuple) else (part, None) for name, part in parts.items()}
-    return {
-        "mixture": [
-            {"weight": weight, "tokens": files[name], "max_epochs": epochs} for name, (weight, epochs) in given.items()
-        ]
-    }
+    sources = [(files[name], *each) for name, each in given.items()]
+    return {"mixture": [{"tokens": file, "weight": weight, "max_epochs": most} for file, weight, most in sources]}
 
 
 def opened(config: Config) -> RunData:
@@ -69,7 +66,7 @@ LENGTHS = {"a": 19, "b": 49, "c": 9}
 @pytest.mark.parametrize("epochs", [0.5, 1, 2])
 def test_the_run_stops_before_the_batch_that_a_source_may_not_fill(files: dict[str, str], epochs: float) -> None:
     config = config_of(mixture(files, a=(1, epochs), b=1), train_steps=40, **VAL)
-    allowed = int(epochs * LENGTHS["a"])
+    allowed, limit = int(epochs * LENGTHS["a"]), f"{epochs:g} epoch{'s' * (epochs != 1)}"
     with opened(config) as data:
         drawn = 0
         for step in range(1, 41):
@@ -79,17 +76,13 @@ def test_the_run_stops_before_the_batch_that_a_source_may_not_fill(files: dict[s
             assert data.exhausted(step) is None
             drawn = wanted
         assert len(of(data, range(1, step), "a")) == drawn <= allowed
-        assert (
-            data.exhausted(step)
-            == data.exhausted(40)
-            == f"'a.npy' is exhausted after {epochs:g} epoch{'s' * (epochs != 1)}"
-        )
+        assert data.exhausted(step) == data.exhausted(40) == f"'a.npy' is exhausted after {limit}"
         for ask in (data.batch, lambda step: step_origins(data, step)):
             with pytest.raises(InputError, match=rf"step {step} is not in the run: 'a.npy' is exhausted after"):
                 ask(step)
         (line,) = [line for line in data.describe() if "reaches" in line]
         assert line.endswith(f"the run ends after step {step - 1}")
-        assert f"a.npy reaches its {epochs:g} epoch{'s' * (epochs != 1)} at step {step}" in line
+        assert f"a.npy reaches its {limit} at step {step}" in line
         assert of(data, range(step - 1, step), "b")
 
 
@@ -114,10 +107,8 @@ def test_the_others_share_on_when_a_source_has_given_its_epochs(files: dict[str,
 
 def test_a_source_that_repeats_is_reported_and_goes_on(files: dict[str, str]) -> None:
     limited = mixture(files, a=(1, 1), b=1)
-    with (
-        opened(config_of(limited, train_steps=40, data__when_exhausted="repeat", **VAL)) as data,
-        opened(config_of(mixture(files, a=1, b=1), train_steps=40, **VAL)) as plain,
-    ):
+    repeating = config_of(limited, train_steps=40, data__when_exhausted="repeat", **VAL)
+    with opened(repeating) as data, opened(config_of(mixture(files, a=1, b=1), train_steps=40, **VAL)) as plain:
         assert read(data, range(1, 41)) == read(plain, range(1, 41))
         (line,) = [line for line in data.describe() if "reaches" in line]
         assert line.endswith("a.npy reaches its 1 epoch at step 10: it is repeated")
@@ -143,8 +134,6 @@ def test_a_stage_that_restarts_begins_anew_and_later_ones_go_on_from_there(files
     config = config_of(*stages, train_steps=9, **VAL)
     content = json.loads(config.model_dump_json(by_alias=True))
     content["data_stages"][1]["data"]["restart"] = True
-    from kenotron.config import load
-
     with opened(load(content)) as data, opened(config) as through:
         first, again, on = (read(data, range(start, start + 3)) for start in (1, 4, 7))
         assert again == first

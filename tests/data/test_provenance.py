@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -60,9 +59,8 @@ def test_the_tokens_that_are_named_are_those_that_the_step_reads(mixed: dict[str
                 first = {"0.ds": 0, "1.ds": 1000, "b.npy": 2000}[name]
                 assert origin.first_token == origin.window * (L if name == "b.npy" else L + 1)
                 assert origin.end_token == origin.first_token + L + 1
-                assert rows[origin.sample].tolist() == list(
-                    range(first + origin.first_token, first + origin.end_token - 1)
-                )
+                read = range(first + origin.first_token, first + origin.end_token - 1)
+                assert rows[origin.sample].tolist() == list(read)
                 if name == "b.npy":
                     assert origin.documents is None
                     continue
@@ -107,17 +105,14 @@ def test_samples_without_a_file_are_reported_by_their_number() -> None:
 def test_the_command_prints_lines_and_json(mixed: dict[str, Any], tmp_path: Path, shell: Shell) -> None:
     config = config_of(mixed)
     (tmp_path / "my.yaml").write_text(dump(config))
-    assert yaml.safe_load(dump(config))
     with open_run(config, 1, quiet) as data:
         expected = step_origins(data, 4)
     run = partial(shell, "data", "which", tmp_path / "my.yaml")
     code, out, err = run("--step", "4", "--json")
-    assert (code, err) == (0, "")
     told = json.loads(out)
-    assert (told["step"], told["stage"]) == (4, "stage 0")
-    assert [(s["file"], s["window"], s["first_token"]) for s in told["samples"]] == [
-        (origin.file, origin.window, origin.first_token) for origin in expected
-    ]
+    assert (code, err, told["step"], told["stage"]) == (0, "", 4, "stage 0")
+    places = [(origin.file, origin.window, origin.first_token) for origin in expected]
+    assert [(s["file"], s["window"], s["first_token"]) for s in told["samples"]] == places
     code, out, err = run("--step", "4")
     lines = out.splitlines()
     assert (code, err, lines[0]) == (0, "", "step 4 of stage 'stage 0': 4 samples")
@@ -125,10 +120,8 @@ def test_the_command_prints_lines_and_json(mixed: dict[str, Any], tmp_path: Path
     assert lines[1].startswith(f"sample 12: {first.file} window {first.window}, tokens {first.first_token}-")
     assert sum("documents not known" in line for line in lines) == 1
     code, _, err = run()
-    assert code == 2
-    assert "--step" in err
-    code, _, err = run("--step", "13")
-    assert (code, err) == (2, "error: step 13 is not in the run: its steps are 1 to 12\n")
+    assert (code, "--step" in err) == (2, True)
+    assert run("--step", "13") == (2, "", "error: step 13 is not in the run: its steps are 1 to 12\n")
 
 
 def test_beside_a_stream_the_other_sources_are_reported(mixed, tmp_path, monkeypatch, shell) -> None:

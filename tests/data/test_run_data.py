@@ -29,12 +29,17 @@ def other_texts(tmp_path_factory):
     return write_texts(tmp_path_factory.mktemp("run") / "others", count=30, words=40, seed=9)
 
 
+def mixture(texts, weight, other_texts, other_weight):
+    parts = ((texts, weight), (other_texts, other_weight))
+    return {"mixture": [{"weight": share, "text_files": str(folder)} for folder, share in parts]}
+
+
 # ---- which sample goes where -------------------------------------------------------------------------------
 
 
 def test_labels_are_the_tokens_one_place_on_and_come_from_the_files(texts):
     with opened({"text_files": str(texts)}) as data:
-        stream = data._open(0).result().sources[0].cache.train.tokens.tolist()
+        stream = data.stage_of(1).sources[0].cache.train.tokens.tolist()
         for batch in data.batch(1):
             assert batch.tokens.dtype == batch.labels.dtype == np.int64
             assert batch.tokens.shape == batch.labels.shape == (2, 32)
@@ -57,8 +62,7 @@ def test_bytes_are_counted_by_their_mean_where_those_of_a_token_are_unknown(stre
 
 
 def test_the_samples_of_a_step_are_the_same_on_every_layout(texts, other_texts):
-    dataset = {"mixture": [{"weight": 3, "text_files": str(texts)}, {"weight": 1, "text_files": str(other_texts)}]}
-    reference = None
+    dataset, reference = mixture(texts, 3, other_texts, 1), None
     for micro, accumulation, dp in [(8, 1, 1), (1, 8, 1), (2, 2, 2), (1, 2, 4), (4, 1, 2)]:
         changes = {"micro_batch_size": micro, "batch_accumulation_per_replica": accumulation * dp}
         with opened(dataset, **changes) as data:
@@ -219,12 +223,10 @@ def test_document_masking_gives_documents_positions_and_masked_borders(texts):
     plain = opened({"text_files": str(texts)}, sequence_length=100)
     masked = opened({"text_files": str(texts)}, sequence_length=100, model__document_masking=True)
     with plain, masked:
-        eos = masked.tokenizer.eos_token_id
-        borders = 0
+        eos, borders = masked.tokenizer.eos_token_id, 0
         with_and_without = zip(plain.loader(), masked.loader(), strict=True)
         for without, batch in itertools.chain(*(zip(*steps, strict=True) for steps in with_and_without)):
-            assert without.documents is None
-            assert without.positions is None
+            assert (without.documents, without.positions) == (None, None)
             assert batch.tokens.tolist() == without.tokens.tolist()
             for r, row in enumerate(batch.tokens.tolist()):
                 document = position = 0
@@ -256,10 +258,9 @@ def test_bytes_of_validation_are_exactly_those_of_the_held_out_text(texts):
 
 
 def test_validation_is_the_same_on_every_layout_and_every_rank_gets_as_many_batches(texts, other_texts):
-    dataset = {"mixture": [{"weight": 1, "text_files": str(texts)}, {"weight": 5, "text_files": str(other_texts)}]}
-
     def read(micro, dp):
-        with opened(dataset, micro_batch_size=micro, batch_accumulation_per_replica=dp) as data:
+        changes = {"micro_batch_size": micro, "batch_accumulation_per_replica": dp}
+        with opened(mixture(texts, 1, other_texts, 5), **changes) as data:
             ranks = [list(data.validation(rank, dp)) for rank in range(dp)]
         assert len({len(batches) for batches in ranks}) == 1
         assert {batch.tokens.shape for batches in ranks for batch, *_ in batches} == {(micro, 32)}
@@ -281,10 +282,8 @@ def test_training_never_sees_a_held_out_document_whether_the_run_validates_or_no
     assert held
     for interval in (5, -1):
         with opened({"text_files": str(texts)}, val_check_interval=interval) as data:
-            tokens = data._open(0).result().sources[0].cache.train.tokens
-            seen = data.tokenizer.decode(tokens)
-        for text in held:
-            assert text not in seen
+            seen = data.tokenizer.decode(data.stage_of(1).sources[0].cache.train.tokens)
+        assert not [text for text in held if text in seen]
 
 
 def test_a_cap_spreads_its_samples_over_the_whole_set(texts):
@@ -297,13 +296,12 @@ def test_a_cap_spreads_its_samples_over_the_whole_set(texts):
 
 
 def test_several_sources_are_validated_together_each_token_once(texts, other_texts):
-    dataset = {"mixture": [{"weight": 1, "text_files": str(texts)}, {"weight": 5, "text_files": str(other_texts)}]}
-    with opened(dataset) as data:
-        sizes = [source.cache.validation.bytes for source in data._open(0).result().sources]
-        lengths = [len(source.cache.validation.tokens) for source in data._open(0).result().sources]
-        batches = list(data.validation())
-        assert sum((batch.labels != NO_LOSS).sum() for batch, *_ in batches) == sum(lengths) - 2
-        assert sum(sizes) - 20 <= sum(size for _, size, _ in batches) < sum(sizes)
+    with opened(mixture(texts, 1, other_texts, 5)) as data:
+        splits = [source.cache.validation for source in data.stage_of(1).sources]
+        batches, size = list(data.validation()), sum(split.bytes for split in splits)
+        labels = sum((batch.labels != NO_LOSS).sum() for batch, *_ in batches)
+        assert labels == sum(len(split.tokens) for split in splits) - 2
+        assert size - 20 <= sum(size for _, size, _ in batches) < size
 
 
 def test_the_token_that_ends_documents_has_bytes_where_a_text_has_it_within(tmp_path):
@@ -416,8 +414,8 @@ def test_fingerprints_tell_that_a_file_or_the_tokenizer_changed(tmp_path):
 
 
 def test_fingerprints_have_every_source_of_the_open_stages(texts, other_texts):
-    mixture = {"mixture": [{"weight": 1, "text_files": str(texts)}, {"weight": 1, "text_files": str(texts)}]}
-    with opened(mixture, {"text_files": str(other_texts)}, tokenizer__train={"vocab_size": 300}) as data:
+    twice = mixture(texts, 1, texts, 1)
+    with opened(twice, {"text_files": str(other_texts)}, tokenizer__train={"vocab_size": 300}) as data:
         data._opened[1].result()
         assert set(data.fingerprints()) == {"tokenizer", str(texts), str(other_texts)}
     with opened(None) as data:
@@ -454,17 +452,12 @@ def test_random_tokens_are_uniform_the_same_everywhere_and_need_no_tokenizer():
     assert ((counts - ids.size / 100) ** 2 / (ids.size / 100)).sum() < 149  # 99.9% quantile, 99 degrees
 
 
-def test_shares_of_paths_are_kept_in_every_prefix(tmp_path):
-    for name, letter in (("a", "a"), ("b", "b")):
-        (tmp_path / name).mkdir()
-        for number in range(30):
-            (tmp_path / name / f"{number}.txt").write_text(f"{letter}" * (200 + number))
-    dataset = {"text_files": {str(tmp_path / "a"): 3.0, str(tmp_path / "b"): 1.0}}
-    with opened(dataset, train_steps=40) as data:
-        samples = [row for batches in data.loader() for row in rows(batches).values()]
-        of_a = ["a" in data.tokenizer.decode(row) for row in samples]
-    for n in range(1, len(of_a) + 1):
-        assert abs(sum(of_a[:n]) - 0.75 * n) <= 2
+def test_shares_of_paths_are_kept_in_every_prefix(texts, other_texts):
+    with opened({"text_files": {str(texts): 3.0, str(other_texts): 1.0}}) as data:
+        stage = data.stage_of(1)
+        assert [source.name for source in stage.sources] == [str(texts), str(other_texts)]
+        source, _ = stage.order.locate(np.arange(160))
+    assert np.abs(np.cumsum(source == 0) - 0.75 * np.arange(1, 161)).max() <= 2
 
 
 # ---- what can be wrong -------------------------------------------------------------------------------------
@@ -485,13 +478,9 @@ def test_a_token_beyond_the_models_vocabulary_is_named(texts, tmp_path):
 
 def test_a_path_that_is_not_there_is_named_before_anything_is_opened(texts):
     config = run_config({"mixture": [{"weight": 1, "text_files": str(texts)}, {"weight": 1, "tokens": f"{texts}x"}]})
-    with pytest.raises(
-        InputError, match=r"^data_stages\.0\.data\.dataset\.mixture\.1\.tokens: .*did you mean 'texts'\?"
-    ):
+    with pytest.raises(InputError, match=r"^data_stages\.0\.data\.dataset\.mixture\.1\.tokens: .* mean 'texts'\?"):
         check_paths(config, 1, 1)
     later = run_config({"text_files": str(texts)}, {"text_files": "not yet there"})
     check_paths(later, 6, 6)
-    with pytest.raises(
-        InputError, match=r"^data_stages\.1\.data\.dataset\.text_files: no such file or folder: not yet"
-    ):
+    with pytest.raises(InputError, match=r"^data_stages\.1\.data\.dataset\.text_files: no such file or folder: not"):
         check_paths(later, 7, 7)

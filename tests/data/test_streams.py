@@ -67,17 +67,12 @@ def folder(tmp_path: Path) -> Path:
     rows = [[words(generator, generator.randint(1, 60)) for _ in range(20)] for _ in range(5)]
     folder = tmp_path / "texts"
     folder.mkdir()
-    lines = ["".join(json.dumps({"text": text}) + "\n" for text in texts) for texts in rows]
-    (folder / "a.jsonl").write_text(lines[0])
-    (folder / "b.jsonl").write_text(lines[1])
-    (folder / "c.jsonl.gz").write_bytes(gzip.compress(lines[2].encode()))
+    lines = ["".join(json.dumps({"text": text}) + "\n" for text in texts).encode() for texts in rows]
+    for name, content in {"a.jsonl": lines[0], "b.jsonl": lines[1], "c.jsonl.gz": gzip.compress(lines[2])}.items():
+        (folder / name).write_bytes(content)
     parquet.write_table(pa.table({"text": rows[3]}), folder / "d.parquet", row_group_size=7)
-    with (
-        pa.OSFile(str(folder / "e.arrow"), "wb") as sink,
-        pa.ipc.new_stream(sink, pa.schema({"text": pa.string()})) as w,
-    ):
-        for first in range(0, 20, 6):
-            w.write_batch(pa.record_batch({"text": rows[4][first : first + 6]}))
+    with pa.ipc.new_stream(folder / "e.arrow", pa.schema({"text": pa.string()})) as stream:
+        stream.write_table(pa.table({"text": rows[4]}), max_chunksize=6)
     (folder / "f.txt").write_text(words(generator, 20_000).replace("\n", "\n\n"))  # several pieces
     return folder
 
@@ -86,29 +81,24 @@ def texts_of(folder: Path) -> FileDocuments:
     return FileDocuments(folder.name, find_files(folder, "test"))
 
 
-def stream_of(texts: Any, tokenizer: TextTokenizer, buffer: int = 10, shards: int = 1, **changes: Any) -> Stream:
-    max_tokens = changes.pop("max_tokens", None)
-    encode = DocumentEncoder(texts.name, tokenizer, EncodeRules(0, max_tokens), changes.pop("vocab_size", 300))
+def stream_of(
+    texts: Any, tokenizer: Any, buffer: int = 10, shards: int = 1, max_tokens: int | None = None, vocab_size: int = 300
+) -> Stream:
+    encode = DocumentEncoder(texts.name, tokenizer, EncodeRules(0, max_tokens), vocab_size)
     rules = ShardRules(texts, encode, LENGTH, 5, buffer, shards, FRACTION, single_pieces=max_tokens is not None)
-    assert not changes
     return Stream(rules, encode, print)
 
 
-def epoch_of(stream: Stream, epoch: int = 0) -> tuple[np.ndarray, list[list[int]]]:
-    """The tokens that are drawn in one epoch, and the documents."""
+def epoch_of(stream: Stream, epoch: int) -> list[tuple[int, ...]]:
+    """The documents that are drawn in one epoch."""
     one = StreamReader(stream.rules)
-    documents: list[list[int]] = []
+    documents = []
     while True:
         text = one._draw()
         if one._epoch > epoch:
-            break
+            return documents
         if one._epoch == epoch:
-            documents.append(stream.encode([text])[0].tolist())
-    return np.concatenate([np.array(ids) for ids in documents]), documents
-
-
-def documents_in(tokens: np.ndarray, ends: np.ndarray) -> list[list[int]]:
-    return [part.tolist() for part in np.split(np.asarray(tokens), ends.astype(np.int64))[:-1]]
+            documents.append(tuple(stream.encode([text])[0].tolist()))
 
 
 SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
@@ -123,10 +113,11 @@ def test_an_epoch_is_the_documents_of_the_cached_mode(
     folder: Path, tokenizer: TextTokenizer, shards: int, buffer: int, max_tokens: int | None
 ) -> None:
     cached = open_tokens(texts_of(folder), tokenizer, EncodeRules(0, max_tokens), FRACTION, report=lambda line: None)
-    expected = Counter(map(tuple, documents_in(cached.train.tokens, cached.train.ends)))
+    parts = np.split(np.asarray(cached.train.tokens), cached.train.ends.astype(np.int64))[:-1]
+    expected = Counter(tuple(part.tolist()) for part in parts)
     stream = stream_of(texts_of(folder), tokenizer, buffer, shards, max_tokens=max_tokens)
     for epoch in (0, 1):
-        assert Counter(map(tuple, epoch_of(stream, epoch)[1])) == expected
+        assert Counter(epoch_of(stream, epoch)) == expected
 
 
 def test_a_buffer_of_one_is_the_files_in_their_order_token_for_token(folder: Path, tokenizer: TextTokenizer) -> None:
@@ -194,14 +185,10 @@ def naive_tokens(rules: ShardRules, epochs: int) -> list[int]:
 
 
 documents = st.lists(st.text("abcdefgh", min_size=0, max_size=9), min_size=4, max_size=30)
+file_sizes = st.lists(st.lists(st.integers(0, 5), max_size=30), min_size=1, max_size=6)
 
 
-@given(
-    st.lists(st.lists(st.integers(0, 5), max_size=30), min_size=1, max_size=6),
-    st.integers(1, 12),
-    st.integers(1, 9),
-    st.data(),
-)
+@given(file_sizes, st.integers(1, 12), st.integers(1, 9), st.data())
 def test_every_document_is_read_once_before_one_is_read_again(
     sizes: list[list[int]], buffer: int, length: int, data: st.DataObject
 ) -> None:
@@ -237,19 +224,15 @@ def test_a_reader_against_a_plain_loop_and_put_down_anywhere(
         with pytest.raises(InputError, match="no document to train on"):
             StreamReader(rules).next()
         return
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kenotron.data.sources.reader_shards.BLOCK_CHARACTERS", block)
-        check_windows(rules, expected, data)
-
-
-def check_windows(rules: ShardRules, expected: list[int], data: st.DataObject) -> None:
     windows = min((len(expected) - 1) // 3, 40)
     shard, put_down = StreamReader(rules), data.draw(st.sets(st.integers(0, max(windows - 1, 0))))
-    for window in range(windows):
-        if window in put_down:
-            shard = StreamReader(rules, from_bytes(to_bytes(shard.position, {"a": 1}), {"a": 1}, "here"))
-        assert shard.next()[0].tolist() == expected[window * 3 : window * 3 + 4]
-        assert shard.position.emitted == window + 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kenotron.data.sources.reader_shards.BLOCK_CHARACTERS", block)
+        for window in range(windows):
+            if window in put_down:
+                shard = StreamReader(rules, from_bytes(to_bytes(shard.position, {"a": 1}), {"a": 1}, "here"))
+            assert shard.next()[0].tolist() == expected[window * 3 : window * 3 + 4]
+            assert shard.position.emitted == window + 1
 
 
 # ---- runs --------------------------------------------------------------------------------------------------
@@ -282,6 +265,24 @@ def saved(data: RunData, step: int) -> dict[str, bytes]:
     return {name: make() for name, make in data.streams.states(step).items()}
 
 
+def read_whole(config: Config, stop: int = 13) -> dict[int, Any]:
+    with open_run(config, report=quiet) as data:
+        return by_sample(steps_of(data, range(1, stop)))
+
+
+def states_after(config: Config, step: int, ahead: int = 0) -> dict[str, bytes]:
+    """What is saved at `step` of a run that has read some steps further."""
+    with open_run(config, report=quiet) as data:
+        steps_of(data, range(1, step + 1 + ahead))
+        return saved(data, step)
+
+
+def resumed(config: Config, step: int, states: dict[str, bytes], stop: int = 13, **place: int) -> dict[int, Any]:
+    with open_run(config, step + 1, report=quiet) as data:
+        data.streams.restore(step, states.get)
+        return by_sample(steps_of(data, range(step + 1, stop), **place))
+
+
 def test_what_a_stream_leaves_out_is_said_while_it_is_read(tmp_path: Path, tokenizer: TextTokenizer) -> None:
     lines = [f'{{"text": "{"word " * 4}{number}"}}' for number in range(30)]
     lines[3:3], lines[20:20] = ['{"text": null}'] * 9, ['{"text": 5}'] * 3
@@ -302,8 +303,7 @@ def test_samples_do_not_depend_on_ranks_and_resume_anywhere_on_another_layout(
     config_of: Callable[..., Config], shards: int, masking: bool
 ) -> None:
     config = config_of(shards=shards, model__document_masking=masking)
-    with open_run(config, report=quiet) as data:
-        whole = by_sample(steps_of(data, range(1, 13)))
+    whole = read_whole(config)
     assert len(whole) == 12 * 4
     for resume in (1, 8):
         states: dict[str, bytes] = {}
@@ -317,9 +317,7 @@ def test_samples_do_not_depend_on_ranks_and_resume_anywhere_on_another_layout(
         for ranks in (1, 2):
             again: dict[int, Any] = {}
             for rank in range(ranks):
-                with open_run(config, resume + 1, report=quiet) as data:
-                    data.streams.restore(resume, states.get)
-                    again |= by_sample(steps_of(data, range(resume + 1, 13), rank, ranks))
+                again |= resumed(config, resume, states, rank=rank, size=ranks)
             assert again == {sample: found for sample, found in whole.items() if sample >= 4 * resume}
 
 
@@ -336,19 +334,14 @@ def test_mixtures_and_stages_go_on_with_the_same_stream(folder: Path, tmp_path: 
     mixture = {"mixture": [{"weight": 3} | a, {"weight": 1} | b]}
     named = {"tokenizer__tokenizer_name_or_path": str(tokenizer.folder)}
     config = run_config(mixture, a, train_steps=12, limit_val_batches=1, **named)
-    with open_run(config, report=quiet) as data:
-        whole = by_sample(steps_of(data, range(1, 13)))
+    whole = read_whole(config)
     with open_run(config, report=quiet) as data:
         windows = data.stage_of(7).sources[0].read(np.arange(18, 42)).tokens  # stage 0 took 3/4 of its 24 samples
         assert [whole[sample][0] for sample in range(24, 48)] == windows[:, :-1].tolist()
     for resume in (3, 6, 7):
-        with open_run(config, report=quiet) as data:
-            steps_of(data, range(1, resume + 1))
-            states = saved(data, resume)
+        states = states_after(config, resume)
         assert len(states) == (2 if resume < 7 else 1)
-        with open_run(config, resume + 1, report=quiet) as data:
-            data.streams.restore(resume, states.get)
-            assert by_sample(steps_of(data, range(resume + 1, 13))).items() <= whole.items()
+        assert resumed(config, resume, states).items() <= whole.items()
 
 
 def test_a_stream_goes_on_behind_a_stage_that_reads_others(
@@ -359,20 +352,15 @@ def test_a_stream_goes_on_behind_a_stage_that_reads_others(
     first = {"text_files": str(folder), "streaming": {"shuffle_buffer": 5, "reader_shards": 2}}
     named = {"tokenizer__tokenizer_name_or_path": str(tokenizer.folder)}
     config = run_config(first, other, {"dataset": first, "start": 13}, train_steps=16, limit_val_batches=1, **named)
-    with open_run(config, report=quiet) as data:
-        whole = by_sample(steps_of(data, range(1, 17)))
+    whole = read_whole(config, 17)
     for resume in (7, 12):
-        with open_run(config, report=quiet) as data:
-            steps_of(data, range(1, resume + 3))
-            states = saved(data, resume)
+        states = states_after(config, resume, ahead=2)
         assert len(states) == 2
         with open_run(config, resume + 1, report=quiet) as data:  # and put down once more before it is read
             data.streams.restore(resume, states.get)
             assert by_sample(steps_of(data, range(resume + 1, 13))).items() <= whole.items()
             states = saved(data, 12)
-        with open_run(config, 13, report=quiet) as data:
-            data.streams.restore(12, states.get)
-            assert by_sample(steps_of(data, range(13, 17))).items() <= whole.items()
+        assert resumed(config, 12, states, 17).items() <= whole.items()
 
 
 def test_validation_is_the_first_held_out_documents_and_knows_their_bytes(
@@ -385,8 +373,7 @@ def test_validation_is_the_first_held_out_documents_and_knows_their_bytes(
         assert sum(len(batch.tokens) for batch, *_ in batches) == 4
         assert all(size > 0 for _, size, _ in batches)
         texts = texts_of(folder)
-        limit = threshold_of_fraction(FRACTION)
-        first = next(p.text for part in range(6) for p in texts.chunks_from(part, 0) if is_held_out(p.text, limit))
+        first = next(p.text for part in range(6) for p in texts.chunks_from(part, 0) if is_held_out(p.text, LIMIT))
         assert data.tokenizer is not None
         assert first.startswith(data.tokenizer.decode(held.sources[0].read(np.array([0])).tokens[0][:5].tolist())[:3])
     with pytest.raises(InputError, match=r"^tokens\.val_samples: expected a number for the stream"):
@@ -415,7 +402,6 @@ def test_one_process_reads_the_start_for_validation_and_the_others_its_cache(
     for file in folder.iterdir():
         os.utime(file, (1e9, 1e9))
     assert (validation_tokens(), validation_tokens(), len(reads)) == (young, young, 3)
-
     (folder / "a.jsonl").write_text((folder / "b.jsonl").read_text())
     os.utime(folder / "a.jsonl", (2e9, 1.1e9))
     assert validation_tokens() != young
@@ -431,13 +417,11 @@ def test_one_process_reads_the_start_for_validation_and_the_others_its_cache(
 
 def test_states_of_other_streams_are_refused(folder: Path, config_of: Callable[..., Config]) -> None:
     config = config_of(shards=2)
-    with open_run(config, report=quiet) as data:
-        steps_of(data, [1, 2])
-        states = saved(data, 2)
+    states = states_after(config, 2)
 
     def refused(config: Config, match: str, states: dict[str, bytes] = states, step: int = 2) -> None:
-        with open_run(config, step + 1, report=quiet) as data, pytest.raises(InputError, match=match):
-            data.streams.restore(step, states.get)
+        with pytest.raises(InputError, match=match):
+            resumed(config, step, states)
 
     refused(config, r"^data/stream-0-shard-0\.json\.gz: missing in the checkpoint of step 2", {})
     refused(config, "expected a stream after 12 samples, found 8", step=3)
@@ -462,16 +446,13 @@ def test_states_of_other_streams_are_refused(folder: Path, config_of: Callable[.
 def test_what_cannot_be_read_is_one_line_with_its_place(
     folder: Path, tokenizer: TextTokenizer, damage: str, line: str
 ) -> None:
-    texts = texts_of(folder)
     if damage == "cut":
-        data = (folder / "c.jsonl.gz").read_bytes()
-        (folder / "c.jsonl.gz").write_bytes(data[: len(data) // 2])
-        texts = texts_of(folder)
+        os.truncate(folder / "c.jsonl.gz", (folder / "c.jsonl.gz").stat().st_size // 2)
     elif damage == "bytes":
         lines = (folder / "b.jsonl").read_bytes().split(b"\n")
         (folder / "b.jsonl").write_bytes(b"\n".join([lines[0], b'{"text": "\xff"}', *lines[1:]]))
-        texts = texts_of(folder)
-    elif damage == "gone":
+    texts = texts_of(folder)
+    if damage == "gone":
         (folder / "a.jsonl").unlink()
     elif damage == "grown":
         (folder / "a.jsonl").open("a").write("{}\n")

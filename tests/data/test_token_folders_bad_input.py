@@ -48,9 +48,16 @@ def test_a_negative_id_is_named(tmp_path: Path) -> None:
         read_all({"tokens": str(tmp_path / "a.npy")})
 
 
-def test_the_vocabulary_of_the_files_must_fit_the_models(folder: Path) -> None:
-    with pytest.raises(InputError, match=r"dataset\.vocab_size: 5000 is above model\.model_config\.vocab_size = 4096"):
-        opened({"dataset_folder": str(folder), "vocab_size": 5000})
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"vocab_size": 5000}, r"dataset\.vocab_size: 5000 is above model\.model_config\.vocab_size = 4096"),
+        ({"token_size_in_bytes": 4}, r"uint32 asked for, but .*a\.ds\.metadata says 2 bytes"),
+    ],
+)
+def test_keys_that_do_not_fit_the_files_are_named(folder: Path, keys: dict[str, int], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        opened({"dataset_folder": str(folder), **keys})
 
 
 def test_no_folder_no_file_and_too_few_tokens_are_named(folder: Path, tmp_path: Path) -> None:
@@ -64,11 +71,6 @@ def test_no_folder_no_file_and_too_few_tokens_are_named(folder: Path, tmp_path: 
         message = r"short: expected at least 9 tokens to train on \(sequence_length \+ 1\), found 1 document, 3 tokens"
         with pytest.raises(InputError, match=message):
             opened({"dataset_folder": paths})
-
-
-def test_another_width_than_the_metadatas_is_named(folder: Path) -> None:
-    with pytest.raises(InputError, match=r"uint32 asked for, but .*a\.ds\.metadata says 2 bytes"):
-        opened({"dataset_folder": str(folder), "token_size_in_bytes": 4})
 
 
 def test_an_unknown_width_is_asked_for_where_it_may_be_another(tmp_path: Path) -> None:
@@ -93,9 +95,8 @@ def test_another_tokenizer_is_reported_by_name_once_for_a_folder(folder: Path, t
     run = {"tokenizer__tokenizer_name_or_path": str(tmp_path / "words")}
     assert read_all({"dataset_folder": str(folder)}, **run) == []  # the same name in another place
     said = read_all({"dataset_folder": str(folder), "tokenizer_name": "gpt2"}, **run)
-    assert said == [
-        f"warning: {folder} was tokenized with 'gpt2', and the tokenizer of the run is '{tmp_path / 'words'}'"
-    ]
+    other = f"and the tokenizer of the run is '{tmp_path / 'words'}'"
+    assert said == [f"warning: {folder} was tokenized with 'gpt2', {other}"]
     for file in ("a.ds", "b/a.ds"):
         write_ds(folder / file, counting(0, LENGTHS), tokenizer="gpt2")
     assert len(read_all({"dataset_folder": str(folder)}, **run)) == 1
@@ -128,8 +129,7 @@ def test_another_tokenizer_than_the_manifests_is_refused_whatever_its_name(tmp_p
 def test_two_bytes_are_too_few_for_the_runs_tokenizer(folder: Path, tmp_path: Path) -> None:
     import tokenizers
 
-    words = {f"w{n}": n for n in range(70_000)}
-    model = tokenizers.models.WordLevel(words, unk_token="w0")
+    model = tokenizers.models.WordLevel({f"w{n}": n for n in range(70_000)}, unk_token="w0")
     (tmp_path / "large").mkdir()
     tokenizers.Tokenizer(model).save(str(tmp_path / "large" / "tokenizer.json"))
     run = {"tokenizer__tokenizer_name_or_path": str(tmp_path / "large"), "arch__vocab_size": 70_000}

@@ -155,16 +155,16 @@ def test_a_tokenizer_that_adds_or_drops_blanks_is_not_byte_level() -> None:
 
     made = train_byte_level_bpe([json.dumps(LINES)] * 3, 300)
     assert made.is_byte_level
-    made.backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)  # type: ignore[assignment]
-    assert not type(made)(made.backend, made.config).is_byte_level
-    made = train_byte_level_bpe([json.dumps(LINES)] * 3, 300)
+    plain, Sequence = pre_tokenizers.ByteLevel(add_prefix_space=False), pre_tokenizers.Sequence
+    for before, kept in (
+        (pre_tokenizers.ByteLevel(add_prefix_space=True), False),
+        (Sequence([pre_tokenizers.WhitespaceSplit(), plain]), False),
+        (Sequence([pre_tokenizers.Digits(), plain]), True),
+    ):
+        made.backend.pre_tokenizer = before  # type: ignore[assignment]
+        assert TextTokenizer(made.backend, made.config).is_byte_level == kept
     made.backend.add_tokens([AddedToken("<x>", rstrip=True)])
-    assert not type(made)(made.backend, made.config).is_byte_level
-    made = train_byte_level_bpe([json.dumps(LINES)] * 3, 300)
-    bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    for first, kept in ((pre_tokenizers.WhitespaceSplit(), False), (pre_tokenizers.Digits(), True)):
-        made.backend.pre_tokenizer = pre_tokenizers.Sequence([first, bytes_of])  # type: ignore[assignment]
-        assert type(made)(made.backend, made.config).is_byte_level == kept
+    assert not TextTokenizer(made.backend, made.config).is_byte_level
 
 
 def test_a_vocabulary_that_lacks_bytes_is_not_byte_level() -> None:

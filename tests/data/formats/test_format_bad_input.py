@@ -36,11 +36,9 @@ def write_litdata(folder: Path, **config: object) -> None:
     for number, docs in enumerate((DOCS[:2], DOCS[2:])):
         ids = np.array([token for doc in docs for token in doc], "<i8")
         offsets = [4 * (len(docs) + 2) + 8 * sum(map(len, docs[:i])) for i in range(len(docs) + 1)]
-        data = struct.pack(f"<I{len(offsets)}I", len(docs), *offsets) + ids.tobytes()
-        (folder / f"chunk-0-{number}.bin").write_bytes(data)
-        chunks.append(
-            {"chunk_bytes": len(data), "chunk_size": len(docs), "dim": len(ids), "filename": f"chunk-0-{number}.bin"}
-        )
+        data, name = struct.pack(f"<I{len(offsets)}I", len(docs), *offsets) + ids.tobytes(), f"chunk-0-{number}.bin"
+        (folder / name).write_bytes(data)
+        chunks.append({"chunk_bytes": len(data), "chunk_size": len(docs), "dim": len(ids), "filename": name})
     config = {"compression": None, "data_format": ["no_header_tensor:17"], "item_loader": "TokensLoader"} | config
     (folder / "index.json").write_text(json.dumps({"chunks": chunks, "config": config}))
 
@@ -59,8 +57,7 @@ WRITERS = {
 
 def content(files: list[TokenFile]) -> tuple[list[int], list[int]]:
     """Everything that a reader of `files` touches."""
-    ids: list[int] = []
-    ends: list[int] = []
+    ids, ends = list[int](), list[int]()
     for file in files:
         documents_between(file, 0, len(file.tokens))
         checked_loss(file, 0, len(file.tokens))
