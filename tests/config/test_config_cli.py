@@ -137,10 +137,7 @@ def test_upgraded_keys_are_reported_on_stderr_not_in_the_output(path: Path) -> N
 def test_diff_prints_one_line_per_key(path: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.yaml"
     other.write_text(dump(load(path, ["tokens.train_steps=30", "general.run=x"])))
-    assert output("diff", path, other).splitlines() == [
-        "general.run: '%date_%jobid' -> 'x'",
-        "tokens.train_steps: 15 -> 30",
-    ]
+    assert output("diff", path, other) == "general.run: '%date_%jobid' -> 'x'\ntokens.train_steps: 15 -> 30\n"
     assert output("diff", path, path) == ""
 
 
@@ -175,9 +172,8 @@ def test_a_check_imports_no_heavy_library_and_takes_little_processor_time(path: 
 
 
 def test_the_largest_config_loads_within_a_blink(minimal: dict[str, Any]) -> None:
-    minimal["data_stages"] = [
-        {"name": f"{i}", "start_training_step": i + 1, "data": {"dataset": None}} for i in range(1000)
-    ]
+    stage = minimal["data_stages"][0]
+    minimal["data_stages"] = [stage | {"name": f"{i}", "start_training_step": i + 1} for i in range(1000)]
     start = time.process_time()
     load(minimal)
     assert time.process_time() - start < 2

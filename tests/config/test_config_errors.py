@@ -169,41 +169,27 @@ def test_kv_heads_that_neither_split_nor_repeat_over_tp_are_refused(minimal: dic
     assert "parallelism.tp: expected a divisor or a multiple of num_key_value_heads 4, found 6" in said
 
 
+CP, RING = "parallelism.context_parallel_size", "ring splits a sequence into 8 parts; expected"
+DYNAMIC = "model.model_config={rope_scaling: {rope_type: dynamic, factor: 2.0}, max_position_embeddings: 32}"
+
+
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
         (("parallelism.strategy=fsdp", "optimizer.zero_stage=2"), "fsdp means optimizer.zero_stage 3, but that is 2"),
         (("parallelism.dp=4", "parallelism.dp_shard=3"), "parallelism.dp_shard: expected a divisor of dp 4, found 3"),
-        (
-            ("parallelism.dp=4", "parallelism.dp_shard=2", "optimizer.zero_stage=0"),
-            "parallelism.dp_shard: expected a zero_stage above 0",
-        ),
-        (
-            ("parallelism.context_parallel_size=4", "tokens.sequence_length=20"),
-            "ring splits a sequence into 8 parts; expected tokens.sequence_length to be a multiple of 8, found 20",
-        ),
+        (("parallelism={dp: 4, dp_shard: 2}", "optimizer.zero_stage=0"), "dp_shard: expected a zero_stage above 0"),
+        ((f"{CP}=4", "tokens.sequence_length=20"), f"{RING} tokens.sequence_length to be a multiple of 8, found 20"),
         (
             ("parallelism={context_parallel_size: 2, tp: 4, context_parallel_method: ulysses}",),
             "num_attention_heads 4 / tp 4 = 1; expected a divisor of that, found 2",
         ),
+        ((f"{CP}=2", DYNAMIC), f"{CP}: rope_scaling dynamic depends on the longest position of a batch"),
         (
-            (
-                "parallelism.context_parallel_size=2",
-                "tokens.sequence_length=64",
-                "model.model_config={rope_scaling: {rope_type: dynamic, factor: 2.0}, max_position_embeddings: 32}",
-            ),
-            "parallelism.context_parallel_size: rope_scaling dynamic depends on the longest position of a batch",
+            ("parallelism={tp: 4, tp_mode: REDUCE_SCATTER}", "tokens.sequence_length=9"),
+            "tp_mode: REDUCE_SCATTER splits the 18 tokens of a micro-batch over tp 4; expected a multiple of 4",
         ),
-        (
-            ("parallelism.tp=4", "parallelism.tp_mode=REDUCE_SCATTER", "tokens.sequence_length=9"),
-            "parallelism.tp_mode: REDUCE_SCATTER splits the 18 tokens of a micro-batch over tp 4; expected a "
-            "multiple of 4",
-        ),
-        (
-            ("parallelism.context_parallel_size=4", "data_stages.0.sequence_length=20"),
-            "ring splits a sequence into 8 parts; expected data_stages.0.sequence_length to be a multiple of 8, "
-            "found 20",
-        ),
+        ((f"{CP}=4", "data_stages.0.sequence_length=20"), f"{RING} data_stages.0.sequence_length to be a multiple of"),
         (("parallelism.pp=64",), "parallelism.pp: expected at most num_hidden_layers"),
         (("parallelism.pp=2", "parallelism.pp_layers=[1]"), "parallelism.pp_layers: expected 2 numbers of at least 1"),
         (("parallelism.pp=2", "parallelism.pp_stages_per_rank=2"), "expected 1 with pp_engine afab, found 2"),
@@ -216,39 +202,29 @@ def test_a_layout_is_checked_before_anything_starts(
 
 
 @pytest.mark.parametrize(
-    ("stage", "expected"),
+    ("ramp", "expected"),
     [
-        ("batch_size_ramp={start: 6, increment: 8, samples: 9}", "start: expected a multiple of "),
+        ("start: 6, increment: 8, samples: 9", "start: expected a multiple of "),
+        ("start: 8, increment: 6, samples: 9", "increment: expected a multiple of tokens.micro_batch_size 2 x dp 2 ="),
+        ("start: 32, increment: 4, samples: 9", "start: expected fewer than the global batch of 32 samples, found 32"),
+        ("start: 8, increment: 16, samples: 9", "a divisor of 24, the global batch of 32 samples minus start 8"),
+        ("start: 8, increment: 8", "missing key 'data_stages.0.batch_size_ramp.samples'"),
         (
-            "batch_size_ramp={start: 8, increment: 6, samples: 9}",
-            "increment: expected a multiple of tokens.micro_batch_size 2 x dp 2 = 4, found 6",
-        ),
-        (
-            "batch_size_ramp={start: 32, increment: 4, samples: 9}",
-            "start: expected fewer than the global batch of 32 samples, found 32",
-        ),
-        (
-            "batch_size_ramp={start: 8, increment: 16, samples: 9}",
-            "increment: expected a divisor of 24, the global batch of 32 samples minus start 8, found 16",
-        ),
-        ("batch_size_ramp={start: 8, increment: 8}", "missing key 'data_stages.0.batch_size_ramp.samples'"),
-        (
-            "batch_size_ramp={start: 12, increment: 4, samples: 9}",
+            "start: 12, increment: 4, samples: 9",
             "batch_size_ramp: expected a multiple of 2 micro-batches, which pp_engine interleaved_1f1b splits into 2 "
             "rounds of at least pp 2, found 5 in a step of 20 samples",
         ),
     ],
 )
 def test_a_ramp_that_does_not_come_out_is_reported_with_its_arithmetic(
-    minimal: dict[str, Any], stage: str, expected: str
+    minimal: dict[str, Any], ramp: str, expected: str
 ) -> None:
     layout = (
         "parallelism={dp: 2, pp: 2, pp_engine: interleaved_1f1b, pp_stages_per_rank: 2}",
         "model.model_config.num_hidden_layers=4",
-        "tokens.micro_batch_size=2",
-        "tokens.batch_accumulation_per_replica=8",
+        *("tokens.micro_batch_size=2", "tokens.batch_accumulation_per_replica=8"),
     )
-    assert expected in message(minimal, (*layout, f"data_stages.0.{stage}"))
+    assert expected in message(minimal, (*layout, f"data_stages.0.batch_size_ramp={{{ramp}}}"))
 
 
 def test_a_trained_vocabulary_must_fit_the_model(minimal: dict[str, Any]) -> None:

@@ -15,18 +15,9 @@ def message(source: dict[str, Any], *overrides: str) -> str:
 
 
 def test_values_are_yaml(minimal: dict[str, Any]) -> None:
-    config = load(
-        minimal,
-        [
-            "tokens.train_steps=100",
-            "optimizer.learning_rate_scheduler.learning_rate=1e-3",
-            "data_stages.0.data.seed=1",
-            "model.init_method={path: checkpoints/100}",
-            "general.run='10'",
-            "logging.sample_prompts=[a, b=c]",
-            "optimizer.clip_grad=null",
-        ],
-    )
+    overrides = ["tokens.train_steps=100", "optimizer.learning_rate_scheduler.learning_rate=1e-3"]
+    overrides += ["data_stages.0.data.seed=1", "model.init_method={path: checkpoints/100}", "general.run='10'"]
+    config = load(minimal, [*overrides, "logging.sample_prompts=[a, b=c]", "optimizer.clip_grad=null"])
     assert config.tokens.train_steps == 100
     assert config.optimizer.learning_rate_scheduler.learning_rate == 1e-3
     assert config.data_stages[0].data.seed == 1

@@ -28,37 +28,23 @@ from kenotron.config.runs import same_batch_overrides
         ["profiler={profiler_export_path: p}"],
         ["tokens.val_samples=5", "tokens.limit_val_batches=-1"],
         ["optimizer.zero_stage=3", "model.compile=true", "parallelism.recompute_layer=true"],
-        [
-            "parallelism.tp=2",
-            "parallelism.pp=2",
-            "parallelism.context_parallel_size=2",
-            "parallelism.tp_mode=ALL_REDUCE",
-        ],
+        ["parallelism={tp: 2, pp: 2, context_parallel_size: 2, tp_mode: ALL_REDUCE}"],
         ["tokens.micro_batch_size=1", "tokens.batch_accumulation_per_replica=2"],
         ["parallelism.dp=2", "tokens.micro_batch_size=1"],
         [
-            *("parallelism.dp=2", "tokens.micro_batch_size=1", "parallelism.dp_shard=2", "parallelism.strategy=fsdp"),
-            *("optimizer.zero_stage=null", "parallelism.cpu_offload=true", "parallelism.tp=2"),
-            *("parallelism.tp_mode=REDUCE_SCATTER", "parallelism.tp_linear_async_communication=true"),
-            *("parallelism.tp_recompute_allgather=false", "parallelism.context_parallel_size=2"),
-            *("parallelism.context_parallel_method=ulysses", "parallelism.timeout_seconds=60"),
-            "model.make_vocab_size_divisible_by=64",
+            """parallelism={dp: 2, dp_shard: 2, strategy: fsdp, cpu_offload: true, tp: 2, tp_mode: REDUCE_SCATTER,
+                tp_linear_async_communication: true, tp_recompute_allgather: false, timeout_seconds: 60,
+                context_parallel_size: 2, context_parallel_method: ulysses}""",
+            *("tokens.micro_batch_size=1", "optimizer.zero_stage=null", "model.make_vocab_size_divisible_by=64"),
         ],
         [
-            "parallelism.pp=2",
-            "parallelism.pp_engine=interleaved_1f1b",
-            "parallelism.pp_stages_per_rank=1",
-            "parallelism.pp_layers=[1, 1]",
-            "tokens.micro_batch_size=1",
-            "tokens.batch_accumulation_per_replica=2",
-            "optimizer.zero_stage=2",
+            "parallelism={pp: 2, pp_engine: interleaved_1f1b, pp_stages_per_rank: 1, pp_layers: [1, 1]}",
+            *("tokens.micro_batch_size=1", "tokens.batch_accumulation_per_replica=2", "optimizer.zero_stage=2"),
         ],
         ["data_stages.0.data.num_loading_workers=4", "model.ddp_bucket_cap_mb=1"],
         ["general.project=renamed", "optimizer.skip_nonfinite_steps=100"],
-        [
-            *("model.kernels=torch", "model.model_config._attn_implementation=sdpa"),
-            "optimizer.optimizer_factory.torch_adam_is_fused=false",
-        ],
+        ["model.kernels=torch", "model.model_config._attn_implementation=sdpa"],
+        ["optimizer.optimizer_factory.torch_adam_is_fused=false"],
     ],
 )
 def test_a_run_may_change_its_length_layout_and_what_it_reports(minimal: dict[str, Any], overrides: list[str]) -> None:
@@ -77,6 +63,10 @@ def test_a_run_that_met_a_bad_document_may_leave_it_out(minimal: dict[str, Any])
     assert same_run_difference(load(minimal, text), load(minimal, skipping)) is None
 
 
+SCHEDULE = "optimizer.learning_rate_scheduler"
+TEXT = {"on_bad_document": "error", "text_files": "a", "text_column_name": "text"}
+
+
 @pytest.mark.parametrize(
     ("overrides", "difference"),
     [
@@ -85,19 +75,9 @@ def test_a_run_that_met_a_bad_document_may_leave_it_out(minimal: dict[str, Any])
         (["tokens.sequence_length=128"], ("tokens.sequence_length", 256, 128)),
         (["tokens.micro_batch_size=4"], ("tokens.micro_batch_size", 2, 4)),
         (["parallelism.dp=2"], ("parallelism.dp", 1, 2)),
-        (
-            ["optimizer.learning_rate_scheduler.lr_decay_steps=5"],
-            ("optimizer.learning_rate_scheduler.lr_decay_steps", None, 5),
-        ),
+        ([f"{SCHEDULE}.lr_decay_steps=5"], (f"{SCHEDULE}.lr_decay_steps", None, 5)),
         (["data_stages.0.data.seed=1"], ("data_stages.0.data.seed", 42, 1)),
-        (
-            ["data_stages.0.data.dataset={tokens: b}"],
-            (
-                "data_stages.0.data.dataset",
-                {"on_bad_document": "error", "text_files": "a", "text_column_name": "text"},
-                {"tokens": "b"},
-            ),
-        ),
+        (["data_stages.0.data.dataset={tokens: b}"], ("data_stages.0.data.dataset", TEXT, {"tokens": "b"})),
         (["model.model_config.hidden_size=32"], ("model.model_config.hidden_size", 16, 32)),
         (["checkpoints.resume_checkpoint_path=another"], ("checkpoints.resume_checkpoint_path", None, "another")),
     ],
@@ -178,13 +158,10 @@ def test_a_tilde_is_the_home_folder_in_every_path(minimal: dict[str, Any], monke
     monkeypatch.setenv("HOME", "/home/someone")
     paths = ["checkpoints.resume_checkpoint_path", "logging.log_dir", "tokenizer.tokenizer_name_or_path"]
     assert load(minimal, ["checkpoints.checkpoints_path=~/x"]).checkpoints.checkpoints_path == "/home/someone/x"
-    config = load(
-        minimal,
-        [f"{path}=~/x" for path in paths]
-        + ["model.init_method={path: ~/x}", "model.model_config={hf: ~/x}"]
-        + ["profiler={profiler_export_path: ~/x, skip_first: 0}"]
-        + ["data_stages.0.data.dataset={text_files: [~/x, ~other, a~b, x]}"],
-    )
+    sections = ["model={init_method: {path: ~/x}, model_config: {hf: ~/x}}"]
+    sections += ["profiler={profiler_export_path: ~/x, skip_first: 0}"]
+    sections += ["data_stages.0.data.dataset={text_files: [~/x, ~other, a~b, x]}"]
+    config = load(minimal, [*(f"{path}=~/x" for path in paths), *sections])
     for path in [*paths, "model.init_method.path", "model.architecture.hf", "profiler.profiler_export_path"]:
         found: Any = config
         for name in path.split("."):

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from kenotron.config import InputError, NotSupportedYet, dump, load, refuse_unsupported
 from kenotron.config.decoder import ACTIVATIONS
@@ -82,16 +83,9 @@ def test_a_local_path_is_no_url(minimal: dict[str, Any], folder: str) -> None:
     load(minimal, [f"checkpoints.checkpoints_path={folder}", f"logging.log_dir={folder}"])
 
 
-OFF = {
-    "general": {"benchmark_csv_path": None},
-    "checkpoints": {
-        "checkpointing_engine": "TORCH",
-        "datastates": None,
-        "local": {"path": "/dev/shm/runs", "interval": 5, "copy_to_next_machine": False},
-    },
-    "tokens": {"limit_test_batches": 0},
-    "lighteval": None,
-}
+OFF = yaml.safe_load("""{general: {benchmark_csv_path: null}, tokens: {limit_test_batches: 0}, lighteval: null,
+    checkpoints: {checkpointing_engine: TORCH, datastates: null,
+    local: {path: /dev/shm/runs, interval: 5, copy_to_next_machine: false}}}""")
 
 
 def test_values_that_ask_for_nothing_are_left_out(minimal: dict[str, Any]) -> None:

@@ -7,48 +7,20 @@ import yaml
 
 from kenotron.config import Config, InputError, load, to_dict
 from kenotron.config.architecture import HFArchitecture
-from kenotron.config.data import (
-    CustomSource,
-    EmbeddedCorpus,
-    MixtureDataset,
-    NanosetDataset,
-    PretrainDataset,
-    SFTDataset,
-    SFTFiles,
-    TextFiles,
-    TokenFilesDataset,
-)
-from kenotron.config.model import ExistingCheckpointInit, RandomInit
+from kenotron.config.model import RandomInit
 from kenotron.config.optimizer import SGD, AdamW, CustomOptimizer, Muon
-from kenotron.models.families.deepseek_v3 import DeepseekV3Architecture
-from kenotron.models.families.gpt_neox import GPTNeoXArchitecture
-from kenotron.models.families.llama import LlamaArchitecture
-from kenotron.models.families.llamoe import LlamoeArchitecture
-from kenotron.models.families.mistral import MistralArchitecture
-from kenotron.models.families.mixtral import MixtralArchitecture
-from kenotron.models.families.nano import NanoArchitecture
-from kenotron.models.families.nemotron_h import NemotronHArchitecture
-from kenotron.models.families.olmo2 import Olmo2Architecture
-from kenotron.models.families.olmoe import OlmoeArchitecture
 from kenotron.models.families.qwen2 import Qwen2Architecture
-from kenotron.models.families.qwen2_moe import Qwen2MoeArchitecture
-from kenotron.models.families.qwen3 import Qwen3Architecture
-from kenotron.models.families.qwen3_moe import Qwen3MoeArchitecture
-from kenotron.models.families.smollm3 import SmolLM3Architecture
 from kenotron.models.families.starcoder2 import Starcoder2Architecture
 from kenotron.models.foreign import UserModuleArchitecture
 
 HF = {"hf_dataset_or_datasets": "org/name"}
 
 
-NAMES = """qwen2 qwen3 smollm3 olmo2 gpt_neox starcoder2 mistral mixtral olmoe nano
-    qwen2_moe qwen3_moe llamoe deepseek_v3 nemotron_h"""
-KINDS = (
-    *(Qwen2Architecture, Qwen3Architecture, SmolLM3Architecture, Olmo2Architecture, GPTNeoXArchitecture),
-    *(Starcoder2Architecture, MistralArchitecture, MixtralArchitecture, OlmoeArchitecture, NanoArchitecture),
-    *(Qwen2MoeArchitecture, Qwen3MoeArchitecture, LlamoeArchitecture, DeepseekV3Architecture, NemotronHArchitecture),
-)
-FAMILIES = dict(zip(NAMES.split(), KINDS, strict=True))
+NAMES = """qwen2 qwen3 smollm3 olmo2 gpt_neox starcoder2 mistral mixtral olmoe nano qwen2_moe qwen3_moe llamoe
+    deepseek_v3 nemotron_h"""
+CLASSES = """Qwen2 Qwen3 SmolLM3 Olmo2 GPTNeoX Starcoder2 Mistral Mixtral Olmoe Nano Qwen2Moe Qwen3Moe Llamoe
+    DeepseekV3 NemotronH"""
+FAMILIES = dict(zip(NAMES.split(), CLASSES.split(), strict=True))
 MARKERS = """is_qwen2_config is_qwen3_config is_olmo2_config is_gpt_neox_config is_starcoder2_config is_mistral_config
     is_mixtral_config is_olmoe_config is_qwen2_moe_config is_qwen3_moe_config is_deepseek_v3_config
     is_nemotron_h_config"""
@@ -57,34 +29,34 @@ MARKERS = """is_qwen2_config is_qwen3_config is_olmo2_config is_gpt_neox_config 
 @pytest.mark.parametrize(
     ("keys", "variant"),
     [
-        ({"is_llama_config": True}, LlamaArchitecture),
-        ({"is_llama_config": False}, LlamaArchitecture),  # a marker counts by its presence
-        ({}, LlamaArchitecture),
-        ({"hidden_size": 64, "rope_interleaved": True}, LlamaArchitecture),
-        ({"family": "llama", "hidden_size": 64}, LlamaArchitecture),
-        ({"is_gpt_neox_config": True, "rotary_pct": 1.0}, GPTNeoXArchitecture),
-        ({"grouped_query": True, "num_kv_heads": 2}, Starcoder2Architecture),
-        ({"is_smollm3_config": True, "no_rope_layers": [1, 0], "num_hidden_layers": 2}, SmolLM3Architecture),
+        ({"is_llama_config": True}, "Llama"),
+        ({"is_llama_config": False}, "Llama"),  # a marker counts by its presence
+        ({}, "Llama"),
+        ({"hidden_size": 64, "rope_interleaved": True}, "Llama"),
+        ({"family": "llama", "hidden_size": 64}, "Llama"),
+        ({"is_gpt_neox_config": True, "rotary_pct": 1.0}, "GPTNeoX"),
+        ({"grouped_query": True, "num_kv_heads": 2}, "Starcoder2"),
+        ({"is_smollm3_config": True, "no_rope_layers": [1, 0], "num_hidden_layers": 2}, "SmolLM3"),
         *(({"family": name}, kind) for name, kind in FAMILIES.items()),
         *(({marker: True}, FAMILIES[marker[3:-7]]) for marker in MARKERS.split()),
-        ({"is_qwen3_config": True, "head_dim": 8}, Qwen3Architecture),
-        ({"head_dim": 8}, LlamaArchitecture),
-        ({"is_llamoe_config": True, "moe_num_experts": 4, "moe_capacity_factor": 1}, LlamoeArchitecture),
-        ({"moe_num_experts": 4, "pretraining_tp": 2, "hidden_act": "silu"}, LlamoeArchitecture),
-        ({"num_local_experts": 4}, MixtralArchitecture),
-        ({"hybrid_override_pattern": "M*", "num_hidden_layers": 2}, NemotronHArchitecture),
-        ({"qk_rope_head_dim": 32}, DeepseekV3Architecture),
-        ({"is_mistral_config": True, "sliding_window": 8}, MistralArchitecture),
-        ({"_fused_rotary_emb": False, "_fused_rms_norm": False, "log_attn_probs": False}, Qwen2Architecture),
-        ({"_use_qkv_packed": False, "pretraining_tp": 2}, Qwen2Architecture),
-        ({"moe_config": {"num_experts": 4}, "_use_doc_masking": True}, Qwen2Architecture),
-        ({"hf": "org/name"}, HFArchitecture),
-        ({"hf": "org/name", "rope_theta": 5e5}, HFArchitecture),
+        ({"is_qwen3_config": True, "head_dim": 8}, "Qwen3"),
+        ({"head_dim": 8}, "Llama"),
+        ({"is_llamoe_config": True, "moe_num_experts": 4, "moe_capacity_factor": 1}, "Llamoe"),
+        ({"moe_num_experts": 4, "pretraining_tp": 2, "hidden_act": "silu"}, "Llamoe"),
+        ({"num_local_experts": 4}, "Mixtral"),
+        ({"hybrid_override_pattern": "M*", "num_hidden_layers": 2}, "NemotronH"),
+        ({"qk_rope_head_dim": 32}, "DeepseekV3"),
+        ({"is_mistral_config": True, "sliding_window": 8}, "Mistral"),
+        ({"_fused_rotary_emb": False, "_fused_rms_norm": False, "log_attn_probs": False}, "Qwen2"),
+        ({"_use_qkv_packed": False, "pretraining_tp": 2}, "Qwen2"),
+        ({"moe_config": {"num_experts": 4}, "_use_doc_masking": True}, "Qwen2"),
+        ({"hf": "org/name"}, "HF"),
+        ({"hf": "org/name", "rope_theta": 5e5}, "HF"),
     ],
 )
-def test_an_architecture_is_known_by_its_keys(minimal: dict[str, Any], keys: dict[str, Any], variant: type) -> None:
+def test_an_architecture_is_known_by_its_keys(minimal: dict[str, Any], keys: dict[str, Any], variant: str) -> None:
     minimal["model"]["model_config"] = keys
-    assert type(load(minimal).model.architecture) is variant
+    assert type(load(minimal).model.architecture).__name__ == f"{variant}Architecture"
 
 
 def test_a_starcoder2_has_nanotrons_defaults_and_names(minimal: dict[str, Any]) -> None:
@@ -95,15 +67,8 @@ def test_a_starcoder2_has_nanotrons_defaults_and_names(minimal: dict[str, Any]) 
         bos_token_id: 49152, eos_token_id: 49152, hidden_act: gelu_pytorch_tanh, tie_word_embeddings: true,
         attention_window: null}""")
     assert {name: getattr(model, name) for name in defaults} == defaults
-    minimal["model"]["model_config"] |= {
-        "grouped_query": True,
-        "num_kv_heads": 4,
-        "activation_function": "gelu",
-        "layer_norm_epsilon": 1e-6,
-        "sliding_window_size": 8,
-        "intermediate_size": None,
-        "hidden_size": 64,
-    }
+    minimal["model"]["model_config"] |= yaml.safe_load("""{grouped_query: true, num_kv_heads: 4, hidden_size: 64,
+        activation_function: gelu, layer_norm_epsilon: 1.0e-6, sliding_window_size: 8, intermediate_size: null}""")
     config = load(minimal)
     model = config.model.decoder
     assert isinstance(model, Starcoder2Architecture)
@@ -131,10 +96,8 @@ def test_keys_of_a_starcoder2_that_do_not_fit_are_named(
 def test_llama_keys_beside_hf_are_overrides(minimal: dict[str, Any]) -> None:
     keys = {"hf": "org/name", "rope_theta": 500000, "_attn_implementation": "sdpa"}
     minimal["model"]["model_config"] = keys
-    config = load(minimal)
-    assert config.model.architecture == HFArchitecture(
-        hf="org/name", overrides={"rope_theta": 500000.0, "_attn_implementation": "sdpa"}
-    )
+    config, overrides = load(minimal), {"rope_theta": 500000.0, "_attn_implementation": "sdpa"}
+    assert config.model.architecture == HFArchitecture(hf="org/name", overrides=overrides)
     assert to_dict(config)["model"]["model_config"] == keys
 
 
@@ -162,14 +125,14 @@ def test_keys_beside_module_are_arguments_of_a_constructor(minimal: dict[str, An
 @pytest.mark.parametrize(
     ("keys", "variant"),
     [
-        ({"std": 0.02}, RandomInit),
-        ({"std": 0.02, "scaling_method": "none"}, RandomInit),
-        ({"path": "x"}, ExistingCheckpointInit),
+        ({"std": 0.02}, "RandomInit"),
+        ({"std": 0.02, "scaling_method": "none"}, "RandomInit"),
+        ({"path": "x"}, "ExistingCheckpointInit"),
     ],
 )
-def test_init_method_is_known_by_its_keys(minimal: dict[str, Any], keys: dict[str, Any], variant: type) -> None:
+def test_init_method_is_known_by_its_keys(minimal: dict[str, Any], keys: dict[str, Any], variant: str) -> None:
     minimal["model"]["init_method"] = keys
-    assert type(load(minimal).model.init_method) is variant
+    assert type(load(minimal).model.init_method).__name__ == variant
 
 
 @pytest.mark.parametrize("keys", [{}, {"std": 0.02, "path": "x"}, {"std": "0.02"}, {"use_mup": False}, {"foo": 1}, 3])
@@ -209,28 +172,28 @@ def test_an_unknown_optimizer_lists_what_there_is(minimal: dict[str, Any], name:
 @pytest.mark.parametrize(
     ("keys", "variant"),
     [
-        (None, type(None)),
-        (HF, PretrainDataset),
-        (HF | {"text_column_name": None}, PretrainDataset),
-        ({"hf_dataset_or_datasets": {"a": 0.5, "b": 1}, "hf_dataset_splits": ["train", "test"]}, PretrainDataset),
-        (HF | {"sft_dataloader": True}, SFTDataset),
-        (HF | {"debug_max_samples": 4}, SFTDataset),
-        ({"text_files": "a.jsonl", "sft_dataloader": True}, SFTFiles),
-        ({"dataset_folder": "a"}, NanosetDataset),
-        ({"dataset_folder": ["a", "b"], "dataset_weights": [1, 2.5]}, NanosetDataset),
-        ({"tokens": "a.bin", "token_dtype": "uint16"}, TokenFilesDataset),
-        ({"tokens": {"a": 1, "b": 0.5}}, TokenFilesDataset),
-        ({"corpus": "python-stdlib"}, EmbeddedCorpus),
-        ({"text_files": "texts/"}, TextFiles),
-        ({"text_files": {"a.txt": 1, "b.jsonl": 2}, "text_column_name": "body"}, TextFiles),
-        ({"source": "my.module.make", "kwargs": {"n": 3}}, CustomSource),
-        ({"mixture": [{"weight": 3, "corpus": "python-stdlib"}, {"weight": 1, **HF}]}, MixtureDataset),
+        (None, "NoneType"),
+        (HF, "PretrainDataset"),
+        (HF | {"text_column_name": None}, "PretrainDataset"),
+        ({"hf_dataset_or_datasets": {"a": 0.5, "b": 1}, "hf_dataset_splits": ["train", "test"]}, "PretrainDataset"),
+        (HF | {"sft_dataloader": True}, "SFTDataset"),
+        (HF | {"debug_max_samples": 4}, "SFTDataset"),
+        ({"text_files": "a.jsonl", "sft_dataloader": True}, "SFTFiles"),
+        ({"dataset_folder": "a"}, "NanosetDataset"),
+        ({"dataset_folder": ["a", "b"], "dataset_weights": [1, 2.5]}, "NanosetDataset"),
+        ({"tokens": "a.bin", "token_dtype": "uint16"}, "TokenFilesDataset"),
+        ({"tokens": {"a": 1, "b": 0.5}}, "TokenFilesDataset"),
+        ({"corpus": "python-stdlib"}, "EmbeddedCorpus"),
+        ({"text_files": "texts/"}, "TextFiles"),
+        ({"text_files": {"a.txt": 1, "b.jsonl": 2}, "text_column_name": "body"}, "TextFiles"),
+        ({"source": "my.module.make", "kwargs": {"n": 3}}, "CustomSource"),
+        ({"mixture": [{"weight": 3, "corpus": "python-stdlib"}, {"weight": 1, **HF}]}, "MixtureDataset"),
     ],
 )
-def test_a_dataset_is_known_by_its_keys(minimal: dict[str, Any], keys: Any, variant: type) -> None:
+def test_a_dataset_is_known_by_its_keys(minimal: dict[str, Any], keys: Any, variant: str) -> None:
     minimal["tokenizer"] = {"tokenizer_name_or_path": "t"}
     minimal["data_stages"][0]["data"]["dataset"] = keys
-    assert type(load(minimal).data_stages[0].data.dataset) is variant
+    assert type(load(minimal).data_stages[0].data.dataset).__name__ == variant
 
 
 @pytest.mark.parametrize(
