@@ -12,15 +12,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from kenotron.cli import main
 from kenotron.config.errors import InputError, RunFailed
 from kenotron.launch import agreement, start_process_group
 from kenotron.launch.agreement import check_started_alike
 from kenotron.observers.consistency import SameData
 from support.ranks import run_ranks
-from support.tiny_run import environment, tiny_config, tiny_yaml
+from support.tiny_run import Shell, environment, tiny_config, tiny_yaml
 
 pytestmark = pytest.mark.budget(10, reason="two ranks")
+
+
+STEPS = "tokens.train_steps=7"
 
 
 def refusals(rank: int, folder: Path, cases: list[dict[str, Any]]) -> list[str]:
@@ -43,9 +45,7 @@ def refusals(rank: int, folder: Path, cases: list[dict[str, Any]]) -> list[str]:
 def test_a_rank_that_was_started_in_another_way_is_named_on_all(tmp_path: Path) -> None:
     cases = {
         "parallelism.tp is 2 and not 1": {"keys": ["parallelism.tp=2"]},
-        "tokens.train_steps is 7 and not 3 (and 1 more)": {
-            "keys": ["optimizer.weight_decay=0.5", "tokens.train_steps=7"]
-        },
+        "tokens.train_steps is 7 and not 3 (and 1 more)": {"keys": ["optimizer.weight_decay=0.5", STEPS]},
         "--fresh is True and not False": {"fresh": True},
         "the hash of kenotron's code is other and not one": {"code": "other"},
     }
@@ -76,36 +76,37 @@ def test_a_machine_with_other_files_is_named_on_all() -> None:
     assert run_ranks(2, data_refusal, [9, 9], [4, 5]) == [other] * 2
 
 
-def test_what_only_another_rank_finds_wrong_is_said_by_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_only_another_rank_finds_wrong_is_said_by_it(monkeypatch: pytest.MonkeyPatch, shell: Shell) -> None:
     """Its file is another one, on its own machine."""
     monkeypatch.setattr("kenotron.cli.rank0.RANK0_REPORTS_WITHIN_S", 0.0)
     monkeypatch.setenv("RANK", "1")
-    with pytest.raises(SystemExit) as ended:
-        main(["train", "missing.yaml"])
-    assert ended.value.code == 2
-    assert capsys.readouterr().err.startswith(f"error: rank 1 on {socket.gethostname()}: missing.yaml: no such file")
+    code, _, said = shell("train", "missing.yaml")
+    expected = f"error: rank 1 on {socket.gethostname()}: missing.yaml: no such file"
+    assert (code, said.startswith(expected)) == (2, True)
 
 
-def test_processes_of_mpirun_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_processes_of_mpirun_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shell: Shell) -> None:
     """Each would train the whole run."""
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
-    with pytest.raises(SystemExit) as ended:
-        main(["train", str(tiny_yaml(tmp_path))])
-    assert ended.value.code == 2
-    assert "mpirun started these processes" in capsys.readouterr().err
+    code, _, said = shell("train", tiny_yaml(tmp_path))
+    assert (code, "mpirun started these processes" in said) == (2, True)
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return listener.getsockname()[1]
+
+
+def variables(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """Of a rank that is alone on its machine."""
+    given = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": port}
+    return {name: str(value) for name, value in given.items()} | {"MASTER_ADDR": "localhost"}
 
 
 def test_a_network_interface_that_does_not_exist_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gloo raises a RuntimeError, of which torch makes no error of its own."""
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        port = listener.getsockname()[1]
-    variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
-    for name, value in {**variables, "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "nosuch0"}.items():
+    for name, value in (variables(0, 1, free_port()) | {"GLOO_SOCKET_IFNAME": "nosuch0"}).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
     with pytest.raises(RunFailed, match=r"^rank 0 on .* a wrong address or network interface, .*nosuch0$"):
@@ -126,22 +127,11 @@ def test_two_machines_that_do_not_fit_end_in_a_line(
 ) -> None:
     yaml = tiny_yaml(tmp_path)
     layout = ["parallelism.dp=2", "tokens.micro_batch_size=2", "parallelism.timeout_seconds=5"]
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        free = listener.getsockname()[1]
-    ranks = []
+    free, ranks = free_port(), []
     for rank in range(2):
-        variables = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "localhost"}
-        variables |= {"MASTER_PORT": free + rank * port}
-        ranks.append(
-            subprocess.Popen(
-                [sys.executable, "-m", "kenotron", "train", str(yaml), *layout, *(of_rank_1 if rank else [])],
-                cwd=tmp_path,
-                env=environment(tmp_path) | os.environ | {name: str(value) for name, value in variables.items()},
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
+        command = [sys.executable, "-m", "kenotron", "train", str(yaml), *layout, *(of_rank_1 if rank else [])]
+        env = environment(tmp_path) | os.environ | variables(rank, 2, free + rank * port)
+        ranks.append(subprocess.Popen(command, cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True))
     errors = [rank.communicate(timeout=120)[1] for rank in ranks]
     assert code in [rank.returncode for rank in ranks]
     assert said in "".join(errors)

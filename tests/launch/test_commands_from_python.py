@@ -20,9 +20,8 @@ def without_times(script: str) -> str:
 def test_a_job_of_python_is_that_of_the_command(tmp_path: Path, shell: Shell) -> None:
     file = tiny_yaml(tmp_path)
     said: list[str] = []
-    found = kn.submit(
-        file, ["parallelism.dp=2"], gpus_per_node=2, sbatch={"time": "1:00:00"}, dry_run=True, say=said.append
-    )
+    options = {"gpus_per_node": 2, "sbatch": {"time": "1:00:00"}, "dry_run": True, "say": said.append}
+    found = kn.submit(file, ["parallelism.dp=2"], **options)
     code, printed, told = shell("submit", file, "parallelism.dp=2", *GENERIC)
     assert (code, without_times(printed)) == (0, without_times(found.script))
     assert told.splitlines() == said
@@ -78,10 +77,7 @@ def test_a_second_file_is_a_complete_config_or_lies_over_the_first(tmp_path: Pat
         (lambda file: kn.replay(file, 1, "parallelism.tp=2"), "overrides: expected a list such as"),
         (lambda file: kn.submit(file, "parallelism.tp=2", dry_run=True), "overrides: expected a list such as"),
         (lambda file: kn.compare(file, ["parallelism.tp=2"], steps="a"), "steps: expected an integer of 1 or more, f"),
-        (
-            lambda file: kn.compare(file, ["parallelism.tp=2"], steps=0),
-            "steps: expected an integer of 1 or more, found",
-        ),
+        (lambda file: kn.compare(file, ["parallelism.tp=2"], steps=0), "steps: expected an integer of 1 or more, f"),
         (lambda file: kn.replay(file, step="a"), "step: expected an integer of 1 or more, found 'a'"),
         (lambda file: kn.replay(file, step=2.0), "step: expected an integer of 1 or more, found 2.0"),
     ],

@@ -1,6 +1,5 @@
 """`kn.load`, `kn.train` and `kn.generate` from Python: a script, a notebook, a thread, a server."""
 
-import json
 import signal
 import subprocess
 import sys
@@ -23,18 +22,12 @@ def test_load_takes_a_dict_a_path_or_its_name_alike(tmp_path: Path) -> None:
 
 
 def test_two_runs_in_one_process_are_those_of_two_processes(tmp_path: Path) -> None:
-    for name in ("first", "second", "third"):
-        (tmp_path / name).mkdir()
-    bf16 = "model.dtype=bfloat16"
-    configs = [
-        tiny_config(tmp_path / "first", bf16),
-        tiny_config(tmp_path / "second"),
-        tiny_config(tmp_path / "third", bf16),
-    ]
-    for config in configs:
-        train_quietly(config)
-    assert losses(configs[0]) == losses(configs[2])
-    assert losses(configs[0]) != losses(configs[1])
+    dtypes = {"first": "bfloat16", "second": "float32", "third": "bfloat16"}
+    found = []
+    for name, dtype in dtypes.items():
+        train_quietly(config := tiny_config(tmp_path / name, f"model.dtype={dtype}"))
+        found.append(losses(config))
+    assert found[0] == found[2] != found[1]
 
 
 def test_the_functions_of_kenotron_work_whatever_was_imported_before() -> None:
@@ -43,24 +36,28 @@ def test_the_functions_of_kenotron_work_whatever_was_imported_before() -> None:
     assert kn.Hook is kenotron.training.Hook
 
 
+def handlers() -> list[Any]:
+    return [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
+
+
 def test_a_run_inside_a_thread_leaves_signals_alone(tmp_path: Path) -> None:
-    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
+    before = handlers()
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(train_quietly(tiny_config(tmp_path))))
     thread.start()
-    during = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
+    during = handlers()
     thread.join(60)
     assert found[0].step == 3
     assert during == before
 
 
 def test_a_run_puts_signal_handlers_back_even_when_it_fails(tmp_path: Path) -> None:
-    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
+    before = handlers()
     (tmp_path / "fails").mkdir()
     train_quietly(tiny_config(tmp_path))
     with pytest.raises(RuntimeError, match="this hook is broken"):
         train_quietly(tiny_config(tmp_path / "fails", "general.hooks=[support.user_parts.Broken]"))
-    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)] == before
+    assert handlers() == before
 
 
 def test_no_thread_of_a_run_outlives_it(tmp_path: Path) -> None:
@@ -88,15 +85,9 @@ def test_an_environment_that_does_not_fit_the_layout_is_said(
 def test_processes_for_dp_times_ep_make_dp_larger_and_say_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    keys = {
-        "is_mixtral_config": True,
-        "num_local_experts": 4,
-        "hidden_size": 16,
-        "num_attention_heads": 2,
-        "vocab_size": 64,
-    }
+    keys = "{is_mixtral_config: true, num_local_experts: 4, hidden_size: 16, num_attention_heads: 2, vocab_size: 64}"
     layout = ("parallelism.dp=2", "parallelism.expert_parallel_size=2", "tokens.micro_batch_size=3")
-    config = tiny_config(tmp_path, f"model.model_config={json.dumps(keys)}", *layout)
+    config = tiny_config(tmp_path, f"model.model_config={keys}", *layout)
     work: list[Config] = []
     monkeypatch.setattr("kenotron.launch.work_on_ranks", lambda config, *_, **__: work.append(config))
     for processes, dp in ((2, 2), (4, 4)):

@@ -65,20 +65,14 @@ def test_kills_for_lack_of_memory_are_those_that_the_kernel_counts(monkeypatch: 
 
 
 @pytest.mark.parametrize(
-    ("kills", "number", "said"),
-    [
-        (7, signal.SIGKILL, ADVICE),
-        (6, signal.SIGKILL, ""),
-        (None, signal.SIGKILL, None),
-        (7, signal.SIGSEGV, None),
-        (7, signal.SIGBUS, None),
-    ],
+    ("kills", "name", "said"),
+    [(7, "SIGKILL", ADVICE), (6, "SIGKILL", ""), (None, "SIGKILL", None), (7, "SIGSEGV", None), (7, "SIGBUS", None)],
 )
 def test_memory_is_named_as_the_cause_when_the_kernel_has_killed_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kills: int | None, number: int, said: str | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kills: int | None, name: str, said: str | None
 ) -> None:
     monkeypatch.setattr(memory, "out_of_memory_kills", lambda: kills)
-    config = tiny_config(tmp_path, "parallelism.dp=2")
+    config, number = tiny_config(tmp_path, "parallelism.dp=2"), signal.Signals[name]
     assert memory.why_killed(config, 6, number) == said
     monkeypatch.setattr(memory, "accelerators", lambda: 2)  # where weights are not in host memory
     on_gpus = "out of host memory? The kernel has killed processes for lack of it since the run began"

@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kenotron.cli import main
 from kenotron.cli.nanotron_scripts import slurm_launcher
 from kenotron.config import dump, load
 from kenotron.config.errors import InputError
@@ -24,32 +23,19 @@ from kenotron.launch.slurm.ranks import first_host, is_task_of_many, torchrun_va
 from kenotron.launch.slurm.script import Job, render
 from kenotron.launch.slurm.sites import BUILT_IN, Site, load_site
 from kenotron.launch.slurm.submitting import configs_of
-from support.tiny_run import REPOSITORY, tiny_config, tiny_yaml, train_quietly
+from support.tiny_run import REPOSITORY, Shell, tiny_config, tiny_yaml, train_quietly
 
 # As srun of Slurm 22.05 sets them for the third of four tasks on two nodes.
-TASK = {
-    "SLURM_JOB_ID": "41",
-    "SLURM_STEP_ID": "0",
-    "SLURM_PROCID": "2",
-    "SLURM_LOCALID": "0",
-    "SLURM_NODEID": "1",
-    "SLURM_STEP_NUM_TASKS": "4",
-    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
-    "SLURM_STEP_NODELIST": "n[1-2]",
-}
+TASK = {"SLURM_JOB_ID": "41", "SLURM_STEP_ID": "0", "SLURM_PROCID": "2", "SLURM_LOCALID": "0", "SLURM_NODEID": "1"}
+TASK |= {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_STEP_NODELIST": "n[1-2]"}
 # Of a batch script, which is no task of srun.
 BATCH = {"SLURM_JOB_ID": "41", "SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_NODELIST": "n[1-2]"}
 
 
 def test_variables_of_a_task_are_those_of_torchrun() -> None:
     found = torchrun_variables(TASK)
-    assert {name: found[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")} == {
-        "RANK": "2",
-        "WORLD_SIZE": "4",
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "n1",
-    }
+    expected = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "n1"}
+    assert found.items() >= expected.items()
     assert 20_000 <= int(found["MASTER_PORT"]) < 30_000
     assert torchrun_variables(TASK | {"SLURM_PROCID": "0"})["MASTER_PORT"] == found["MASTER_PORT"]
     assert torchrun_variables(TASK | {"MASTER_ADDR": "10.0.0.1"})["MASTER_ADDR"] == "10.0.0.1"
@@ -66,13 +52,7 @@ def test_variables_of_a_task_are_those_of_torchrun() -> None:
 
 @pytest.mark.parametrize(
     ("nodes", "first"),
-    [
-        ("n1", "n1"),
-        ("n[1-2]", "n1"),
-        ("r7i[03-05,9]n2,login", "r7i03n2"),
-        ("a[1-2]b[3,5],c", "a1b3"),
-        ("x,y[1-2]", "x"),
-    ],
+    [("n1", "n1"), ("n[1-2]", "n1"), ("r7i[03-05,9]n2,log", "r7i03n2"), ("a[1-2]b[3,5],c", "a1b3"), ("x,y[1-2]", "x")],
 )
 def test_the_first_host_of_a_list(nodes: str, first: str) -> None:
     assert first_host(nodes) == first
@@ -105,10 +85,8 @@ def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run_script(script: str, stand_ins: Path, **environment: str) -> subprocess.Popen[bytes]:
     for name in ("seen", "requeued", "canary"):
         (stand_ins / name).unlink(missing_ok=True)
-    path = f"{stand_ins}:{os.environ['PATH']}"
-    return subprocess.Popen(
-        ["bash", "-c", script], env={"PATH": path, "SLURM_JOB_ID": "41", **environment}, cwd=stand_ins
-    )
+    env = {"PATH": f"{stand_ins}:{os.environ['PATH']}", "SLURM_JOB_ID": "41", **environment}
+    return subprocess.Popen(["bash", "-c", script], env=env, cwd=stand_ins)
 
 
 def reach_the_time_limit(job: Job, stand_ins: Path, **environment: str) -> None:
@@ -130,16 +108,9 @@ def test_no_value_is_read_as_shell(argument: str, value: str, folder: str, stand
     hostile = f"$(touch {stand_ins}/canary)`touch {stand_ins}/canary`;'\"{argument}"
     where = stand_ins / ("in " + folder)
     where.mkdir(exist_ok=True)
-    job = Job(
-        name=argument.strip() or "x",
-        nodes=1,
-        tasks_per_node=1,
-        command=("kenotron", "train", hostile, argument),
-        folder=where,
-        log="x.log",
-        options={"comment": hostile},
-        environment={"VALUE": value, "HOSTILE": hostile},
-    )
+    command, variables = ("kenotron", "train", hostile, argument), {"VALUE": value, "HOSTILE": hostile}
+    options = {"comment": hostile}
+    job = Job(argument.strip() or "x", 1, 1, command, where, "x.log", options=options, environment=variables)
     assert run_script(render(job, Site()), stand_ins).wait(20) == 0
     arguments, environment, cwd = json.loads((stand_ins / "seen").read_text())
     assert arguments == ["--kill-on-bad-exit=1", "kenotron", "train", hostile, argument]
@@ -197,13 +168,14 @@ def test_a_rank_that_srun_binds_to_cores_has_as_many_threads(monkeypatch: pytest
 
 
 def test_bad_values_are_refused_by_name() -> None:
-    plain = {"nodes": 1, "tasks_per_node": 1, "command": ("x",), "folder": Path("/"), "log": "x"}
-    with pytest.raises(InputError, match="--comment: expected printable characters"):
-        render(Job(name="x", options={"comment": "a\n#SBATCH --uid=0"}, **plain), Site())  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="expected an option of Slurm"):
-        render(Job(name="x", options={"a b": "c"}, **plain), Site())  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="expected the name of a variable, found 'A;B'"):
-        render(Job(name="x", environment={"A;B": "c"}, **plain), Site())  # type: ignore[arg-type]
+    job = Job("x", 1, 1, ("x",), Path("/"), "x")
+    for more, message in (
+        ({"options": {"comment": "a\n#SBATCH --uid=0"}}, "--comment: expected printable characters"),
+        ({"options": {"a b": "c"}}, "expected an option of Slurm"),
+        ({"environment": {"A;B": "c"}}, "expected the name of a variable, found 'A;B'"),
+    ):
+        with pytest.raises(InputError, match=message):
+            render(replace(job, **more), Site())
 
 
 # ---- sites and the command ---------------------------------------------------------------------------------
@@ -233,43 +205,36 @@ def test_a_time_of_a_profile_is_no_number_in_base_60(tmp_path: Path) -> None:
     assert load_site(str(tmp_path / "mine.yaml")).sbatch["time"] == "20:00:00"
 
 
-def command(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main(list(arguments))
-    assert isinstance(ended.value.code, int)
-    return ended.value.code
-
-
-def test_ranks_and_nodes_must_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = str(tiny_yaml(tmp_path))
-    assert command("submit", file, "parallelism.dp=8", "--gpus-per-node", "4", "--dry-run") == 0
-    assert "#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=4\n" in capsys.readouterr().out
-    assert command("submit", file, "parallelism.dp=6", "--gpus-per-node", "4", "--nodes", "2", "--dry-run") == 2
-    assert "needs 6 ranks, but 2 nodes of 4 have 8; parallelism.dp=8 would fit" in capsys.readouterr().err
+def test_ranks_and_nodes_must_fit(tmp_path: Path, shell: Shell) -> None:
+    job = ("submit", tiny_yaml(tmp_path), "--gpus-per-node", "4", "--dry-run")
+    code, script, _ = shell(*job, "parallelism.dp=8")
+    assert (code, "#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=4\n" in script) == (0, True)
+    code, _, said = shell(*job, "parallelism.dp=6", "--nodes", "2")
+    assert (code, "needs 6 ranks, but 2 nodes of 4 have 8; parallelism.dp=8 would fit" in said) == (2, True)
     assert not (tmp_path / "logs").exists()
 
 
-def test_gpus_are_asked_for_unless_ranks_run_on_cpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    job = ("submit", str(tiny_yaml(tmp_path)), "parallelism.dp=4", "--gpus-per-node", "4", "--dry-run")
+def test_gpus_are_asked_for_unless_ranks_run_on_cpus(tmp_path: Path, shell: Shell) -> None:
+    job = ("submit", tiny_yaml(tmp_path), "parallelism.dp=4", "--gpus-per-node", "4", "--dry-run")
     for options, asked in (
         ((), ["--gres=gpu:4"]),
         (("--env", "KENOTRON_DEVICE=cpu"), []),
         (("--sbatch", "gpus-per-task=1"), ["--gpus-per-task=1"]),
         (("--sbatch", "gres=gpu:h100:4"), ["--gres=gpu:h100:4"]),
     ):
-        assert command(*job, *options) == 0
-        lines = capsys.readouterr().out.splitlines()
-        assert [line.split()[1] for line in lines if line.startswith(("#SBATCH --g",))] == asked
+        code, script, _ = shell(*job, *options)
+        assert code == 0
+        assert re.findall(r"^#SBATCH (--g\S+)", script, re.MULTILINE) == asked
 
 
-def test_a_job_that_could_not_resume_its_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_job_that_could_not_resume_its_run_is_refused(tmp_path: Path, shell: Shell) -> None:
     config = tiny_config(tmp_path, "tokens.train_steps=1")
     train_quietly(config)
     file = tmp_path / "run.yaml"
     file.write_text(dump(config))
     for command_line in (("submit", "--gpus-per-node", "2", "--dry-run"), ("config", "check")):
-        assert command(*command_line, str(file), "parallelism.dp=2") == 2
-        assert "has a global batch of 4 sequences, this config has 8" in capsys.readouterr().err
+        code, _, said = shell(*command_line, file, "parallelism.dp=2")
+        assert (code, "has a global batch of 4 sequences, this config has 8" in said) == (2, True)
 
 
 @pytest.mark.parametrize(
@@ -282,70 +247,60 @@ def test_a_job_that_could_not_resume_its_run_is_refused(tmp_path: Path, capsys: 
         ("1:2:3:4", "expected minutes"),
     ],
 )
-def test_a_time_limit_that_leaves_no_time_is_refused(
-    given: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    job = ("submit", str(tiny_yaml(tmp_path)), "--dry-run")
-    assert command(*job, "--time", given) == 2
-    assert message in capsys.readouterr().err
-    assert command(*job, "--sbatch", f"time={given}") == 2
+def test_a_time_limit_that_leaves_no_time_is_refused(given: str, message: str, tmp_path: Path, shell: Shell) -> None:
+    job = ("submit", tiny_yaml(tmp_path), "--dry-run")
+    code, _, said = shell(*job, "--time", given)
+    assert (code, message in said) == (2, True)
+    assert shell(*job, "--sbatch", f"time={given}")[0] == 2
 
 
-def test_a_time_limit_that_leaves_time_is_taken(tmp_path: Path) -> None:
+def test_a_time_limit_that_leaves_time_is_taken(tmp_path: Path, shell: Shell) -> None:
     for enough in ("6", "5:01", "0-1", "1-00:00:00", "20:00:00", "UNLIMITED"):
-        assert command("submit", str(tiny_yaml(tmp_path)), "--dry-run", "--time", enough) == 0
+        assert shell("submit", tiny_yaml(tmp_path), "--dry-run", "--time", enough)[0] == 0
 
 
-def test_a_run_in_a_folder_has_a_job_of_one_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_in_a_folder_has_a_job_of_one_name(tmp_path: Path, shell: Shell) -> None:
     for run, name in (("ablations/lr1", "ablations-lr1"), ("'%jobid'", "kenotron")):
-        assert command("submit", str(tiny_yaml(tmp_path)), f"general.run={run}", "--dry-run") == 0
-        assert f"--job-name={name}\n" in capsys.readouterr().out
+        code, script, _ = shell("submit", tiny_yaml(tmp_path), f"general.run={run}", "--dry-run")
+        assert (code, f"--job-name={name}\n" in script) == (0, True)
 
 
 def test_runs_of_an_array_share_no_folder(tmp_path: Path) -> None:
     file = tiny_yaml(tmp_path)
-    upload = "s3_upload={upload_s3_path: 's3://bucket/run', remove_after_upload: false, s5cmd_numworkers: 1, "
-    upload += "s5cmd_concurrency: 1, s5cmd_path: null}"
+    upload = "s3_upload={upload_s3_path: 's3://bucket/run', remove_after_upload: false}"
     rates = "optimizer.learning_rate_scheduler.learning_rate=0.1,0.2"
     configs = configs_of(file, [upload, "checkpoints.checkpoints_path=here"], rates, print)
-    assert [each.s3_upload.upload_s3_path for each in configs if each.s3_upload] == [
-        "s3://bucket/run/0",
-        "s3://bucket/run/1",
-    ]
+    assert [each.upload_url for each in configs] == ["s3://bucket/run/0", "s3://bucket/run/1"]
     assert [each.checkpoints.checkpoints_path for each in configs] == ["here/0", "here/1"]
     assert [each.general.run for each in configs] == ["tiny-0", "tiny-1"]  # of its folder of logs
 
 
-def test_the_example_has_the_ranks_of_its_command(capsys: pytest.CaptureFixture[str]) -> None:
-    example = str(REPOSITORY / "examples" / "slurm" / "config_slurm.yaml")
-    assert command("submit", example, "--gpus-per-node", "2", "--time", "10", "--dry-run") == 0
-    assert "#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=2\n" in capsys.readouterr().out
+def test_the_example_has_the_ranks_of_its_command(shell: Shell) -> None:
+    example = REPOSITORY / "examples" / "slurm" / "config_slurm.yaml"
+    code, script, _ = shell("submit", example, "--gpus-per-node", "2", "--time", "10", "--dry-run")
+    assert (code, "#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=2\n" in script) == (0, True)
 
 
-SBATCH = """\
-#!/bin/bash
-echo "$@" >> {folder}/sbatch.log
-echo $((100 + $(wc -l < {folder}/sbatch.log)))
-"""
-
-
-def test_jobs_are_recorded_listed_shown_and_cancelled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    programs = {
-        "sbatch": SBATCH,
-        "squeue": "#!/bin/bash\necho asked >> {folder}/asked\necho '102|RUNNING 0:10 of 1:00 n1'",
-        "sacct": "#!/bin/bash\necho $2 >> {folder}/asked\necho '101|COMPLETED|00:05:00|0:0'",
-        "scancel": "#!/bin/bash\necho $@ > {folder}/cancelled",
-    }
-    for name, text in programs.items():
-        (tmp_path / name).write_text(text.format(folder=tmp_path))
+@pytest.fixture
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand-ins for what Slurm has installed, which write down what they were asked, in the current folder."""
+    for name, text in {
+        "sbatch": 'echo "$@" >> sbatch.log\necho $((100 + $(wc -l < sbatch.log)))',
+        "squeue": "echo asked >> asked\necho '102|RUNNING 0:10 of 1:00 n1'",
+        "sacct": "echo $2 >> asked\necho '101|COMPLETED|00:05:00|0:0'",
+        "scancel": "echo $@ > cancelled",
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\ncd {tmp_path}\n{text}\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.usefixtures("programs")
+def test_jobs_are_recorded_listed_shown_and_cancelled(tmp_path: Path, shell: Shell) -> None:
     logs = ("--log-dir", str(tmp_path / "logs"))
-    assert command("status", *logs) == 2
-    assert command("submit", str(tiny_yaml(tmp_path)), "tokens.train_steps=9", "--chain", "2", "--time", "6") == 0
+    assert shell("status", *logs)[0] == 2
+    assert shell("submit", tiny_yaml(tmp_path), "tokens.train_steps=9", "--chain", "2", "--time", "6")[0] == 0
     first, second = (tmp_path / "sbatch.log").read_text().splitlines()
     assert "--dependency" not in first
     assert "--dependency=afterany:101" in second
@@ -355,33 +310,23 @@ def test_jobs_are_recorded_listed_shown_and_cancelled(
     (tmp_path / "logs" / "tiny" / "metrics.jsonl").write_text('{"iteration": 7}\n')
     (folder / "102.log").write_text("one\ntwo\n")
     (folder / "job-broken.json").touch()  # a disk was full
-    capsys.readouterr()
-    assert command("status", *logs) == 0
-    assert capsys.readouterr().out.splitlines() == [
-        "101  tiny  COMPLETED 00:05:00 0:0  step 7",
-        "102  tiny  RUNNING 0:10 of 1:00 n1  step 7",
-    ]
+    first, second = "101  tiny  COMPLETED 00:05:00 0:0  step 7\n", "102  tiny  RUNNING 0:10 of 1:00 n1  step 7\n"
+    assert shell("status", *logs)[:2] == (0, first + second)
     assert (tmp_path / "asked").read_text().splitlines() == ["asked", "101"]  # once each
-    assert command("logs", "--lines", "1", *logs) == 0
-    assert capsys.readouterr().out == "two\n"
-    assert command("cancel", "103", *logs) == 2
-    assert "no job '103'" in capsys.readouterr().err
+    assert shell("logs", "--lines", "1", *logs)[:2] == (0, "two\n")
+    code, _, said = shell("cancel", "103", *logs)
+    assert (code, "no job '103'" in said) == (2, True)
     for job, cancelled in (("tiny", "--quiet 101 102\n"), ("101", "--quiet 101 102\n"), ("102", "102\n")):
-        assert command("cancel", job, *logs) == 0  # and what would start after it
+        assert shell("cancel", job, *logs)[0] == 0  # and what would start after it
         assert (tmp_path / "cancelled").read_text() == cancelled
     (folder / "102.log").rename(folder / "101.log")  # the first of the chain runs
-    capsys.readouterr()
-    assert command("logs", *logs) == 0
-    assert capsys.readouterr().out == "one\ntwo\n"
-    assert command("logs", "102", *logs) == 2
+    assert shell("logs", *logs)[:2] == (0, "one\ntwo\n")
+    assert shell("logs", "102", *logs)[0] == 2
 
 
-def test_every_job_of_a_chain_waits_for_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "sbatch").write_text(SBATCH.format(folder=tmp_path))
-    (tmp_path / "sbatch").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.chdir(tmp_path)
-    assert command("submit", str(tiny_yaml(tmp_path)), "--chain", "3") == 0
+@pytest.mark.usefixtures("programs")
+def test_every_job_of_a_chain_waits_for_the_one_before(tmp_path: Path, shell: Shell) -> None:
+    assert shell("submit", tiny_yaml(tmp_path), "--chain", "3")[0] == 0
     said = (tmp_path / "sbatch.log").read_text()
     assert re.findall(r"--dependency=(\S+)", said) == ["afterany:101", "afterany:102"]
 
@@ -390,42 +335,25 @@ def test_every_job_of_a_chain_waits_for_the_one_before(tmp_path: Path, monkeypat
 
 
 def test_nanotrons_flags_make_a_config_that_loads_and_a_job(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shell: Shell
 ) -> None:
     monkeypatch.chdir(tmp_path)
     given = "--run pretrain --model 1b --dp 4 --tp 2 --gpus_per_node 8 --partition hopper --time_limit 20:00:00"
     more = ["--extra_env", "export NCCL_DEBUG=WARN; A='b c'\nexport B=1 C=2", "--email", "a@b.c"]
     more += ["--pre_launch_commands", "module load cuda"]
-    with pytest.raises(SystemExit) as ended:
-        slurm_launcher([*given.split(), *more, "--steps", "123", "--dry-run"])
-    assert ended.value.code == 0
-    script = capsys.readouterr().out
-    for line in (
-        "#SBATCH --nodes=1",
-        "#SBATCH --partition=hopper",
-        "#SBATCH --time=20:00:00",
-        "#SBATCH --gres=gpu:8",
-        "#SBATCH --mail-user=a@b.c",
-        "export NCCL_DEBUG=WARN",
-        "export A='b c'",
-        "export B=1",
-        "export C=2",
-        "module load cuda",
-    ):
-        assert line in script.splitlines()
+    code, script, _ = shell(*given.split(), *more, "--steps", "123", "--dry-run", command=slurm_launcher)
+    asked = ("nodes=1", "partition=hopper", "time=20:00:00", "gres=gpu:8", "mail-user=a@b.c")
+    lines = {*(f"#SBATCH --{option}" for option in asked), "export NCCL_DEBUG=WARN", "export A='b c'", "export B=1"}
+    assert (code, {*lines, "export C=2", "module load cuda"} - {*script.splitlines()}) == (0, set())
     config = load(tmp_path / "logs" / "configs" / "pretrain.yaml")
     assert config.tokens.train_steps == 123
     assert config.model.decoder.hidden_size == 2048
 
 
 @pytest.mark.parametrize("flag", ["--enable-wandb", "--run-train-script=train.py", "--slurm-scripts-dir scripts"])
-def test_a_flag_of_nanotrons_that_is_not_served_is_refused_by_name(
-    flag: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        slurm_launcher(["--run", "pretrain", *flag.split()])
-    assert ended.value.code == 2
-    assert f"{re.split('[ =]', flag)[0]} is not supported: " in capsys.readouterr().err
+def test_a_flag_of_nanotrons_that_is_not_served_is_refused_by_name(flag: str, shell: Shell) -> None:
+    code, _, said = shell("--run", "pretrain", *flag.split(), command=slurm_launcher)
+    assert (code, f"{re.split('[ =]', flag)[0]} is not supported: " in said) == (2, True)
 
 
 def test_nanotrons_sizes_have_the_parameters_of_their_names() -> None:

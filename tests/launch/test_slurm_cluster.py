@@ -14,7 +14,7 @@ import yaml
 
 from kenotron.checkpoint.folders import list_checkpoints
 from support.slurm_cluster import Cluster, available, cluster
-from support.tiny_run import KENOTRON, REPOSITORY, environment, losses, tiny_config, tiny_dict, train_quietly
+from support.tiny_run import KENOTRON, REPOSITORY, command, environment, losses, tiny_config, tiny_dict, train_quietly
 
 missing = available()
 pytestmark = [pytest.mark.slow, pytest.mark.slurm, pytest.mark.skipif(missing is not None, reason=str(missing))]
@@ -32,9 +32,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 def kenotron(folder: Path, *arguments: str) -> str:
     path = f"{REPOSITORY / 'src'}:{REPOSITORY / 'tests'}"
-    done = subprocess.run(
-        [*KENOTRON, *arguments], cwd=folder, env=environment(folder, PYTHONPATH=path), capture_output=True, text=True
-    )
+    done = command(*arguments, folder=folder, PYTHONPATH=path)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -166,13 +164,12 @@ def test_the_example_runs_by_the_commands_of_its_readme(slurm: Cluster, tmp_path
 
 
 def test_texts_are_tokenized_by_the_tasks_of_a_job(slurm: Cluster, tmp_path: Path) -> None:
-    (tmp_path / "texts.jsonl").write_text(
-        "".join(json.dumps({"text": f"text number {n} " * 20}) + "\n" for n in range(90))
-    )
+    lines = [json.dumps({"text": f"text number {n} " * 20}) + "\n" for n in range(90)]
+    (tmp_path / "texts.jsonl").write_text("".join(lines))
     kenotron(tmp_path, "data", "train-tokenizer", "texts.jsonl", "--vocab-size", "300", "--output", "tokenizer")
-    command = ("data", "tokenize", "texts.jsonl", "--tokenizer", "tokenizer", "--output")
-    kenotron(tmp_path, *command, "here")
-    share = f"{shlex.join([*KENOTRON, *command, 'there'])} --share $SLURM_PROCID/$SLURM_NTASKS"
+    tokenize = ("data", "tokenize", "texts.jsonl", "--tokenizer", "tokenizer", "--output")
+    kenotron(tmp_path, *tokenize, "here")
+    share = f"{shlex.join([*KENOTRON, *tokenize, 'there'])} --share $SLURM_PROCID/$SLURM_NTASKS"
     job = ["sbatch", "--nodes=2", "--ntasks-per-node=1", f"--wrap=srun bash -c {shlex.quote(share)}"]
     subprocess.run(job, cwd=tmp_path, env=environment(tmp_path, PYTHONPATH=str(REPOSITORY / "src")), check=True)
     wait(lambda: (tmp_path / "there" / "manifest.json").exists(), 240, lambda: str(list((tmp_path).rglob("*"))))

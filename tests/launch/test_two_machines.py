@@ -24,14 +24,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(missing is not None, reason=s
 STEPS = 40
 TIMEOUT_S = 12  # no rank of a busy machine is as late
 GRACE_S = 150.0  # for all ranks to end: 20 s on an idle machine; hanging, a quarter of an hour
-OVERRIDES = (
-    "parallelism.dp=2",
-    "parallelism.tp=2",
-    "tokens.micro_batch_size=2",  # the global batch of one process
-    f"tokens.train_steps={STEPS}",
-    "checkpoints.checkpoint_interval=5",
-    f"parallelism.timeout_seconds={TIMEOUT_S}",
-)
+LAYOUT = ("parallelism.dp=2", "parallelism.tp=2", "tokens.micro_batch_size=2")  # the global batch of one process
+SAVED = (f"tokens.train_steps={STEPS}", "checkpoints.checkpoint_interval=5")
+OVERRIDES = (*LAYOUT, *SAVED, f"parallelism.timeout_seconds={TIMEOUT_S}")
 SLOWLY = "general.hooks=[{path: support.user_parts.SlowStep, kwargs: {seconds: 0.2}}]"
 
 
@@ -108,10 +103,8 @@ def test_a_network_that_is_cut_ends_all_ranks_and_the_same_command_goes_on(
     )
     assert "  ranks 2, 3: did not reply" in said(tmp_path, 1)
     for line, rank in zip(sorted(errors(tmp_path, 2)), (2, 3), strict=True):
-        assert re.match(
-            rf"error: rank {rank} has waited more than {TIMEOUT_S} s \(parallelism\.timeout_seconds\) for machine1,",
-            line,
-        )
+        late = f"error: rank {rank} has waited more than {TIMEOUT_S} s (parallelism.timeout_seconds) for machine1,"
+        assert line.startswith(late)
     complete(start(machines, tmp_path, SLOWLY), tmp_path)
     first = re.search(r"start_iteration_step: (\d+)", said(tmp_path, 1))
     assert first is not None
