@@ -15,7 +15,7 @@ import yaml
 import kenotron as kn
 from kenotron.cli import main
 from support.pages import blocks, read_page, sections
-from support.tiny_run import losses, metrics, tiny_dict, train_quietly
+from support.tiny_run import Shell, losses, metrics, tiny_dict, train_quietly
 
 PEAK, FLOOR = 0.01, 0.001
 PAGE = sections(read_page("checkpoints.md"))
@@ -111,34 +111,25 @@ def test_a_run_of_several_files_has_branches(folder: Path) -> None:
     assert config.model.dtype == "float32"
 
 
-def test_a_step_without_a_checkpoint_and_a_wrong_style_are_one_line(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_step_without_a_checkpoint_and_a_wrong_style_are_one_line(folder: Path, shell: Shell) -> None:
     for options, message in [
         ("--at 4 --name tiny", "--name: expected a name other than the run's own, found 'tiny'"),
         ("--at 5", "--at: no checkpoint at checkpoints/my_run/5: checkpoints/my_run has 2, 4, 6, 8"),
         ("--at 4 --style fast", "lr_decay_style: expected one of linear, cosine"),
         ("--at 4 tokens.steps=3", "unknown key 'tokens.steps'"),
     ]:
-        with pytest.raises(SystemExit) as ended:
-            main(["branch", "my.yaml", "--cooldown", "4", "--name", "cool", *options.split()])
-        assert ended.value.code == 2
-        error = capsys.readouterr()
-        assert error.out == ""
-        assert message in error.err
-        assert error.err.count("\n") == 1
+        code, out, error = shell("branch", "my.yaml", "--cooldown", "4", "--name", "cool", *options.split())
+        assert (code, out, error.count("\n")) == (2, "", 1)
+        assert message in error
 
 
-def test_a_branch_begins_before_the_decay_has_ended(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_branch_begins_before_the_decay_has_ended(folder: Path, shell: Shell) -> None:
     zero = ["checkpoints.checkpoints_path=checkpoints/zero", "optimizer.learning_rate_scheduler.min_decay_lr=0"]
     train_quietly(kn.load("my.yaml", [*zero, "general.run=zero"]))
     (folder / "checkpoints" / "my_run").rename("replaced")
     (folder / "checkpoints" / "zero").rename("checkpoints/my_run")
-    with pytest.raises(SystemExit) as ended:
-        main(["branch", "my.yaml", "--at", "8", "--cooldown", "4", "--name", "cool"])
-    assert ended.value.code == 2
     line = "error: --at: the learning rate is 0 at step 8; expected a step before its decay has ended\n"
-    assert capsys.readouterr().err == line
+    assert shell("branch", "my.yaml", "--at", "8", "--cooldown", "4", "--name", "cool") == (2, "", line)
 
 
 def test_the_commands_of_the_page_run(folder: Path) -> None:

@@ -9,11 +9,9 @@ from support.tiny_run import Shell, tiny_config, tiny_yaml, train_quietly
 
 def written(folder: Path, losses: list[float | None], val: dict[int, float]) -> Path:
     folder.mkdir(parents=True)
-    lines = [
-        {"iteration": step, "consumed_tokens": 1000 * step, "lm_loss": loss}
-        | ({"val_loss": val[step]} if step in val else {})
-        for step, loss in enumerate(losses, 1)
-    ]
+    lines = [{"iteration": s, "consumed_tokens": 1000 * s, "lm_loss": loss} for s, loss in enumerate(losses, 1)]
+    for step, loss in val.items():
+        lines[step - 1]["val_loss"] = loss
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder
 
@@ -77,11 +75,9 @@ def test_two_runs_and_two_configs_are_compared(tmp_path: Path, shell: Shell) -> 
     assert code == 0
     assert differs in said
     assert "lm_loss: equal until step 2" in said  # the first step's loss is before the first update
-    losses = [
-        [json.loads(line)["lm_loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        for folder in folders
-    ]
-    assert f"step 3: {losses[0][2]:.6g}  {losses[1][2]:.6g}" in said
+    lines = [(folder / "metrics.jsonl").read_text().splitlines() for folder in folders]
+    one, other = (json.loads(each[2])["lm_loss"] for each in lines)
+    assert f"step 3: {one:.6g}  {other:.6g}" in said
     code, _, said = shell("compare", folders[0], tmp_path)
     assert (code, f"{tmp_path}: expected the folder of a run" in said) == (2, True)
     assert "no such file or folder" in shell("compare", folders[0], tmp_path / "none")[2]

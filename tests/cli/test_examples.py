@@ -80,26 +80,15 @@ def examples(tmp_path: Path) -> Path:
 
 
 def test_the_tiny_llama_runs_by_its_readme(examples: Path, hub_home: Path, nursery: Nursery) -> None:
-    readme = examples / "llama" / "README.md"
-    trained, generated = run_readme(examples / "llama", examples.parent, nursery, **offline_environment(hub_home))
-    assert (trained.code, trained.stderr) == (0, "")
-    assert (generated.code, generated.stderr) == (0, "")
+    _, generated = as_its_readme_shows(examples / "llama", nursery, **offline_environment(hub_home))
     assert generated.stdout.startswith("Once upon a time")
-    compare(readme, trained.stdout)
-    for line in others(readme):
-        assert line in trained.stdout
     assert (examples.parent / "checkpoints" / "15" / "manifest.json").exists()
     assert [path.name.startswith("tiny_llama_") for path in (examples.parent / "logs").iterdir()] == [True]
 
 
 @pytest.mark.slow
 def test_the_custom_dataloader_runs_by_its_readme(examples: Path, nursery: Nursery) -> None:
-    readme = examples / "custom-dataloader" / "README.md"
-    (trained,) = run_readme(examples / "custom-dataloader", examples.parent, nursery)
-    assert (trained.code, trained.stderr) == (0, "")
-    compare(readme, trained.stdout)
-    for line in others(readme):
-        assert line in trained.stdout
+    (_,) = as_its_readme_shows(examples / "custom-dataloader", nursery)
 
 
 @pytest.mark.slow
@@ -110,25 +99,20 @@ def test_the_data_source_in_cpp_runs_by_its_readme(examples: Path, nursery: Nurs
 
 @pytest.mark.slow
 @pytest.mark.cases(slow=0)
-@pytest.mark.slow
 def test_the_model_of_the_chat_example_answers_as_its_readme_shows(examples: Path, nursery: Nursery) -> None:
     folder = examples / "chat"
     for done in run_readme(folder, examples.parent, nursery):  # the last one's standard input is empty
         assert done.code == 0, done.stderr
     shown = re.findall(r"```text\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)[0].splitlines()
-    command = [sys.executable, "-m", "kenotron", "chat", "checkpoints/chat/150"]
-    said = subprocess.run(
-        command, input="\n".join(shown[::2]), cwd=folder, capture_output=True, text=True, check=True
-    ).stdout
-    assert said.splitlines() == shown[1::2]
+    command, typed = [sys.executable, "-m", "kenotron", "chat", "checkpoints/chat/150"], "\n".join(shown[::2])
+    done = subprocess.run(command, input=typed, cwd=folder, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == shown[1::2]
 
 
 @pytest.mark.slow
 def test_the_nanosets_run_by_their_readme(examples: Path, nursery: Nursery) -> None:
     readme = examples / "nanosets" / "README.md"
-    made, trained, which = run_readme(examples / "nanosets", examples.parent, nursery)
-    for process in (made, trained, which):
-        assert (process.code, process.stderr) == (0, "")
+    _, trained, which = without_errors(run_readme(examples / "nanosets", examples.parent, nursery))
     assert len(list((examples / "nanosets" / "tokens").glob("*/*.ds"))) == 4
     compare(readme, trained.stdout)
     for line in others(readme):
@@ -154,9 +138,8 @@ def test_the_spectral_llama_runs_by_its_readme(examples: Path, nursery: Nursery)
     assert rows["model.layers.*.mlp.up_proj.weight"] == ["0.03125", "8"]
     assert rows["lm_head.weight"] == ["0.03125", "48"]
     compare(examples / "mup" / "README.md", trained.stdout)
-    spectral, standard = (
-        load(examples / "mup" / "configs" / f"{name}_350m_llama_config.yaml") for name in ("mup", "sp")
-    )
+    files = [examples / "mup" / "configs" / f"{name}_350m_llama_config.yaml" for name in ("mup", "sp")]
+    spectral, standard = map(load, files)
     differ = {path.partition(".init_method")[0] for path, _, _ in diff(spectral, standard)}
     assert differ == {"general.run", "checkpoints.checkpoints_path", "model"}
 
@@ -164,13 +147,7 @@ def test_the_spectral_llama_runs_by_its_readme(examples: Path, nursery: Nursery)
 @pytest.mark.slow
 @pytest.mark.cases(slow=0)
 def test_the_mamba_runs_by_its_readme(examples: Path, nursery: Nursery) -> None:
-    readme = examples / "mamba" / "README.md"
-    trained, generated, exported, shared, hybrid = run_readme(examples / "mamba", examples.parent, nursery)
-    for process in (trained, generated, exported, shared, hybrid):
-        assert (process.code, process.stderr) == (0, "")
-    compare(readme, trained.stdout)
-    for line in others(readme):
-        assert line in trained.stdout
+    _, generated, _, shared, hybrid = as_its_readme_shows(examples / "mamba", nursery)
     assert generated.stdout.startswith("def main(")
     config = json.loads((examples.parent / "checkpoints" / "mamba" / "60-hf" / "config.json").read_text())
     assert (config["architectures"], config["state_size"]) == (["MambaForCausalLM"], 8)
@@ -185,11 +162,15 @@ def goes_on(process: Finished) -> bool:
     return "(step 60)" in process.stdout and "1/80" not in losses and losses["80/80"] < 5.5
 
 
-def as_its_readme_shows(example: Path, nursery: Nursery) -> list[Finished]:
-    """What the commands of an example's README ended with: no error, and of the first the lines that are shown."""
-    finished = run_readme(example, example.parents[1], nursery)
+def without_errors(finished: list[Finished]) -> list[Finished]:
     for process in finished:
         assert (process.code, process.stderr) == (0, "")
+    return finished
+
+
+def as_its_readme_shows(example: Path, nursery: Nursery, **more: str) -> list[Finished]:
+    """What the commands of an example's README ended with: no error, and of the first the lines that are shown."""
+    finished = without_errors(run_readme(example, example.parents[1], nursery, **more))
     compare(example / "README.md", finished[0].stdout)
     for line in others(example / "README.md"):
         assert line in finished[0].stdout
@@ -220,21 +201,12 @@ def test_the_quickstart_trains_on_a_few_files(examples: Path, nursery: Nursery) 
     texts.mkdir()
     for number in range(8):
         (texts / f"{number}.txt").write_text("".join(TEXTS[number::8]) * 4)
-    process = nursery.run(
-        "train",
-        examples / "quickstart.yaml",
-        "data_stages.0.data.dataset={text_files: texts}",
-        "tokens.train_steps=3",
-        "tokens.val_fraction=0.3",
-        "logging.tensorboard=false",
-        "logging.iteration_step_info_interval=1",
-        folder=examples.parent,
-    )
+    keys = ["data_stages.0.data.dataset={text_files: texts}", "tokens.train_steps=3", "tokens.val_fraction=0.3"]
+    keys += ["logging.tensorboard=false", "logging.iteration_step_info_interval=1"]
+    process = nursery.run("train", examples / "quickstart.yaml", *keys, folder=examples.parent)
     assert (process.code, process.stderr) == (0, "")
-    steps = [
-        json.loads(line)
-        for line in (examples.parent / "logs" / "quickstart" / "metrics.jsonl").read_text().splitlines()
-    ]
+    log = examples.parent / "logs" / "quickstart" / "metrics.jsonl"
+    steps = [json.loads(line) for line in log.read_text().splitlines()]
     assert [step["iteration"] for step in steps] == [1, 2, 3]
     assert steps[2]["lm_loss"] < steps[0]["lm_loss"]
     assert steps[2]["val_bits_per_byte"] > 0

@@ -86,17 +86,11 @@ def test_a_plan_is_explained_in_words(tmp_path: Path, capsys: pytest.CaptureFixt
     axes = {*LABELS.values(), "dp", "host"}
     assert TEXTS["time"].keys() == {*KINDS.values(), *(f"waits for {axis}" for axis in axes)}
     assert plan(tiny_yaml(tmp_path), "--gpu", "h100", "--explain") == 0
-    lines = capsys.readouterr().out.splitlines()
-    begins = [
-        number for number, line in enumerate(lines) if re.match(r"Rank 0 holds \S+ GiB|A step takes \S+ ms", line)
-    ]
-    of_memory, of_time = lines[begins[0] + 1 : begins[1]], lines[begins[1] + 1 :]
-    for told in (of_memory, of_time):
+    _, of_memory, of_time = re.split(r"Rank 0 holds \S+ GiB.*\n|A step takes \S+ ms.*\n", capsys.readouterr().out)
+    for told in (of_memory.splitlines(), of_time.splitlines()):
         assert 95 <= sum(int(re.match(r" +(\d+)% ", line)[1]) for line in told) <= 102  # type: ignore[index]
         assert all(". Less with " in line for line in told)
-    assert any(
-        "optimizer: moments and other state. Less with a higher optimizer.zero_stage" in line for line in of_memory
-    )
+    assert "optimizer: moments and other state. Less with a higher optimizer.zero_stage" in of_memory
 
 
 def test_the_time_of_the_stage_that_waits_least_is_explained() -> None:
@@ -139,8 +133,7 @@ def test_the_nearest_change_that_fits_is_named_for_people_and_programs(
     arguments = tiny_yaml(tmp_path), "tokens.sequence_length=32"
     assert plan(*arguments, "--json") == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["fits"]
-    assert found["nearest"] is None
+    assert (found["fits"], found["nearest"]) == (True, None)
     (rank,) = found["ranks"]
     assert found["peak"] == rank["peak"]["bytes"] == sum(rank["peak"]["of"].values())
     with patch.object(memory, "free_memory", lambda *_: 3.9 * found["peak"]):  # of so little, a quarter is planned for
@@ -154,16 +147,17 @@ def test_the_nearest_change_that_fits_is_named_for_people_and_programs(
     assert json.loads(capsys.readouterr().out)["peak"] < 0.975 * found["peak"]
 
 
+PIPELINE = ("parallelism.dp=1", "parallelism.pp=2", "parallelism.pp_engine=1f1b")
+
+
 @pytest.mark.budget(20, reason="plans two stages")
 def test_a_page_has_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "plan.html"
-    pipeline = ("parallelism.dp=1", "parallelism.pp=2", "parallelism.pp_engine=1f1b")
     batch = ("tokens.micro_batch_size=1", "tokens.batch_accumulation_per_replica=4")
-    assert plan(tiny_yaml(tmp_path), "--gpu", "h100", *pipeline, *batch, "--html", page, "--json") == 0
+    assert plan(tiny_yaml(tmp_path), "--gpu", "h100", *PIPELINE, *batch, "--html", page, "--json") == 0
     said = json.loads(capsys.readouterr().out)
-    found = re.search(r"const data = (.*);\n", page.read_text())
-    assert found is not None
-    data = json.loads(found[1])
+    (found,) = re.findall(r"const data = (.*);\n", page.read_text())
+    data = json.loads(found)
     for rank, plan_of_rank, spent in zip(data["ranks"], said["ranks"], said["step"]["ranks"], strict=True):
         assert sum(rank["peak"].values()) == plan_of_rank["peak"]["bytes"]
         sums = [sum(values) for values in zip(*rank["over_time"].values(), strict=True)]
@@ -178,8 +172,7 @@ def test_a_page_has_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 @pytest.mark.slow
 def test_a_browser_draws_the_page_and_names_what_is_clicked(tmp_path: Path) -> None:
     page = tmp_path / "plan.html"
-    pipeline = ("parallelism.dp=1", "parallelism.pp=2", "parallelism.pp_engine=1f1b")
-    assert plan(tiny_yaml(tmp_path), "--gpu", "h100", *pipeline, "--html", page) == 0
+    assert plan(tiny_yaml(tmp_path), "--gpu", "h100", *PIPELINE, "--html", page) == 0
     click = "document.querySelectorAll('button')[0].click();"
     dom = drawn(page.read_text(), tmp_path, click)
     captions = re.findall(r"<figcaption>(.*?)</figcaption>", dom)
@@ -249,8 +242,7 @@ def test_a_served_page_gets_the_plans_of_what_is_typed(
             (ask(server, "a: ["), "tiny.yaml:1: not valid YAML"),
         ):
             assert expected in case["error"]
-            assert "\n" not in case["error"]
-            assert str(tempfile.gettempdir()) not in case["error"]
+            assert not re.search(rf"\n|{re.escape(tempfile.gettempdir())}", case["error"])
         assert ask(server, text, "parallelism.tp=2", Host="localhost:1234") == drawn  # through a tunnel
         for headers in ({"Host": "example.com"}, {"Content-Type": "text/plain"}):  # of another site's page
             with pytest.raises(HTTPError, match="403"):
@@ -285,12 +277,10 @@ def test_a_page_that_is_gone_is_skipped_and_every_other_one_is_answered(capfd: p
             page.sendall(f"POST / HTTP/1.1\r\n{headers}\r\n\r\n{body}".encode())
             return page
 
-        def run(text: str) -> str:
-            return json.dumps({"yaml": text, "gpu": "", "overrides": []})
-
-        first = posted(run("first"))
+        runs = [json.dumps({"yaml": text, "gpu": "", "overrides": []}) for text in ("first", "second", "third")]
+        first = posted(runs[0])
         assert begun.wait(20)
-        second, third, odd = posted(run("second")), posted(run("third")), posted("{")
+        second, third, odd = (posted(body) for body in (*runs[1:], "{"))
         first.close()
         second.close()
         time.sleep(0.2)
@@ -371,8 +361,7 @@ def test_layouts_that_do_not_fit_are_ranked_by_memory(tmp_path: Path, capsys: py
         assert plan(tiny_yaml(tmp_path), "--gpu", "h100", "parallelism.dp=2", "--search") == 1
     _, head, *rows, first = capsys.readouterr().out.splitlines()
     assert "GiB" in head
-    assert len(rows) == 5
-    assert all(row.endswith("does not fit") for row in rows)
+    assert [row.endswith("does not fit") for row in rows] == [True] * 5
     assert first.startswith("The first: parallelism.dp=")
 
 
@@ -380,14 +369,10 @@ def test_layouts_that_do_not_fit_are_ranked_by_memory(tmp_path: Path, capsys: py
 def planning(*arguments: object) -> Iterator[tuple[subprocess.Popen[str], Callable[[], list[int]]]]:
     """A command that follows ranks, and the processes of its session, of which the fourth and later follow ranks."""
     command = [sys.executable, "-m", "kenotron", "plan", *map(str, arguments)]
-
-    def end_on_ctrl_c() -> None:  # a shell's background jobs inherit that it is ignored
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-    pipe = subprocess.PIPE
-    with subprocess.Popen(
-        command, stdout=pipe, stderr=pipe, text=True, start_new_session=True, preexec_fn=end_on_ctrl_c
-    ) as running:
+    options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    # A shell's background jobs inherit that Ctrl-C is ignored.
+    options |= {"start_new_session": True, "preexec_fn": partial(signal.signal, signal.SIGINT, signal.SIG_DFL)}
+    with subprocess.Popen(command, **options) as running:
 
         def processes() -> list[int]:
             found = []
@@ -416,8 +401,11 @@ def until(condition: Callable[[], bool], seconds: float) -> bool:
 ON_TWO = REPOSITORY / "examples/models/llama-3.2-1b.yaml", "--gpu", "h100", "parallelism.dp=2"
 
 
+reads_proc = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@reads_proc
 def test_ctrl_c_ends_a_search_at_once() -> None:
     """The terminal sends it to all processes."""
     with planning(*ON_TWO, "--search") as (searching, processes):
