@@ -35,28 +35,23 @@ def failure(function):
 """
 
 
+def of_python(program, env):
+    command = [sys.executable, "-c", program]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
+
+
 def run(code, environment, cache):
     clean = {k: v for k, v in os.environ.items() if not k.startswith("HF_") and "OFFLINE" not in k}
     program = NO_SOCKET.format(folders=[os.path.dirname(os.path.dirname(__file__))]) + textwrap.dedent(code)
-    result = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=clean | environment | {"KENOTRON_CACHE": str(cache)},
-    )
-    assert result.returncode == 0, result.stderr
-    assert result.stderr == ""
+    result = of_python(program, clean | environment | {"KENOTRON_CACHE": str(cache)})
+    assert (result.returncode, result.stderr) == (0, "")
     return result.stdout.splitlines()
 
 
-@pytest.mark.parametrize(
-    "variable",
-    [
-        "HF_HUB_OFFLINE",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")),
-    ],
-)
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")]
+
+
+@pytest.mark.parametrize("variable", ["HF_HUB_OFFLINE", *SLOW])
 def test_offline_a_cached_dataset_and_tokenizer_are_read_without_a_socket(hub_home, tmp_path, variable):
     code = f"""
     config = run_config({{"hf_dataset_or_datasets": "{DATASET}"}}, tokenizer__tokenizer_name_or_path="{TOKENIZER}")
@@ -82,13 +77,8 @@ def test_offline_a_cached_dataset_and_tokenizer_are_read_without_a_socket(hub_ho
     assert "documents end with token 2 (model_config.eos_token_id, as the tokenizer has none)" in lines[2]
     assert lines[3].startswith("warning: model.model_config.vocab_size is ")
     assert lines[5] == "['datasets']"
-    assert lines[6].endswith(
-        f"'robot-test/nothing' is not in the local Hugging Face caches, and {variable}=1 forbids fetching it"
-    )
-    assert lines[7].endswith(
-        f"'robot-test/nothing' is not in the local Hugging Face caches, and {variable}=1 forbids fetching it"
-    )
-
+    missing = f"'robot-test/nothing' is not in the local Hugging Face caches, and {variable}=1 forbids fetching it"
+    assert [line.endswith(missing) for line in lines[6:8]] == [True, True]
     if variable != "HF_HUB_OFFLINE":
         return
     again = run(code.split("print(failure")[0], environment, tmp_path)
@@ -189,14 +179,10 @@ def test_a_hub_that_accepts_and_never_answers_is_named_at_once(monkeypatch, tmp_
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
         monkeypatch.setattr(hub, "ANSWER_S", 0.2)
-        for ask in (
-            lambda: load_rows("robot-test/nothing", None, "train"),
-            lambda: load_tokenizer("robot-test/nothing"),
-        ):
-            with pytest.raises(
-                InputError, match=r"cannot reach .* not cached here \(127\.0\.0\.1: no answer in 0\.2 s\)"
-            ):
-                ask()
+        message = r"cannot reach .* not cached here \(127\.0\.0\.1: no answer in 0\.2 s\)"
+        for ask in (lambda name: load_rows(name, None, "train"), load_tokenizer):
+            with pytest.raises(InputError, match=message):
+                ask("robot-test/nothing")
 
 
 @pytest.mark.parametrize("first_line", [b"HTTP/1.1 503 Busy\r\n\r\n", b"what?\r\n"])
@@ -239,11 +225,5 @@ import datasets, transformers
 print(datasets.load_dataset("{DATASET}", split="train")[0]["text"][:8])
 print(transformers.AutoTokenizer.from_pretrained("{TOKENIZER}")("word0 word3 other").input_ids)
 """
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=os.environ | offline_environment(hub_home),
-    )
+    result = of_python(code, os.environ | offline_environment(hub_home))
     assert result.stdout.splitlines() == [made_documents()[0][:8], "[4, 7, 0]"]

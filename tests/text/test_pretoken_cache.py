@@ -1,6 +1,7 @@
 """Words kept by their ids give exactly the library's ids."""
 
 from functools import cache
+from itertools import chain
 
 import pytest
 import tokenizers
@@ -73,18 +74,15 @@ def test_ids_of_real_text_are_the_librarys_also_when_what_is_kept_overflows(name
     monkeypatch.setattr(words_module, "KEPT_WORDS", 100)
     expected = by_library(backend_of(name), TEXTS)
     for _ in range(2):
-        assert [
-            ids for start in range(0, 60, 7) for ids in encoder_of(name).encode(TEXTS[start : start + 7])
-        ] == expected
+        parts = [encoder_of(name).encode(TEXTS[start : start + 7]) for start in range(0, 60, 7)]
+        assert list(chain(*parts)) == expected
 
 
 def test_tokenizers_of_another_kind_have_none():
-    backend = train_byte_level_bpe(TEXTS, 400).backend
-    backend.normalizer = tokenizers.normalizers.NFC()
-    assert CachedBPE.of(backend) is None
-    backend = train_byte_level_bpe(TEXTS, 400).backend
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    assert CachedBPE.of(backend) is None
+    for part, value in (("normalizer", tokenizers.normalizers.NFC()), ("pre_tokenizer", pre_tokenizers.Whitespace())):
+        backend = train_byte_level_bpe(TEXTS, 400).backend
+        setattr(backend, part, value)
+        assert CachedBPE.of(backend) is None
     backend = train_byte_level_bpe(TEXTS, 400).backend
     backend.model.dropout = 0.1
     assert CachedBPE.of(backend) is None

@@ -15,7 +15,6 @@ from kenotron.config.errors import InputError
 from kenotron.data import NO_LOSS, open_run
 from kenotron.text.byte_level_bpe import train_byte_level_bpe
 from kenotron.text.chat import chat_template
-from kenotron.text.documents import DocumentSource, RowHook
 from kenotron.text.file_documents import FileDocuments
 from kenotron.text.sft import Columns, Example, SftDocuments, chat_segments, encode_examples
 from kenotron.text.tokenizer import TextTokenizer, load_tokenizer
@@ -133,9 +132,8 @@ def test_of_several_templates_the_default_is_taken(tmp_path: Path) -> None:
 
 def test_a_template_file_is_read_and_an_end_is_added_where_none_is(tmp_path: Path) -> None:
     folder = write_tokenizer(tmp_path / "t", None)
-    (folder / "chat_template.jinja").write_text(
-        "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
-    )
+    template = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template)
     tokenizer = load_tokenizer(folder)
     segments = chat_segments([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], tokenizer, "x")
     assert segments == [("user: a\n", False), ("assistant: b\n", True)]
@@ -168,6 +166,10 @@ def write_rows(file: Path, rows: list[dict[str, Any]]) -> str:
     return str(file)
 
 
+def sft_texts(file: Path, tokenizer: TextTokenizer | None = None, columns: Columns | None = None) -> SftDocuments:
+    return SftDocuments(lambda hook: FileDocuments("t", [file], hook=hook), columns or Columns(), None, tokenizer)
+
+
 def config_of(folder: Path, dataset: dict[str, Any], **changes: Any) -> Any:
     name = str(folder / "words" if (folder / "words").is_dir() else write_tokenizer(folder / "words"))
     return run_config(dataset, tokenizer__tokenizer_name_or_path=name, **({"sequence_length": 24} | changes))
@@ -176,10 +178,8 @@ def config_of(folder: Path, dataset: dict[str, Any], **changes: Any) -> Any:
 def trained_answers(data: Any) -> list[str]:
     """The text of every answer of all training rows: what its labels say, the end of text at its end."""
     (source,) = data.stage_of(1).sources
-    indices = np.arange(len(source))
-    read = source.read(indices)
-    tokens, loss = read.tokens, read.loss_mask
-    return sorted(data.tokenizer.decode(tokens[loss].tolist()).split(END)[:-1])
+    read = source.read(np.arange(len(source)))
+    return sorted(data.tokenizer.decode(read.tokens[read.loss_mask].tolist()).split(END)[:-1])
 
 
 @pytest.mark.parametrize("form", ["jsonl", "hub"])
@@ -201,8 +201,7 @@ def test_every_answer_is_in_the_loss_and_no_prompt(form: str, tmp_path: Path) ->
         assert set(found) <= {pair["completion"] for pair in PAIRS}
         assert "0 of" in source.describe()
         assert "with a loss), " in source.describe()
-        batches = [*data.batch(1), *(batch for batch, *_ in data.validation())]
-        for batch in batches:
+        for batch in [*data.batch(1), *(batch for batch, *_ in data.validation())]:
             assert batch.documents is not None  # masked from each other, though model.document_masking is off
             assert (batch.labels != NO_LOSS).any()
         size = sum(size for _, size, *_ in data.validation())
@@ -231,48 +230,36 @@ def test_long_examples_are_cut_and_rows_without_an_answer_left_out(tmp_path: Pat
         (source,) = data.stage_of(1).sources
         assert "1 row left out without an answer" in source.describe()
         assert f"1 of {len(rows) - 1 - len(source.cache.validation.ends)} documents cut" in source.describe()
-        longest = source.read(np.arange(len(source))).loss_mask.sum(axis=1).max()
-        assert longest == 24  # all of a row but the prompt's token, and nothing of the rest elsewhere
-        assert source.read(np.arange(len(source))).loss_mask.sum() < 24 + 9 * 6
+        lengths = source.read(np.arange(len(source))).loss_mask.sum(axis=1)
+        assert lengths.max() == 24  # all of a row but the prompt's token, and nothing of the rest elsewhere
+        assert lengths.sum() < 24 + 9 * 6
 
 
 def test_an_example_longer_than_a_chunk_is_one_example(tmp_path: Path) -> None:
     """Texts are cut after 2^20 characters; half of an example is no JSON."""
-    file = tmp_path / "long.jsonl"
-    file.write_text(json.dumps({"prompt": "x " * 600_000, "completion": "y"}) + "\n")
-    texts = SftDocuments(lambda hook: FileDocuments("t", [file], hook=hook), Columns(), None, None)
-    (only,) = texts.documents()
+    file = write_rows(tmp_path / "long.jsonl", [{"prompt": "x " * 600_000, "completion": "y"}])
+    (only,) = sft_texts(Path(file)).documents()
     assert Example.from_json(only.text).segments[1] == ("y", True)
 
 
 def test_a_null_is_no_answer_and_a_missing_column_is_named(tmp_path: Path) -> None:
     rows = [{"prompt": "a", "completion": "b"}, {"prompt": "c", "completion": None}]
     file = Path(write_rows(tmp_path / "rows.jsonl", rows))
-    texts = SftDocuments(lambda hook: FileDocuments("t", [file], hook=hook), Columns(), None, None)
-    assert len(list(texts.documents())) == 1
-    assert texts.skipped == 1
+    texts = sft_texts(file)
+    assert (len(list(texts.documents())), texts.skipped) == (1, 1)
     write_rows(file, [{"prompt": "a"}])
-    texts = SftDocuments(lambda hook: FileDocuments("t", [file], hook=hook), Columns(), None, None)
     with pytest.raises(InputError, match=r"for 'completion' found no such column, but prompt$"):
-        list(texts.documents())
+        list(sft_texts(file).documents())
 
 
 def test_another_special_token_of_the_chat_template_is_another_content(tmp_path: Path) -> None:
-    file = tmp_path / "chat.jsonl"
-    file.write_text(json.dumps({"messages": CHAT}) + "\n")
-    folder = write_tokenizer(tmp_path / "tokenizer")
-
-    def of_rows(hook: RowHook) -> DocumentSource:
-        return FileDocuments("t", [file], hook=hook)
-
-    hashes = []
+    file = Path(write_rows(tmp_path / "chat.jsonl", [{"messages": CHAT}]))
+    folder, hashes = write_tokenizer(tmp_path / "tokenizer"), []
     for begin in ("<s>", "<bos>", "<s>"):
         config = json.loads((folder / "tokenizer_config.json").read_text()) | {"bos_token": begin}
         (folder / "tokenizer_config.json").write_text(json.dumps(config))
-        texts = SftDocuments(of_rows, Columns(), None, load_tokenizer(folder))
-        hashes.append(texts.content_hash())
-    assert hashes[0] != hashes[1]
-    assert hashes[0] == hashes[2]
+        hashes.append(sft_texts(file, load_tokenizer(folder)).content_hash())
+    assert hashes[0] == hashes[2] != hashes[1]
 
 
 def test_debug_max_samples_and_columns(tmp_path: Path) -> None:
@@ -313,8 +300,7 @@ def test_workers_make_the_same_tokens(tmp_path: Path) -> None:
             (source,) = data.stage_of(1).sources
             split = source.cache.train  # type: ignore[union-attr]
             sides.append((split.tokens.tolist(), split.ends.tolist(), split.loss.tolist()))  # type: ignore[union-attr]
-            windows = source.read(np.arange(len(source))).loss_mask
-            assert windows is not None
+            windows: Any = source.read(np.arange(len(source))).loss_mask
             assert windows[:, 1:].ravel().tolist() == sides[-1][2][1 : 1 + windows[:, 1:].size]
     assert sides[0] == sides[1]
 
@@ -329,16 +315,8 @@ WITH_TOOLS = (
 TURNS = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
 
 
-def rows_of(
-    folder: Path, rows: list[dict[str, Any]], tokenizer: TextTokenizer, columns: Columns | None = None
-) -> list[str]:
-    file = folder / "rows.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-    def opened(hook: RowHook) -> DocumentSource:
-        return FileDocuments("rows", [file], hook=hook)
-
-    texts = SftDocuments(opened, columns or Columns(), None, tokenizer)
+def rows_of(folder: Path, rows: list[dict[str, Any]], tokenizer: Any, columns: Columns | None = None) -> list[str]:
+    texts = sft_texts(Path(write_rows(folder / "rows.jsonl", rows)), tokenizer, columns)
     return [Example.from_json(chunk.text).text for chunk in texts.documents()]
 
 
@@ -367,77 +345,48 @@ def test_columns_that_a_template_reads_reach_it_as_in_transformers(tmp_path: Pat
     assert any(mark in expected for mark in ("<tools>", "<doc>", "<think>")) == any(given.values())
 
 
-@pytest.mark.parametrize(
-    ("given", "line"),
-    [
-        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs: messages is set by the training"),
-        ({"thinking": True}, "the chat template reads 'thinking', which is a column of the row"),
-        ({"system": "Be brief."}, "'system' is not read beside 'messages': write it as the first of the messages"),
-        ({"chat_template": "{{ 1 }}"}, "'chat_template' is not read beside 'messages': the tokenizer's is used"),
-    ],
-)
-def test_a_column_that_would_be_ignored_is_refused(tmp_path: Path, given: dict[str, Any], line: str) -> None:
-    tokenizer = load_tokenizer(write_tokenizer(tmp_path / "t", WITH_TOOLS))
-    with pytest.raises(InputError) as caught:
-        rows_of(tmp_path, [{"messages": TURNS} | given], tokenizer)
-    assert line in str(caught.value)
+PAIR, CHATS = {"prompt": "a", "completion": "b"}, {"messages": TURNS}
+PREFERENCE = {"prompt": "a", "chosen": "b", "rejected": "c"}
+
+
+def answered(**answer: Any) -> dict[str, Any]:
+    return {"messages": [TURNS[0], {"role": "assistant"} | answer]}
 
 
 @pytest.mark.parametrize(
     ("row", "line"),
     [
-        ({"input": "2 and 3"}, "'input' is not read beside 'prompt': join it into the prompt"),
-        ({"tools": [TOOL]}, "'tools' is not read beside 'prompt': write the row as messages"),
-        ({"weight": 0}, "weight = 0 is not supported: every row counts the same"),
+        (CHATS | {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs: messages is set by the training"),
+        (CHATS | {"thinking": True}, "the chat template reads 'thinking', which is a column of the row"),
+        (CHATS | {"system": "x"}, "'system' is not read beside 'messages': write it as the first of the messages"),
+        (CHATS | {"chat_template": "x"}, "'chat_template' is not read beside 'messages': the tokenizer's is used"),
+        (PAIR | {"input": "2 and 3"}, "'input' is not read beside 'prompt': join it into the prompt"),
+        (PAIR | {"tools": [TOOL]}, "'tools' is not read beside 'prompt': write the row as messages"),
+        (PAIR | {"weight": 0}, "weight = 0 is not supported: every row counts the same"),
+        (PAIR | {"label": False}, "row 1: 'label' judges the answer"),
+        (PREFERENCE, "row 1: 'chosen' and 'rejected' are preferences"),
+        (CHATS | {"chosen": TURNS, "rejected": TURNS}, "row 1: 'chosen' and 'rejected' are preferences"),
+        (answered(content="yo", loss=False), "message 2: loss = False is not supported"),
+        (answered(content="yo", loss_weight=False), "message 2: loss_weight = False is not supported"),
+        (answered(content="yo", weight=0), "weight = 0 is not supported"),
+        (answered(content=[{"type": "image", "url": "x"}]), "message 2: expected content as text or parts"),
+        (answered(), "message 2: a message with neither content nor tool_calls"),
+        ({"messages": [TURNS[0] | {"role": None}]}, "message 1: expected a role such as user or assistant, found None"),
     ],
 )
-def test_a_column_beside_a_prompt_that_would_be_ignored_is_refused(
-    tmp_path: Path, tokenizer: TextTokenizer, row: dict[str, Any], line: str
-) -> None:
-    with pytest.raises(InputError, match=line):
-        rows_of(tmp_path, [{"prompt": "a", "completion": "b"} | row], tokenizer)
-    assert rows_of(tmp_path, [{"prompt": "a", "completion": "b"} | dict.fromkeys(row)], tokenizer) == ["ab"]
+def test_a_row_whose_meaning_would_be_ignored_is_refused(tmp_path: Path, row: dict[str, Any], line: str) -> None:
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path / "t", WITH_TOOLS))
+    with pytest.raises(InputError) as caught:
+        rows_of(tmp_path, [row], tokenizer)
+    assert line in str(caught.value)
 
 
-@pytest.mark.parametrize("key", ["loss", "loss_weight"])
-def test_an_answer_that_is_to_be_left_out_of_the_loss_is_refused(key: str, tmp_path: Path) -> None:
-    whole = load_tokenizer(write_tokenizer(tmp_path / "t", WITH_TOOLS))
-    with pytest.raises(InputError, match=rf"message 2: {key} = False is not supported"):
-        rows_of(tmp_path, [{"messages": [TURNS[0], TURNS[1] | {key: False}]}], whole)
-    with pytest.raises(InputError, match="message 1: expected a role such as user or assistant, found None"):
-        rows_of(tmp_path, [{"messages": [TURNS[0] | {"role": None}, TURNS[1]]}], whole)
-
-
-def test_preferences_are_refused_unless_a_side_is_asked_for(tmp_path: Path, tokenizer: TextTokenizer) -> None:
-    for row, line in (
-        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "row 1: 'chosen' and 'rejected' are preferences"),
-        ({"messages": TURNS, "chosen": TURNS, "rejected": TURNS}, "row 1: 'chosen' and 'rejected' are preferences"),
-        ({"prompt": "a", "completion": "b", "label": False}, "row 1: 'label' judges the answer"),
-    ):
-        with pytest.raises(InputError, match=line):
-            rows_of(tmp_path, [row], tokenizer)
-    row = {"prompt": "a", "chosen": "b", "rejected": "c"}
-    assert rows_of(tmp_path, [row], tokenizer, Columns(completion="chosen")) == ["ab"]
+def test_a_column_of_nulls_is_none_and_a_side_of_preferences_may_be_asked_for(tmp_path: Path, whole: Any) -> None:
+    assert rows_of(tmp_path, [PAIR | dict.fromkeys(("input", "tools", "weight", "label"))], whole) == ["ab"]
+    assert rows_of(tmp_path, [PREFERENCE], whole, Columns(completion="chosen")) == ["ab"]
 
 
 def test_content_in_parts_of_text_is_their_text(tokenizer: TextTokenizer) -> None:
     parts = [{"type": "text", "text": "y"}, {"type": "text", "text": "o"}]
-    assert chat_segments([TURNS[0], {"role": "assistant", "content": parts}], tokenizer, "here") == chat_segments(
-        TURNS, tokenizer, "here"
-    )
-
-
-@pytest.mark.parametrize(
-    ("message", "line"),
-    [
-        ({"content": [{"type": "image", "url": "x"}]}, "message 2: expected content as text or parts"),
-        ({}, "message 2: a message with neither content nor tool_calls"),
-        ({"content": "yo", "weight": 0}, "weight = 0 is not supported"),
-    ],
-)
-def test_a_message_that_would_train_on_something_else_is_refused(
-    tokenizer: TextTokenizer, message: dict[str, Any], line: str
-) -> None:
-    with pytest.raises(InputError) as caught:
-        chat_segments([TURNS[0], {"role": "assistant"} | message], tokenizer, "here")
-    assert line in str(caught.value)
+    found = chat_segments([TURNS[0], {"role": "assistant", "content": parts}], tokenizer, "here")
+    assert found == chat_segments(TURNS, tokenizer, "here")
