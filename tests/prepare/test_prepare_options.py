@@ -7,19 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from kenotron.cli import main
 from kenotron.text.byte_level_bpe import train_byte_level_bpe
+from support.tiny_run import Shell
 
 WRONG = {
-    "tokenizer": (
-        ["tokenize", "a.txt", "--tokenizer", "/nope", "--output", "o"],
-        "--tokenizer: no such file or folder",
-    ),
-    "hub": (["tokenize", "org/name", "--tokenizer", "t", "--output", "o"], "INPUT: 'org/name' is not in the local"),
-    "no column": (
-        ["tokenize", "rows", "--tokenizer", "t", "--output", "o", "--column", "x"],
-        "--column: dataset rows: ",
-    ),
+    "a.txt --tokenizer /nope": "--tokenizer: no such file or folder",
+    "org/name --tokenizer t": "INPUT: 'org/name' is not in the local",
+    "rows --tokenizer t --column x": "--column: dataset rows: ",
 }
 
 
@@ -39,13 +33,10 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_the_option_is_named(here: Path, case: str, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments, message = WRONG[case]
-    with pytest.raises(SystemExit) as ended:
-        main(["data", *arguments])
-    (line,) = capsys.readouterr().err.splitlines()
-    assert ended.value.code == 2
-    assert line.startswith(f"error: {message}")
+def test_the_option_is_named(here: Path, case: str, shell: Shell) -> None:
+    code, _, said = shell("data", "tokenize", *case.split(), "--output", "o")
+    assert (code, said.count("\n")) == (2, 1)
+    assert said.startswith(f"error: {WRONG[case]}")
 
 
 def test_python_m_kenotron_is_the_command(tmp_path: Path) -> None:

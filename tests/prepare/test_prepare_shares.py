@@ -3,6 +3,7 @@
 import json
 import random
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -30,8 +31,7 @@ def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def run_share(number: int, count: int, lines: list[str] | None = None) -> dict | None:
-    say = (lines if lines is not None else []).append
+def run_share(number: int, count: int, say: Callable[[str], None] = quiet) -> dict | None:
     given = ["corpus.jsonl"], load_tokenizer("tokenizer"), Path("tokens"), OPTIONS
     return tokenize(*given, report=say, share=(number, count))
 
@@ -49,7 +49,7 @@ def test_shares_in_any_number_and_order_are_the_same_bytes(corpus: Path, count: 
 
 def test_what_a_share_left_undone_the_plain_command_makes(corpus: Path) -> None:
     lines: list[str] = []
-    assert run_share(1, 2, lines) is None
+    assert run_share(1, 2, lines.append) is None
     assert "3 of 5 shards missing, which other shares make" in lines
     assert sorted(file.name for file in (corpus / "tokens").glob("*.ds")) == ["00001.ds", "00003.ds"]
     tokenize(["corpus.jsonl"], load_tokenizer("tokenizer"), corpus / "tokens", OPTIONS, 1, lines.append)
@@ -84,5 +84,4 @@ def test_processes_that_run_at_once_write_the_plain_command_s_bytes(corpus: Path
 def test_a_share_that_is_none_is_refused(corpus: Path, share: str, shell: Shell) -> None:
     options = ("--tokenizer", "tokenizer", "--output", "tokens")
     code, _, said = shell("data", "tokenize", "corpus.jsonl", *options, "--share", share)
-    assert code == 2
-    assert f"--share: expected I/N, from 0/N to N-1/N, found '{share}'" in said
+    assert (code, f"--share: expected I/N, from 0/N to N-1/N, found '{share}'" in said) == (2, True)
