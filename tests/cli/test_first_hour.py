@@ -222,9 +222,7 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize(("arguments", "line"), COMMANDS, ids=[" ".join(arguments) for arguments, _ in COMMANDS])
-def test_a_wrong_command_is_one_line(
-    arguments: tuple[str, ...], line: str, tell: Shell, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_command_is_one_line(arguments: tuple[str, ...], line: str, tell: Shell, monkeypatch: Any) -> None:
     monkeypatch.setattr("kenotron.launch.environment.cores", lambda: 2)
     Path("run").mkdir()
     Path("run", "config.yaml").write_text("")

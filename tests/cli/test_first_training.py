@@ -89,9 +89,7 @@ def run_page(folder: Path, nursery: Nursery) -> dict[str, Finished]:
 
 
 @pytest.mark.slow
-def test_the_page_works_as_it_stands(
-    tmp_path: Path, nursery: Nursery, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_page_works_as_it_stands(tmp_path: Path, nursery: Nursery, monkeypatch: Any, capsys: Any) -> None:
     done = run_page(tmp_path, nursery)
     assert {line: finished.stderr for line, finished in done.items() if finished.code} == {}
     assert [step["iteration"] for step in metrics(tmp_path)] == list(range(1, MORE_STEPS + 1))  # none twice

@@ -62,9 +62,7 @@ def test_a_run_that_fits_is_a_table_with_what_is_largest(tmp_path: Path, capsys:
     assert re.fullmatch(speed, lines[-1])
 
 
-def test_a_gpu_is_measured_and_planned_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpu_is_measured_and_planned_for(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a machine that has a GPU as fast as its CPU."""
     file, measured = tiny_yaml(tmp_path), tmp_path / "mine.yaml"
     assert plan(file, "--measure", measured) == 2
@@ -126,9 +124,7 @@ def test_days_and_cost_are_those_of_the_tokens_of_all_steps(tmp_path: Path, caps
 
 
 @pytest.mark.budget(25, reason="plans several layouts")
-def test_the_nearest_change_that_fits_is_named_for_people_and_programs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_nearest_change_that_fits_is_named_for_people_and_programs(tmp_path: Path, capsys: Any) -> None:
     """With less than the peak to plan for, the changes are tried in their order, and the last one fits."""
     arguments = tiny_yaml(tmp_path), "tokens.sequence_length=32"
     assert plan(*arguments, "--json") == 0
@@ -203,9 +199,7 @@ def served(monkeypatch: pytest.MonkeyPatch, look: Callable[[Server], None], *arg
 
 
 @pytest.mark.budget(20, reason="plans three layouts")
-def test_a_served_page_gets_the_plans_of_what_is_typed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_served_page_gets_the_plans_of_what_is_typed(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     file = Path(tiny_yaml(tmp_path))
     text = file.read_text()
 
@@ -479,8 +473,6 @@ def test_no_time_is_told_of_updates_on_the_host(tmp_path: Path, capsys: pytest.C
         (("model.loss={name: distillation, teacher: x}",), r"error: model.loss: the memory and time of a teacher .*"),
     ],
 )
-def test_bad_input_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], line: str
-) -> None:
+def test_bad_input_is_one_line(tmp_path: Path, capsys: Any, arguments: tuple[str, ...], line: str) -> None:
     assert plan(tiny_yaml(tmp_path), *arguments) == 2
     assert re.fullmatch(line, capsys.readouterr().err.strip())

@@ -185,9 +185,7 @@ QWEN = "model:\n  init_method: {std: 0.02}\n  model_config:\n    is_qwen2_config
 
 
 @pytest.mark.parametrize("last", ["null", "{num_experts: 4}"])
-def test_of_two_moe_configs_the_last_counts_as_in_nanotron(
-    minimal: dict[str, Any], write: Callable[[str], Path], last: str
-) -> None:
+def test_of_two_moe_configs_the_last_counts_as_in_nanotron(minimal: Any, write: Any, last: str) -> None:
     del minimal["model"]
     first = "{num_experts: 8}" if last == "null" else "null"
     keys = f"    moe_config: {first}\n    hidden_size: 16\n    moe_config: {last}\n"
@@ -198,9 +196,7 @@ def test_of_two_moe_configs_the_last_counts_as_in_nanotron(
     assert config.model.decoder.experts == (0 if last == "null" else 4)
 
 
-def test_document_masking_beside_nanotrons_shapes_is_the_models(
-    minimal: dict[str, Any], write: Callable[[str], Path]
-) -> None:
+def test_document_masking_beside_nanotrons_shapes_is_the_models(minimal: Any, write: Callable[[str], Path]) -> None:
     del minimal["model"]
     path = write(QWEN + "    _use_doc_masking: true\n" + yaml.safe_dump(minimal))
     config, lines = upgraded(path)
@@ -211,9 +207,7 @@ def test_document_masking_beside_nanotrons_shapes_is_the_models(
         load(path)
 
 
-def test_a_key_that_is_repeated_is_read_as_pyyaml_reads_it(
-    minimal: dict[str, Any], write: Callable[[str], Path]
-) -> None:
+def test_a_key_that_is_repeated_is_read_as_pyyaml_reads_it(minimal: Any, write: Callable[[str], Path]) -> None:
     stages = minimal.pop("data_stages")
     other = [stages[0] | {"name": "last"}]
     path = write("".join(map(yaml.safe_dump, ({"data_stages": stages}, minimal, {"data_stages": other}))))

@@ -49,9 +49,7 @@ def test_each_error_has_one_line_with_file_and_line(minimal: dict[str, Any], wri
         (["tokens.limit_val_batches=-1"], ["tokens.val_check_interval is -1, limit_val_batches -1: without both, it"]),
     ],
 )
-def test_half_of_the_keys_of_validation_is_a_warning(
-    minimal: dict[str, Any], overrides: list[str], lines: list[str]
-) -> None:
+def test_half_of_the_keys_of_validation_is_a_warning(minimal: Any, overrides: list[str], lines: list[str]) -> None:
     said = [line for line in warnings_of(load(minimal, overrides)) if "random tokens" not in line]
     assert [line.removesuffix(" never validates") for line in said] == lines
 
@@ -96,9 +94,7 @@ def test_what_is_done_another_way_here_is_said(minimal: dict[str, Any], override
         ("data_stages.0.data.trian_files", None),
     ],
 )
-def test_the_place_of_a_key_is_the_nearest_of_exactly_its_name(
-    minimal: dict[str, Any], name: str, ours: str | None
-) -> None:
+def test_the_place_of_a_key_is_the_nearest_of_exactly_its_name(minimal: Any, name: str, ours: str | None) -> None:
     hint = f"; did you mean '{ours}'?" if ours else ""
     assert message(minimal, (f"{name}=1",)) == f"override {name}=1: unknown key '{name}'{hint}"
 
@@ -195,9 +191,7 @@ DYNAMIC = "model.model_config={rope_scaling: {rope_type: dynamic, factor: 2.0}, 
         (("parallelism.pp=2", "parallelism.pp_stages_per_rank=2"), "expected 1 with pp_engine afab, found 2"),
     ],
 )
-def test_a_layout_is_checked_before_anything_starts(
-    minimal: dict[str, Any], overrides: tuple[str, ...], expected: str
-) -> None:
+def test_a_layout_is_checked_before_anything_starts(minimal: Any, overrides: tuple[str, ...], expected: str) -> None:
     assert expected in message(minimal, overrides)
 
 
@@ -216,9 +210,7 @@ def test_a_layout_is_checked_before_anything_starts(
         ),
     ],
 )
-def test_a_ramp_that_does_not_come_out_is_reported_with_its_arithmetic(
-    minimal: dict[str, Any], ramp: str, expected: str
-) -> None:
+def test_a_ramp_that_does_not_come_out_is_reported_with_its_arithmetic(minimal: Any, ramp: str, expected: str) -> None:
     layout = (
         "parallelism={dp: 2, pp: 2, pp_engine: interleaved_1f1b, pp_stages_per_rank: 2}",
         "model.model_config.num_hidden_layers=4",

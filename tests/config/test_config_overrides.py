@@ -53,9 +53,7 @@ def test_the_last_of_two_overrides_counts(minimal: dict[str, Any]) -> None:
         ("tokens.train_steps=[1", "not valid YAML"),
     ],
 )
-def test_a_path_that_leads_nowhere_is_reported_with_the_nearest(
-    minimal: dict[str, Any], override: str, expected: str
-) -> None:
+def test_a_path_that_leads_nowhere_is_reported_with_the_nearest(minimal: Any, override: str, expected: str) -> None:
     said = message(minimal, override)
     assert said.startswith(f"override {override}:")
     assert expected in said

@@ -147,9 +147,7 @@ def test_the_global_batch_counts_samples_of_a_step(minimal: dict[str, Any]) -> N
 @pytest.mark.parametrize(
     ("interval", "limit", "validates"), [(-1, 5, False), (5, 0, False), (5, 1, True), (5, -1, True)]
 )
-def test_validation_needs_an_interval_and_batches(
-    minimal: dict[str, Any], interval: int, limit: int, validates: bool
-) -> None:
+def test_validation_needs_an_interval_and_batches(minimal: Any, interval: int, limit: int, validates: bool) -> None:
     overrides = [f"tokens.val_check_interval={interval}", f"tokens.limit_val_batches={limit}"]
     assert load(minimal, overrides).tokens.validates is validates
 

@@ -85,9 +85,7 @@ def test_a_starcoder2_has_nanotrons_defaults_and_names(minimal: dict[str, Any]) 
         ({"num_key_value_heads": 3}, "num_key_value_heads: expected a divisor of num_attention_heads 16, found 3"),
     ],
 )
-def test_keys_of_a_starcoder2_that_do_not_fit_are_named(
-    minimal: dict[str, Any], keys: dict[str, Any], message: str
-) -> None:
+def test_keys_of_a_starcoder2_that_do_not_fit_are_named(minimal: Any, keys: dict[str, Any], message: str) -> None:
     minimal["model"]["model_config"] = {"is_starcoder2_config": True} | keys
     with pytest.raises(InputError, match=rf"{message}"):
         load(minimal)

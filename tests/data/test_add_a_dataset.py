@@ -4,6 +4,7 @@ import re
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -135,9 +136,7 @@ def failure(dataset: dict) -> str:
     return str(caught.value)
 
 
-def test_names_that_are_not_registered_twice_or_broken_are_reported(
-    beside: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_names_that_are_not_registered_twice_or_broken_are_reported(beside: Path, monkeypatch: Any) -> None:
     line = failure({"source": "file-bites"})
     expected = "expected a dotted path such as my_module.name, or a name that"
     assert line.startswith(f"data_stages.0.data.dataset.source: {expected}")

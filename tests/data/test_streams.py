@@ -213,9 +213,7 @@ def test_every_document_is_read_once_before_one_is_read_again(
 
 
 @given(st.lists(documents, min_size=1, max_size=4), st.integers(1, 12), st.data())
-def test_a_reader_against_a_plain_loop_and_put_down_anywhere(
-    parts: list[list[str]], buffer: int, data: st.DataObject
-) -> None:
+def test_a_reader_against_a_plain_loop_and_put_down_anywhere(parts: list[list[str]], buffer: int, data: Any) -> None:
     block = data.draw(st.sampled_from([1, 30, 1000]))
     shards = data.draw(st.integers(1, len(parts)))
     rules = shard_rules(ListTexts(parts), buffer, shards)
@@ -344,9 +342,7 @@ def test_mixtures_and_stages_go_on_with_the_same_stream(folder: Path, tmp_path: 
         assert resumed(config, resume, states).items() <= whole.items()
 
 
-def test_a_stream_goes_on_behind_a_stage_that_reads_others(
-    folder: Path, tmp_path: Path, tokenizer: TextTokenizer
-) -> None:
+def test_a_stream_goes_on_behind_a_stage_that_reads_others(folder: Path, tmp_path: Path, tokenizer: Any) -> None:
     """Its state is in the checkpoints of the stage between, though nothing reads it there; batches are made ahead."""
     other = {"text_files": str(shutil.copytree(folder, tmp_path / "other")), "streaming": {"shuffle_buffer": 1}}
     first = {"text_files": str(folder), "streaming": {"shuffle_buffer": 5, "reader_shards": 2}}
@@ -363,9 +359,7 @@ def test_a_stream_goes_on_behind_a_stage_that_reads_others(
         assert resumed(config, 12, states, 17).items() <= whole.items()
 
 
-def test_validation_is_the_first_held_out_documents_and_knows_their_bytes(
-    folder: Path, config_of: Callable[..., Config]
-) -> None:
+def test_validation_is_the_first_held_out_documents_and_knows_their_bytes(folder: Path, config_of: Any) -> None:
     with open_run(config_of(), report=quiet) as data:
         held = data.held_out()
         assert len(held) >= 4
@@ -443,9 +437,7 @@ def test_states_of_other_streams_are_refused(folder: Path, config_of: Callable[.
         ("vocabulary", r"token \d+ is not below model\.model_config\.vocab_size = 200"),
     ],
 )
-def test_what_cannot_be_read_is_one_line_with_its_place(
-    folder: Path, tokenizer: TextTokenizer, damage: str, line: str
-) -> None:
+def test_what_cannot_be_read_is_one_line_with_its_place(folder: Path, tokenizer: Any, damage: str, line: str) -> None:
     if damage == "cut":
         os.truncate(folder / "c.jsonl.gz", (folder / "c.jsonl.gz").stat().st_size // 2)
     elif damage == "bytes":
@@ -465,9 +457,7 @@ def test_what_cannot_be_read_is_one_line_with_its_place(
 # ---- memory and long texts ---------------------------------------------------------------------------------
 
 
-def test_a_text_that_is_too_long_to_be_encoded_at_once_is_named(
-    tokenizer: TextTokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_text_that_is_too_long_to_be_encoded_at_once_is_named(tokenizer: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr("kenotron.data.sources.stream.LONGEST_TEXT", 1000)
     encode = DocumentEncoder("test", tokenizer, EncodeRules(0, None), 300)
     with pytest.raises(InputError, match=r"a document of 3,000 characters, 'xxxx.*is encoded at once"):
@@ -498,9 +488,7 @@ def test_memory_is_bounded_on_a_long_stream(tmp_path: Path, tokenizer: TextToken
     assert max(peak) < 40e6
 
 
-def test_a_hugging_face_folder_is_streamed_by_its_files_and_goes_on_anywhere(
-    tmp_path: Path, tokenizer: TextTokenizer
-) -> None:
+def test_a_hugging_face_folder_is_streamed_by_its_files_and_goes_on_anywhere(tmp_path: Path, tokenizer: Any) -> None:
     import datasets
 
     generator = random.Random(7)

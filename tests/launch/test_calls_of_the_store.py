@@ -1,6 +1,7 @@
 """How often ranks ask the one store of a run: a thousand share it, so N² calls would keep it busy for minutes."""
 
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -81,9 +82,7 @@ def test_if_that_rank_is_gone_another_one_asks(store: CountingStore, monkeypatch
     assert str(watch._report_hang(CALL)) == "rank 3 did not join it"
 
 
-def test_the_failure_that_came_first_is_the_cause_for_all(
-    store: CountingStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_failure_that_came_first_is_the_cause_for_all(store: CountingStore, monkeypatch: Any) -> None:
     """Ranks 0 and 1 fail within the half second in which they would have read of rank 2's failure."""
     monkeypatch.setattr(failures.threading.Thread, "join", lambda thread: None)
     ranks = watches(store)[:3]

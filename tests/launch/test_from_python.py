@@ -82,9 +82,7 @@ def test_an_environment_that_does_not_fit_the_layout_is_said(
         train_quietly(tiny_config(tmp_path))
 
 
-def test_processes_for_dp_times_ep_make_dp_larger_and_say_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_processes_for_dp_times_ep_make_dp_larger_and_say_so(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     keys = "{is_mixtral_config: true, num_local_experts: 4, hidden_size: 16, num_attention_heads: 2, vocab_size: 64}"
     layout = ("parallelism.dp=2", "parallelism.expert_parallel_size=2", "tokens.micro_batch_size=3")
     config = tiny_config(tmp_path, f"model.model_config={keys}", *layout)

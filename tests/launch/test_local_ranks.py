@@ -55,9 +55,7 @@ def launches(tmp_path_factory: pytest.TempPathFactory, nursery: Nursery) -> list
 
 
 @pytest.mark.slow
-def test_launches_at_once_all_train_as_one_process_does(
-    launches: list[tuple[Path, Finished]], one_process: list[float]
-) -> None:
+def test_launches_at_once_all_train_as_one_process_does(launches: Any, one_process: list[float]) -> None:
     for folder, finished in launches:
         assert (finished.code, finished.stderr) == (0, "")
         (file,) = folder.glob("logs/*/metrics.jsonl")
@@ -122,9 +120,7 @@ def test_ranks_wait_for_one_that_opens_its_data_however_long_it_takes(tmp_path: 
 # ---- without starting anything -----------------------------------------------------------------------------
 
 
-def test_no_rank_starts_for_a_run_that_has_finished(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_rank_starts_for_a_run_that_has_finished(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     train_quietly(tiny_config(tmp_path))
     started: list[object] = []
     monkeypatch.setattr(local, "start_ranks", lambda *arguments: started.append(arguments))

@@ -3,6 +3,7 @@
 import signal
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -79,9 +80,7 @@ def test_memory_is_named_as_the_cause_when_the_kernel_has_killed_for_it(
     assert memory.why_killed(config, 6, number) == (on_gpus if said == ADVICE else said)
 
 
-def test_a_warning_precedes_a_run_that_will_not_fit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_warning_precedes_a_run_that_will_not_fit(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     config = tiny_config(tmp_path)
     for free, warnings in ((GIB, 0), (95_000, 1), (None, 0)):
         monkeypatch.setattr(memory, "free_memory", lambda *_, free=free: free)
@@ -101,9 +100,7 @@ def test_a_warning_precedes_a_run_that_will_not_fit(
     ],
     ids=["no limit", "docker run --cpus=2.5", "unlimited", "more than there are", "a tenth"],
 )
-def test_threads_are_within_a_containers_limit(
-    monkeypatch: pytest.MonkeyPatch, files: Mapping[str, str], usable: int
-) -> None:
+def test_threads_are_within_a_containers_limit(monkeypatch: Any, files: Mapping[str, str], usable: int) -> None:
     monkeypatch.setattr(machine_memory, "system_file", lambda path: files.get(str(path)))
     monkeypatch.setattr(environment, "cores_by_affinity", lambda: 8)
     assert environment.cores() == usable

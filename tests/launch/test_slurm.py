@@ -9,6 +9,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -334,9 +335,7 @@ def test_every_job_of_a_chain_waits_for_the_one_before(tmp_path: Path, shell: Sh
 # ---- nanotron's launcher -----------------------------------------------------------------------------------
 
 
-def test_nanotrons_flags_make_a_config_that_loads_and_a_job(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shell: Shell
-) -> None:
+def test_nanotrons_flags_make_a_config_that_loads_and_a_job(tmp_path: Path, monkeypatch: Any, shell: Shell) -> None:
     monkeypatch.chdir(tmp_path)
     given = "--run pretrain --model 1b --dp 4 --tp 2 --gpus_per_node 8 --partition hopper --time_limit 20:00:00"
     more = ["--extra_env", "export NCCL_DEBUG=WARN; A='b c'\nexport B=1 C=2", "--email", "a@b.c"]

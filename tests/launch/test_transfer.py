@@ -115,9 +115,7 @@ def grids(*best: float) -> list[transfer.Grid]:
     return [transfer.Grid(*case, each) for case, each in zip([("mup", 1), ("mup", 4), ("standard", 4)], losses)]
 
 
-def test_the_command_prints_a_table_and_leaves_no_files(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_prints_a_table_and_leaves_no_files(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(transfer, "rates", lambda *args: grids(0.01, 0.011, 0.004))
     assert call(tmp_path, small(tmp_path, "mup"), "--learning-rates") == 0
     said = capsys.readouterr().out.splitlines()
