@@ -123,8 +123,8 @@ def test_check_and_submit_say_the_epochs_of_token_files(path: Path, tmp_path: Pa
 
 
 def test_show_prints_a_config_that_loads_to_the_same(path: Path) -> None:
-    shown = output("show", path, "tokens.train_steps=100")
-    assert load(parse(shown).data) == load(path, ["tokens.train_steps=100"])
+    steps = "tokens.train_steps=100"
+    assert load(parse(output("show", path, steps)).data) == load(path, [steps])
 
 
 def test_upgraded_keys_are_reported_on_stderr_not_in_the_output(path: Path) -> None:

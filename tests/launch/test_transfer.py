@@ -8,17 +8,13 @@ import numpy as np
 import pytest
 import yaml
 
-from kenotron.cli import main
 from kenotron.config import load
 from kenotron.config.errors import InputError
 from kenotron.launch import transfer
 from kenotron.models import parametrization
 from kenotron.models.parametrization import Factors
-from support.tiny_run import tiny_dict
-
-
-def quiet(line: str) -> None:
-    """Say nothing."""
+from support.data_runs import quiet
+from support.tiny_run import Shell, tiny_dict
 
 
 def small(folder: Path, kind: str = "completep", **keys: Any) -> dict[str, Any]:
@@ -101,13 +97,6 @@ def test_a_run_that_diverged_counts_as_a_model_that_knows_nothing(tmp_path: Path
     assert found == pytest.approx(np.log(64))
 
 
-def call(folder: Path, content: dict[str, Any], *arguments: str) -> int | str | None:
-    (folder / "my.yaml").write_text(yaml.safe_dump(content))
-    with pytest.raises(SystemExit) as ended:
-        main(["mup", "check", str(folder / "my.yaml"), *arguments])
-    return ended.value.code
-
-
 def grids(*best: float) -> list[transfer.Grid]:
     """Grids of parabolas with these minima, over rates from 0.0025 to 0.04."""
     rates = [0.01 * 2 ** (half / 2) for half in range(-4, 5)]
@@ -115,10 +104,13 @@ def grids(*best: float) -> list[transfer.Grid]:
     return [transfer.Grid(*case, each) for case, each in zip([("mup", 1), ("mup", 4), ("standard", 4)], losses)]
 
 
-def test_the_command_prints_a_table_and_leaves_no_files(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+def test_the_command_prints_a_table_and_leaves_no_files(tmp_path: Path, shell: Shell, monkeypatch: Any) -> None:
     monkeypatch.setattr(transfer, "rates", lambda *args: grids(0.01, 0.011, 0.004))
-    assert call(tmp_path, small(tmp_path, "mup"), "--learning-rates") == 0
-    said = capsys.readouterr().out.splitlines()
+    (tmp_path / "my.yaml").write_text(yaml.safe_dump(small(tmp_path, "mup")))
+    command = ("mup", "check", tmp_path / "my.yaml", "--learning-rates")
+    code, out, _ = shell(*command)
+    said = out.splitlines()
+    assert code == 0
     assert said[0].split() == ["over", "width", "mup", "|x|", "mup", "moved", "standard", "|x|", "standard", "moved"]
     assert said[1].startswith("model.embed_tokens ")
     holds = said.index("mup over width: holds")
@@ -131,7 +123,7 @@ def test_the_command_prints_a_table_and_leaves_no_files(tmp_path: Path, capsys: 
     assert said[-2] == "o mup, 4 times as wide: best rate 0.011: holds"
     assert said[-1] == "+ standard, 4 times as wide: best rate 0.004: does not hold"
     monkeypatch.setattr(transfer, "rates", lambda *args: grids(0.01, 0.02, 0.02))
-    assert call(tmp_path, small(tmp_path, "mup"), "--learning-rates") == 1
+    assert shell(*command)[0] == 1
     assert [path.name for path in tmp_path.iterdir()] == ["my.yaml"]
 
 

@@ -76,8 +76,7 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
     """Equal names, dtypes, shapes and bits."""
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        assert found[name].dtype == value.dtype, name
-        assert found[name].shape == value.shape, name
+        assert (found[name].dtype, found[name].shape) == (value.dtype, value.shape), name
         assert torch.equal(bits(found[name]), bits(value)), name
 
 

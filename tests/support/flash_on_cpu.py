@@ -54,9 +54,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, grouped
     assert (int(starts[0]), int(starts[-1])) == (0, len(q))
     assert int(starts.diff().min()) > 0
     assert int(starts.diff().max()) <= longest
-    for x in (q, k, v):
-        assert x.dim() == 3
-        assert x.stride(-1) == 1
+    assert [(x.dim(), x.stride(-1)) for x in (q, k, v)] == [(3, 1)] * 3
     assert grouped or q.shape[1] == k.shape[1]
 
 
@@ -72,17 +70,9 @@ def by_definition(
     return torch.cat(outs).to(q.dtype), torch.cat(sums, 1).float()
 
 
-def gradients(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    starts: Tensor,
-    is_causal: bool,
-    scale: float | None,
-    window: list[int],
-) -> tuple[Tensor, ...]:
+def gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, *mask: Any) -> tuple[Tensor, ...]:
     """dq, dk, dv. By hand: torch calls a kernel of its own operators where nothing records gradients."""
+    is_causal, scale, window = mask
     found: tuple[list[Tensor], ...] = ([], [], [])
     heads, kv_heads = q.shape[1], k.shape[1]
     for g, dq, dk, dv in documents((grad, q, k, v), starts, heads):

@@ -58,12 +58,10 @@ def causal_conv1d_fn(
     final_states_out: Tensor | None = None,
     activation: str | None = None,
 ) -> Tensor:
-    assert (initial_states, return_final_states, final_states_out, activation) == (None, False, None, None), (
-        "not played"
-    )
+    not_played = (initial_states, return_final_states, final_states_out, activation)
+    assert not_played == (None, False, None, None)
     (sequences, channels, length), width = x.shape, weight.shape[-1]
-    assert x.dtype in INPUTS
-    assert weight.dtype in INPUTS
+    assert {x.dtype, weight.dtype} <= {*INPUTS}
     assert weight.shape == (channels, width)
     assert 2 <= width <= 4
     channels_last = x.stride(1) == 1 and x.stride(2) > 1
@@ -71,9 +69,7 @@ def causal_conv1d_fn(
     if channels_last:
         assert channels % 8 == x.stride(2) % 8 == x.stride(0) % 8 == 0
     if bias is not None:
-        assert bias.dtype == weight.dtype
-        assert bias.shape == (channels,)
-        assert bias.stride(-1) == 1
+        assert (bias.dtype, bias.shape, bias.stride(-1)) == (weight.dtype, (channels,), 1)
     if seq_idx is not None:
         assert channels_last
         check_numbers(seq_idx, sequences, length)
@@ -103,10 +99,8 @@ def selective_scan_fn(
     (sequences, channels, length), n = u.shape, A.shape[1]
     assert u.dtype in INPUTS
     assert delta.dtype == B.dtype == C.dtype == u.dtype
-    assert A.dtype == torch.float32
+    assert (A.dtype, A.shape, delta.shape) == (torch.float32, (channels, n), u.shape)
     assert n <= 256
-    assert delta.shape == u.shape
-    assert A.shape == (channels, n)
     assert B.shape == C.shape == (sequences, n, length)
     h = u.new_zeros(sequences, channels, n, dtype=torch.float64)
     wide_u, dt, a, b, c = (each.double() for each in (u, delta, A, B, C))
@@ -116,8 +110,7 @@ def selective_scan_fn(
         outputs.append((h * c[:, None, :, t]).sum(-1))
     y = torch.stack(outputs, -1)
     if D is not None:
-        assert D.dtype == torch.float32
-        assert D.shape == (channels,)
+        assert (D.dtype, D.shape) == (torch.float32, (channels,))
         y = y + D.double()[:, None] * wide_u
     return (y.to(u.dtype), _IgnoringGradient.apply(h.float())) if return_last_state else y.to(u.dtype)
 
@@ -148,9 +141,8 @@ def mamba_chunk_scan_combined(
     assert heads % groups == 0
     assert B.shape == C.shape == (sequences, length, groups, n)
     assert B.dtype == C.dtype == x.dtype
-    assert dt.shape == (sequences, length, heads)
-    assert dt.dtype == A.dtype == torch.float32
-    assert A.shape == (heads,)
+    assert (dt.dtype, dt.shape) == (torch.float32, (sequences, length, heads))
+    assert (A.dtype, A.shape) == (torch.float32, (heads,))
     if seq_idx is not None:
         check_numbers(seq_idx, sequences, length)
     wide, step, a = x.double(), dt.double(), A.double()
@@ -176,9 +168,8 @@ def mamba_chunk_scan_combined(
 
 def check_numbers(seq_idx: Tensor, sequences: int, length: int) -> None:
     """Of documents: int32, in order, none negative (causal_conv1d takes those for padding)."""
-    assert seq_idx.dtype == torch.int32
+    assert (seq_idx.dtype, seq_idx.shape) == (torch.int32, (sequences, length))
     assert seq_idx.is_contiguous()
-    assert seq_idx.shape == (sequences, length)
     assert int(seq_idx.min()) >= 0
     assert bool((seq_idx.diff(dim=1) >= 0).all())
 

@@ -184,11 +184,15 @@ class FlipBit(Hook):
             local.view(torch.int32).view(-1)[0] ^= 1
 
 
-class PoisonWeight(Hook):
-    """Puts NaN into a weight after the given step: every later loss is NaN."""
+class AtStep(Hook):
+    """What the hooks below do in one step."""
 
     def __init__(self, step: int) -> None:
         self.step = step
+
+
+class PoisonWeight(AtStep):
+    """Puts NaN into a weight after the given step: every later loss is NaN."""
 
     def after_step(self, run: Any, result: Any) -> None:
         if run.step == self.step:
@@ -312,11 +316,8 @@ class Measures(Hook):
         run.record_metric("highest_rank", run.mesh.rank("batch"), reduce="max")
 
 
-class StopAt(Hook):
+class StopAt(AtStep):
     """Asks the run to stop after a step."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
 
     def after_step(self, run: Any, result: Any) -> None:
         if run.step == self.step:
@@ -336,9 +337,8 @@ class Recorder(Hook):
         self.moments.append(f"before_step {run.step}")
 
     def before_update(self, run: Any) -> None:
-        norm = torch.stack([p.grad.square().sum() for p in run.model.parameters()]).sum().sqrt()
+        self.norm = float(torch.stack([p.grad.square().sum() for p in run.model.parameters()]).sum().sqrt())
         self.moments.append(f"before_update {run.step}")
-        self.norm = float(norm)
 
     def after_step(self, run: Any, result: Any) -> None:
         assert all(parameter.grad is None for parameter in run.model.parameters())
@@ -389,10 +389,8 @@ class Averages(Hook):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.average, (self.count, (count, nothing)) = state["average"], state["counts"]
-        assert nothing is None
+        assert (nothing, count.dtype, count.shape) == (None, torch.int32, ())
         assert (int(state["a.b"]), int(state["a"]["b"])) == (int(count), int(count) + 1) == (self.count, self.count + 1)
-        assert count.dtype == torch.int32
-        assert count.shape == ()
 
 
 def slowly(sequence_length: int, seed: int) -> list[np.ndarray]:
@@ -402,11 +400,8 @@ def slowly(sequence_length: int, seed: int) -> list[np.ndarray]:
     return counting(sequence_length, seed)
 
 
-class TerminateIn(Hook):
+class TerminateIn(AtStep):
     """Sends SIGTERM to its own process within a step."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
 
     def before_step(self, run: Any) -> None:
         if run.step + 1 == self.step:
