@@ -91,9 +91,5 @@ def test_missing_paths_and_too_few_tokens_are_reported(texts: Any, tmp_path: Pat
         check_paths(missing)
     assert "tokens.val_datasets.1.text_files" in {required.key for required in data_requirements(missing)}
     np.save(tmp_path / "short.npy", np.arange(LENGTH, dtype=np.uint16))
-    message = r"^tokens\.val_datasets\.0: .*short\.npy has less than a sequence: 32 tokens"
-    with (
-        pytest.raises(InputError, match=message),
-        opened(texts, val_datasets=[{"tokens": str(tmp_path / "short.npy")}]),
-    ):
-        pass
+    with pytest.raises(InputError, match=r"^tokens\.val_datasets\.0: .*short\.npy has less than a sequence: 32 tokens"):
+        opened(texts, val_datasets=[{"tokens": str(tmp_path / "short.npy")}])

@@ -16,10 +16,7 @@ from kenotron.data import NO_LOSS, open_run
 from kenotron.data.provenance import document_ranges, step_origins
 from support.data_runs import quiet, run_config, write_texts
 from support.tiny_run import Shell
-from support.written_tokens import counting, write_ds
-
-L = 8
-LENGTHS = (5, 30, 1, 12, 40, 7, 60, 25)
+from support.written_tokens import LENGTHS, L, counting, write_ds
 
 
 def config_of(dataset: Any, **changes: Any) -> Any:

@@ -20,6 +20,8 @@ from support.written_tokens import write_ds
 AT = "data_stages.0.data"
 TOKENS = {"tokens": "a"}
 TWO = {"mixture": [{"weight": 1, "tokens": "a"}, {"weight": 2, "tokens": "b"}]}
+TWO_KINDS = {"mixture": [{"weight": 1, "tokens": "a"}, {"weight": "size", "tokens": "b"}]}
+UNENDED = {"dataset_folder": "a", "packing": "best_fit", "return_positions": False}
 EPOCHS = {"max_epochs": 2}
 
 
@@ -34,16 +36,10 @@ REFUSED = {
     "temperature of a path": (of(TOKENS, temperature=2), f"{AT}.temperature: expected 1 with a single source, found 2"),
     "temperature of a list that is one text": (of({"text_files": ["a", "b"]}, temperature=2), f"{AT}.temperature: "),
     "nobody shares on": (of(TOKENS | EPOCHS, when_exhausted="renormalise"), f"{AT}.when_exhausted: expected stop or"),
-    "weights of two kinds": (
-        of({"mixture": [{"weight": 1, "tokens": "a"}, {"weight": "size", "tokens": "b"}]}),
-        f"{AT}.dataset.mixture: expected weights of one kind",
-    ),
+    "weights of two kinds": (of(TWO_KINDS), f"{AT}.dataset.mixture: expected weights of one kind"),
     "no limit": (of(TWO, when_exhausted="repeat"), f"{AT}.when_exhausted: expected max_epochs to be set in a dataset"),
     "nothing to restart": (of(TOKENS, restart=True), f"{AT}.restart: expected false: there is no stage before the fi"),
-    "rows without ends": (
-        of({"dataset_folder": "a", "packing": "best_fit", "return_positions": False}),
-        f"{AT}.dataset.return_positions: expected true with packing: best_fit",
-    ),
+    "rows without ends": (of(UNENDED), f"{AT}.dataset.return_positions: expected true with packing: best_fit"),
     "nothing is remote": (of(TOKENS) | {"remote_data": {"tries": 2}}, "remote_data: expected a remote path"),
     "a revision of nothing": (
         of(None) | {"tokenizer": {"tokenizer_revision": "main"}},

@@ -195,10 +195,8 @@ def test_a_loss_that_is_neither_0_nor_1_is_named_before_it_is_fed(tmp_path: Path
         stream.seek(70)
         stream.write(b"\x07")
     dataset = {"tokens": str(file)} | ({"packing": packing} if packing else {})
-    with (
-        pytest.raises(InputError, match=r"a\.ds\.loss: expected 0 or 1 for each token, found 7 at byte 70"),
-        opened(dataset, train_steps=200, val_fraction=1e-6) as data,
-    ):
+    message = r"a\.ds\.loss: expected 0 or 1 for each token, found 7 at byte 70"
+    with pytest.raises(InputError, match=message), opened(dataset, train_steps=200, val_fraction=1e-6) as data:
         read_steps(data, range(1, 200))
 
 

@@ -58,7 +58,7 @@ def repository(home: Path, kind: str, name: str) -> Path:
     return snapshot
 
 
-def make_dataset_repository(home: Path, name: str, documents: list[str], column: str = "text") -> Path:
+def make_dataset_repository(home: Path, name: str, documents: list[str]) -> Path:
     """One parquet file of the split `train`."""
     import pyarrow
     from pyarrow import parquet
@@ -67,12 +67,11 @@ def make_dataset_repository(home: Path, name: str, documents: list[str], column:
     splits = "configs:\n- config_name: default\n  data_files:\n  - split: train\n    path: data/train-*\n"
     (snapshot / "README.md").write_text(f"---\n{splits}---\n")
     (snapshot / "data").mkdir(exist_ok=True)
-    table = pyarrow.table({column: documents})
-    parquet.write_table(table, snapshot / "data" / "train-00000-of-00001.parquet")
+    parquet.write_table(pyarrow.table({"text": documents}), snapshot / "data" / "train-00000-of-00001.parquet")
     return snapshot
 
 
-def make_prepared_dataset(home: Path, name: str, documents: list[str], column: str = "text") -> Path:
+def make_prepared_dataset(home: Path, name: str, documents: list[str]) -> Path:
     """The arrow files that ``load_dataset(name)`` left."""
     from datasets import DatasetInfo, Features, SplitDict, SplitInfo, Value
     from datasets.arrow_writer import ArrowWriter
@@ -80,10 +79,10 @@ def make_prepared_dataset(home: Path, name: str, documents: list[str], column: s
     namespace, short = name.split("/")
     folder = home / "datasets" / f"{namespace}___{short}" / "default" / "0.0.0" / COMMIT
     folder.mkdir(parents=True, exist_ok=True)
-    features = Features({column: Value("string")})
+    features = Features({"text": Value("string")})
     with ArrowWriter(path=str(folder / f"{short}-train.arrow"), features=features) as writer:
         for document in documents:
-            writer.write({column: document})
+            writer.write({"text": document})
         rows, size = writer.finalize()
     split = SplitInfo("train", num_bytes=size, num_examples=rows, dataset_name=short)
     names = {"builder_name": "parquet", "dataset_name": short, "config_name": "default", "version": "0.0.0"}
