@@ -102,7 +102,9 @@ def test_a_file_that_is_cut_after_it_was_checked_is_an_error_not_a_crash(tmp_pat
     path = save_step(tmp_path, 10).path
     for size in (0, 3000):
         os.truncate(path / "model" / "rank0.safetensors", size)
-        with pytest.raises(CheckpointError, match=r"rank0.safetensors is damaged: it (is empty|was truncated to 3000)"):
+        with pytest.raises(
+            CheckpointError, match=r"rank0.safetensors is damaged: it (is empty|was truncated to 3000 bytes)"
+        ):
             load(path, model=empty_like(weights(0)), optimizer=None, verify=False)
         with pytest.raises(CheckpointError, match=r"rank0.safetensors is damaged"):
             read_tensors(path, verify=False)

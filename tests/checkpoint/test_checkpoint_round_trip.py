@@ -119,15 +119,21 @@ def test_saving_copies_no_tensor_that_is_contiguous_on_the_host(tmp_path: Path, 
     save_plain(tmp_path, 1, model)
 
 
+SHAPE = "'weight' has shape [2, 3] in the checkpoint"
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         ({"wieght": torch.ones(2, 3), "b": torch.ones(4)}, "lacks 'wieght'; did you mean 'weight'?"),
         ({"weight": torch.ones(2, 3)}, "has 'b', which this run does not have"),
-        ({"weight": torch.ones(3, 2), "b": torch.ones(4)}, "'weight' has shape [2, 3] in the checkpoint and [3, 2] in"),
-        ({"weight": torch.ones(3, 2), "b": torch.ones(5)}, "and [3, 2] in this run, and 1 more"),
-        ({"weight": torch.ones(6), "b": torch.ones(4)}, "'weight' has shape [2, 3] in the checkpoint and [6] in"),
-        ({"weight": torch.ones(2, 3).half(), "b": torch.ones(4)}, "is float32 in the checkpoint and float16 in this"),
+        ({"weight": torch.ones(3, 2), "b": torch.ones(4)}, f"{SHAPE} and [3, 2] in this run"),
+        ({"weight": torch.ones(3, 2), "b": torch.ones(5)}, f"{SHAPE} and [3, 2] in this run, and 1 more"),
+        ({"weight": torch.ones(6), "b": torch.ones(4)}, f"{SHAPE} and [6] in this run"),
+        (
+            {"weight": torch.ones(2, 3).half(), "b": torch.ones(4)},
+            "'weight' is float32 in the checkpoint and float16 in this run",
+        ),
         ({"weight": torch.ones(2, 3, device="meta"), "b": torch.ones(4)}, "without memory"),
         ({"x": torch.ones(1), "y": torch.ones(1), "z": torch.ones(1)}, "lacks 'x' and 2 more"),
     ],

@@ -93,10 +93,15 @@ LATE = """data_stages=[{name: all, start_training_step: 1, data: {dataset: null}
     [
         (
             ["tokens.train_steps=20", f"{LR}.lr_warmup_steps=50"],
-            f"{LR}.lr_warmup_steps is 50, but tokens.train_steps only 20: the learning rate ends at 0.004 and never re",
+            f"{LR}.lr_warmup_steps is 50, but tokens.train_steps only 20: the learning rate ends at 0.004 and never "
+            "reaches 0.01",
         ),
         ([f"{LR}.learning_rate=30"], f"{LR}.learning_rate is 30: training is likely to diverge; common rates are"),
-        ([LATE], "data_stages.1.start_training_step is 5, but tokens.train_steps only 3: the stage 'late' is never tr"),
+        (
+            [LATE],
+            "data_stages.1.start_training_step is 5, but tokens.train_steps only 3: the stage 'late' is never trained "
+            "on",
+        ),
         (["tokens.sequence_length=64"], "tokens.sequence_length is 64, but model_config.max_position_embeddings only"),
     ],
 )

@@ -174,7 +174,10 @@ DYNAMIC = "model.model_config={rope_scaling: {rope_type: dynamic, factor: 2.0}, 
     [
         (("parallelism.strategy=fsdp", "optimizer.zero_stage=2"), "fsdp means optimizer.zero_stage 3, but that is 2"),
         (("parallelism.dp=4", "parallelism.dp_shard=3"), "parallelism.dp_shard: expected a divisor of dp 4, found 3"),
-        (("parallelism={dp: 4, dp_shard: 2}", "optimizer.zero_stage=0"), "dp_shard: expected a zero_stage above 0"),
+        (
+            ("parallelism={dp: 4, dp_shard: 2}", "optimizer.zero_stage=0"),
+            "parallelism.dp_shard: expected a zero_stage above 0",
+        ),
         ((f"{CP}=4", "tokens.sequence_length=20"), f"{RING} tokens.sequence_length to be a multiple of 8, found 20"),
         (
             ("parallelism={context_parallel_size: 2, tp: 4, context_parallel_method: ulysses}",),
@@ -183,9 +186,13 @@ DYNAMIC = "model.model_config={rope_scaling: {rope_type: dynamic, factor: 2.0}, 
         ((f"{CP}=2", DYNAMIC), f"{CP}: rope_scaling dynamic depends on the longest position of a batch"),
         (
             ("parallelism={tp: 4, tp_mode: REDUCE_SCATTER}", "tokens.sequence_length=9"),
-            "tp_mode: REDUCE_SCATTER splits the 18 tokens of a micro-batch over tp 4; expected a multiple of 4",
+            "parallelism.tp_mode: REDUCE_SCATTER splits the 18 tokens of a micro-batch over tp 4; expected a multiple "
+            "of 4",
         ),
-        ((f"{CP}=4", "data_stages.0.sequence_length=20"), f"{RING} data_stages.0.sequence_length to be a multiple of"),
+        (
+            (f"{CP}=4", "data_stages.0.sequence_length=20"),
+            f"{RING} data_stages.0.sequence_length to be a multiple of 8, found 20",
+        ),
         (("parallelism.pp=64",), "parallelism.pp: expected at most num_hidden_layers"),
         (("parallelism.pp=2", "parallelism.pp_layers=[1]"), "parallelism.pp_layers: expected 2 numbers of at least 1"),
         (("parallelism.pp=2", "parallelism.pp_stages_per_rank=2"), "expected 1 with pp_engine afab, found 2"),
@@ -199,9 +206,15 @@ def test_a_layout_is_checked_before_anything_starts(minimal: Any, overrides: tup
     ("ramp", "expected"),
     [
         ("start: 6, increment: 8, samples: 9", "start: expected a multiple of "),
-        ("start: 8, increment: 6, samples: 9", "increment: expected a multiple of tokens.micro_batch_size 2 x dp 2 ="),
+        (
+            "start: 8, increment: 6, samples: 9",
+            "increment: expected a multiple of tokens.micro_batch_size 2 x dp 2 = 4, found 6",
+        ),
         ("start: 32, increment: 4, samples: 9", "start: expected fewer than the global batch of 32 samples, found 32"),
-        ("start: 8, increment: 16, samples: 9", "a divisor of 24, the global batch of 32 samples minus start 8"),
+        (
+            "start: 8, increment: 16, samples: 9",
+            "increment: expected a divisor of 24, the global batch of 32 samples minus start 8, found 16",
+        ),
         ("start: 8, increment: 8", "missing key 'data_stages.0.batch_size_ramp.samples'"),
         (
             "start: 12, increment: 4, samples: 9",

@@ -478,9 +478,13 @@ def test_a_token_beyond_the_models_vocabulary_is_named(texts, tmp_path):
 
 def test_a_path_that_is_not_there_is_named_before_anything_is_opened(texts):
     config = run_config({"mixture": [{"weight": 1, "text_files": str(texts)}, {"weight": 1, "tokens": f"{texts}x"}]})
-    with pytest.raises(InputError, match=r"^data_stages\.0\.data\.dataset\.mixture\.1\.tokens: .* mean 'texts'\?"):
+    with pytest.raises(
+        InputError, match=r"^data_stages\.0\.data\.dataset\.mixture\.1\.tokens: .*did you mean 'texts'\?"
+    ):
         check_paths(config, 1, 1)
     later = run_config({"text_files": str(texts)}, {"text_files": "not yet there"})
     check_paths(later, 6, 6)
-    with pytest.raises(InputError, match=r"^data_stages\.1\.data\.dataset\.text_files: no such file or folder: not"):
+    with pytest.raises(
+        InputError, match=r"^data_stages\.1\.data\.dataset\.text_files: no such file or folder: not yet"
+    ):
         check_paths(later, 7, 7)

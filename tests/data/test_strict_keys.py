@@ -38,7 +38,10 @@ REFUSED = {
     "nobody shares on": (of(TOKENS | EPOCHS, when_exhausted="renormalise"), f"{AT}.when_exhausted: expected stop or"),
     "weights of two kinds": (of(TWO_KINDS), f"{AT}.dataset.mixture: expected weights of one kind"),
     "no limit": (of(TWO, when_exhausted="repeat"), f"{AT}.when_exhausted: expected max_epochs to be set in a dataset"),
-    "nothing to restart": (of(TOKENS, restart=True), f"{AT}.restart: expected false: there is no stage before the fi"),
+    "nothing to restart": (
+        of(TOKENS, restart=True),
+        f"{AT}.restart: expected false: there is no stage before the first",
+    ),
     "rows without ends": (of(UNENDED), f"{AT}.dataset.return_positions: expected true with packing: best_fit"),
     "nothing is remote": (of(TOKENS) | {"remote_data": {"tries": 2}}, "remote_data: expected a remote path"),
     "a revision of nothing": (
@@ -95,7 +98,10 @@ D = "data_stages.0.data.dataset"
 FOUND = {
     "a weight in it": ([{"tokens": "mix.json"}], f"{D}.tokens: mix.json, 'ds': expected a map path → weight above 0"),
     "a hub's rows": ([{"hf_dataset_or_datasets": {"a": 0}}], f"{D}.hf_dataset_or_datasets: the fraction of 'a'"),
-    "a mixture's": ([{"mixture": [DS | ONE, {"tokens": "no"} | ONE]}], f"{D}.mixture.1.tokens: no such file or folder"),
+    "a mixture's": (
+        [{"mixture": [DS | ONE, {"tokens": "no"} | ONE]}],
+        f"{D}.mixture.1.tokens: no such file or folder: no",
+    ),
     "arguments of what is there": (
         [{"source": "test_strict_keys.rows", "kwargs": {"n": 2}}],
         f"{D}.kwargs: test_strict_keys.rows is a list, which cannot be called with them",

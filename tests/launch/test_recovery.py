@@ -146,7 +146,8 @@ def test_torchrun_with_spares_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     code, _, said = shell("train", tiny_yaml(tmp_path), *OVERRIDES, "--spares", "1")
-    assert (code, "\nerror: --spares: expected ranks that kenotron starts itself" in f"\n{said}") == (2, True)
+    assert code == 2
+    assert said.splitlines()[-1].startswith("error: --spares: expected ranks that kenotron starts itself")
 
 
 @pytest.mark.slow

@@ -53,7 +53,13 @@ def test_variables_of_a_task_are_those_of_torchrun() -> None:
 
 @pytest.mark.parametrize(
     ("nodes", "first"),
-    [("n1", "n1"), ("n[1-2]", "n1"), ("r7i[03-05,9]n2,log", "r7i03n2"), ("a[1-2]b[3,5],c", "a1b3"), ("x,y[1-2]", "x")],
+    [
+        ("n1", "n1"),
+        ("n[1-2]", "n1"),
+        ("r7i[03-05,9]n2,login", "r7i03n2"),
+        ("a[1-2]b[3,5],c", "a1b3"),
+        ("x,y[1-2]", "x"),
+    ],
 )
 def test_the_first_host_of_a_list(nodes: str, first: str) -> None:
     assert first_host(nodes) == first

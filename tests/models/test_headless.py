@@ -125,7 +125,7 @@ def test_headless_then_a_head_of_the_embeddings(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["model.loss=headless"], "model.loss: expected a map of keys, found 'headless'; set model.loss.name=head"),
+        (["model.loss=headless"], "model.loss: expected a map of keys, found 'headless'; set model.loss.name=headless"),
         (["model.loss={name: headles}"], r"model.loss.name: .*'headless'"),
         (["model.loss={name: headless}"], "tie_word_embeddings: expected true: the headless loss has embeddings"),
         ([TIED, "model.loss={name: headless, negatives: block}"], "block_size: expected with negatives: block"),

@@ -165,19 +165,39 @@ COMPLETEP = "model.parametrization.kind=completep"
 @pytest.mark.parametrize(
     ("shapes", "overrides", "said"),
     [
-        ({}, ["optimizer.optimizer_factory={name: sgd}"], "parametrization: its factors are those of adamW or muon or"),
-        ({"tie_word_embeddings": True}, [], "parametrization: embedding and head learn at different rates; expected"),
-        (SPARSE["mixtral"], [], "parametrization: expected a model of attention and dense MLPs, found mixtral"),
-        ({}, [*MUP, "optimizer.optimizer_factory={name: muon}"], "use_mup: its factors are those of adamW; found muon"),
+        (
+            {},
+            ["optimizer.optimizer_factory={name: sgd}"],
+            "model.parametrization: its factors are those of adamW or muon or normuon; found",
+        ),
+        (
+            {"tie_word_embeddings": True},
+            [],
+            "model.parametrization: embedding and head learn at different rates; expected tie",
+        ),
+        (SPARSE["mixtral"], [], "model.parametrization: expected a model of attention and dense MLPs, found mixtral"),
+        (
+            {},
+            [*MUP, "optimizer.optimizer_factory={name: muon}"],
+            "model.init_method.use_mup: its factors are those of adamW; found muon",
+        ),
         (
             {},
             [COMPLETEP, "model.init_method={std: 0.02, scaling_method: layer_index}"],
             "model.init_method.scaling_method: expected NUM_LAYERS or NONE with completep, found LAYER_INDEX",
         ),
-        ({"family": "olmo2"}, [COMPLETEP], "kind: expected mup: the norms after branches of olmo2 undo 1 / depth"),
+        (
+            {"family": "olmo2"},
+            [COMPLETEP],
+            "model.parametrization.kind: expected mup: the norms after branches of olmo2 undo 1 / depth",
+        ),
         ({}, MUP[1:], "model.parametrization: expected null with init_method.use_mup"),
         ({}, ["model.parametrization.base_depth=3"], "base_depth: expected null or this model's depth; "),
-        ({}, [COMPLETEP, "model.parametrization.base_depth=null"], "base_depth: missing: completep needs the depth"),
+        (
+            {},
+            [COMPLETEP, "model.parametrization.base_depth=null"],
+            "model.parametrization.base_depth: missing: completep needs the depth",
+        ),
     ],
 )
 def test_what_the_rules_do_not_know_is_one_line(shapes, overrides, said, tmp_path):

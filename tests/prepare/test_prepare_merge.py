@@ -165,7 +165,9 @@ def test_what_cannot_be_merged_is_named(sources, tmp_path):
 
 def test_a_loss_mask_of_an_earlier_file_is_not_taken_for_the_new_ones(sources, tmp_path):
     (tmp_path / "all.ds.loss").write_bytes(b"")
-    with pytest.raises(InputError, match=r"--output: .*all\.ds\.loss already exists, left by an earlier all\.ds; rem"):
+    with pytest.raises(
+        InputError, match=r"--output: .*all\.ds\.loss already exists, left by an earlier all\.ds; remove it"
+    ):
         merge(sources, tmp_path / "all.ds", report=quiet)
 
 

@@ -173,7 +173,9 @@ def test_what_is_not_there_or_not_for_us(hub: Hub, tokens: Any, monkeypatch: pyt
         open_token_files("hf://datasets/stas/robots/nothing", "PATH")
     with pytest.raises(InputError, match=r"^hf://datasets/stas/robots@old/a folder: its repository has no such"):
         open_token_files("hf://datasets/stas/robots@old/a folder", "PATH")
-    gone = "no such repository on the Hugging Face hub, or no access to it .access comes from `hf auth login`, or HF_T"
+    gone = (
+        "no such repository on the Hugging Face hub, or no access to it .access comes from `hf auth login`, or HF_TOK"
+    )
     with pytest.raises(InputError, match=f"^hf://datasets/stas/gone/x: {gone}"):
         open_token_files("hf://datasets/stas/gone/x", "PATH")
     hub.tokens["stas/robots"] = "hf_secret"

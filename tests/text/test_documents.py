@@ -104,7 +104,11 @@ def test_a_file_packed_in_another_way_is_not_left_out_in_silence(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.jsonl", b'{"body": "x"}\n', r"a\.jsonl:1: no text column 'text'; found body; text_column_name, or --col"),
+        (
+            "a.jsonl",
+            b'{"body": "x"}\n',
+            r"a\.jsonl:1: no text column 'text'; found body; text_column_name, or --column, ",
+        ),
         ("a.jsonl", b'{"text": "x"}\n{"text"\n', r"a\.jsonl:2: expected one JSON object a line"),
         ("a.jsonl", b'{"text": "\xff"}\n', r"a\.jsonl:1: not UTF-8"),
         ("a.txt", b"good \xe9t\xe9", r"a\.txt: not UTF-8 \(byte 0xe9"),

@@ -55,7 +55,10 @@ def test_eager_attention_trains_the_same(tmp_path: Path) -> None:
     [
         (["flash_attention_3"], "flash_attention_3 needs an NVIDIA GPU, found cpu; expected one of auto, flash_att"),
         (["flex_attention"], "flex_attention has no backward on a CPU; expected one of auto"),
-        (["eager", "parallelism.context_parallel_size=2"], "expected auto, flash_attention_2 or sdpa with parall"),
+        (
+            ["eager", "parallelism.context_parallel_size=2"],
+            "expected auto, flash_attention_2 or sdpa with parallelism.",
+        ),
     ],
 )
 def test_what_a_run_cannot_use_is_refused(tmp_path: Path, overrides: list[str], said: str) -> None:

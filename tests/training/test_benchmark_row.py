@@ -87,7 +87,10 @@ def test_nanotrons_benchmark_mode_ends_after_four_steps(tmp_path: Path, monkeypa
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"step,loss\n1,2\n", "expected a new file, or one with the 35 columns of .*; .* has the column 'st"),
+        (
+            b"step,loss\n1,2\n",
+            "expected a new file, or one with the 35 columns of a benchmark row; .* has the column 'st",
+        ),
         (b"job_id,name\n1,2\n", "bench.csv has 2 columns"),
         (b"\xff\xfe\x00", "cannot write to .*bench.csv: not a CSV file"),
     ],

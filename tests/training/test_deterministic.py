@@ -55,7 +55,9 @@ def test_it_is_set_while_a_run_trains_and_gives_the_same_bits(tmp_path: Path, mo
 
 def test_an_operator_without_an_order_ends_the_run_in_one_line(tmp_path: Path) -> None:
     hooks = f"general.hooks=[{__name__}.Unordered]"
-    line = r"^general\.deterministic: put_ does not have a deterministic implementation on this device; set the key to"
+    line = (
+        r"^general\.deterministic: put_ does not have a deterministic implementation on this device; set the key to f"
+    )
     with pytest.raises(RunFailed, match=line):
         train_quietly(tiny_config(tmp_path / "with", KEY, hooks))
     assert settings()[0] == 0

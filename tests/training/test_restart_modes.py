@@ -339,7 +339,11 @@ def test_another_optimizer_or_batch_is_refused_before_the_model_is_built(parent:
     lion = "optimizer.param_groups=[{pattern: mlp, optimizer_factory: {name: lion}}]"
     batch = "tokens.micro_batch_size=8"
     for mode, override, message in (
-        ("transfer", "optimizer.optimizer_factory={name: sgd}", r"factory.name is adamW in .* and sgd in.*model_only"),
+        (
+            "transfer",
+            "optimizer.optimizer_factory={name: sgd}",
+            r"optimizer_factory.name is adamW in .* and sgd in this config.*model_only",
+        ),
         ("transfer", lion, r"param_groups.0.optimizer_factory.name is .absent. in .* and lion in"),
         ("transfer", "optimizer.ema_decay=0.9", r"ema_decay is None in .* and 0\.9 in this config.*model_only"),
         ("model_data", batch, r"16 samples in 4 steps, but this config's global batch of 8 makes that 32"),

@@ -1,6 +1,5 @@
 """A rank that is slower than the others is named, and one that is slow once is not."""
 
-import re
 from pathlib import Path
 
 import pytest
@@ -43,6 +42,5 @@ def test_a_rank_that_is_stopped_most_of_the_time_is_named(tmp_path: Path, nurser
     lines = [line for line in (finished.stdout + finished.stderr).splitlines() if "slow one" in line]
     assert lines, finished.stdout
     for line in lines:  # one, unless a neighbour on this machine slowed rank 0 for a moment
-        assert re.search(
-            "all ranks wait for a slow one: rank 1 on .* times as long as the others for the same pr", line
-        )
+        assert "all ranks wait for a slow one: rank 1 on " in line
+        assert " times as long as the others for the same products" in line

@@ -201,7 +201,9 @@ def test_a_store_of_another_run_is_refused(machine: Machine, tmp_path: Path, buc
     train_quietly(machine("a"))
     other = train_quietly(local_run(tmp_path / "b")).config
     before = {name: file.getvalue() for name, file in bucket.items()}
-    message = f"{URL} holds the checkpoints of a different run from .*; name another URL, or if it is the same run, "
+    message = (
+        f"{URL} holds the checkpoints of a different run from .*; name another URL, or if it is the same run, copy"
+    )
     with pytest.raises(InputError, match=message):
         train_quietly(local_run(tmp_path / "b", UPLOADED, "checkpoints.keep_last=1", "tokens.train_steps=8"))
     code, _, errors = shell("checkpoint", "upload", other.checkpoint_folder, URL)
