@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from kenotron.launch.environment import end_with_parent
-from support.preload import fork_server
+from support.preload import fork_server, search_path
 from support.tiny_run import REPOSITORY, environment
 
 EVENTS = ("os.rename", "os.mkdir", "os.rmdir", "os.remove", "shutil.rmtree")
@@ -68,9 +68,7 @@ class Nursery:
     """One child at a time."""
 
     def __init__(self, **more: str) -> None:
-        here, outer = str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")  # a checkout that is not installed
-        paths = os.pathsep.join(filter(None, [here, outer]))
-        env = environment(Path.cwd(), **more) | {"PYTHONPATH": paths}
+        env = environment(Path.cwd(), **more) | {"PYTHONPATH": search_path()}
         context = fork_server()
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=serve, args=(theirs, env))

@@ -29,12 +29,15 @@ PRELOAD = (
 )
 
 
+def search_path() -> str:
+    """PYTHONPATH with these tests: pytest's own `pythonpath` is for its process only."""
+    return os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
+
+
 def fork_server() -> ForkServerContext:
     """Processes of this context start in milliseconds."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["support.frozen"])
-    # The server passes over in silence what it cannot import, and pytest's own `pythonpath` is for this process only.
-    tests, outer = str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")
-    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, [tests, outer]))):
+    with patch.dict(os.environ, PYTHONPATH=search_path()):  # what the server cannot import, it passes over in silence
         forkserver.ensure_running()
     return context

@@ -17,7 +17,8 @@ folders.py, manifest.py       which checkpoints a folder has, and whether one is
 engine.py, engines/           how long training waits for a save
 saving.py, loading.py         one checkpoint: the order of writes that makes it complete, and the way back
 tensors.py, index.py, plan.py its tensors, with the writers file_writer.py, tensor_writer.py, durable.py, native.py
-reading.py, model_files.py, hf_files.py       for tools, in one process
+reading.py, hf_files.py       for tools, in one process
+model_files.py                where a model is: a checkpoint, a Hugging Face folder, the hub
 text_files.py                 the tokenizer beside the weights
 local.py                      frequent checkpoints on the machines' own disks
 remote.py, upload.py          checkpoints in a bucket: downloads and uploads, imported only for configs with a URL
