@@ -20,7 +20,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 
-from kenotron.config.data import Data
+from kenotron.config.data_stages import Data
 from kenotron.data.cache import SplitTokens
 from kenotron.data.open_stage import OpenStage
 from kenotron.data.order import Mixing, Order

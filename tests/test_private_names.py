@@ -60,7 +60,7 @@ ATTRIBUTES = {
     "_apply": "models/__init__.py",
     "_buffers": "models/foreign_model.py models/module_state.py planner/stand_in.py",
     "_cdata": "planner/ledger.py planner/trace.py",
-    "_compiled_call_impl": "generation/ranks.py",
+    "_compiled_call_impl": "generation/model_on_ranks.py",
     "_concatenate": "parallel/torch_internals.py",
     "_fingerprint": "text/hub_datasets.py",
     "_flatten": "parallel/torch_internals.py",

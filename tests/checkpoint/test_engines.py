@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 
-from kenotron.checkpoint import plan
+from kenotron.checkpoint import write_plan
 from kenotron.checkpoint.engine import GROUP, Engine, Keep, Saved, Unsaved, find_engine, find_writer
 from kenotron.checkpoint.engines import background, staging
 from kenotron.checkpoint.engines.background import BackgroundEngine
@@ -142,8 +142,8 @@ def test_every_byte_is_the_synchronous_engines(name: str, tmp_path: Path, make: 
 @pytest.mark.parametrize("kind", ["torch", "datastates"])
 def test_a_plan_is_made_once_for_equal_shapes(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[object] = []
-    make_plan = plan.make_plan
-    monkeypatch.setattr(plan, "make_plan", lambda *given: made.append(1) or make_plan(*given))
+    make_plan = write_plan.make_plan
+    monkeypatch.setattr(write_plan, "make_plan", lambda *given: made.append(1) or make_plan(*given))
     with closing(engine_of(kind, tmp_path)) as engine:
         for step in (1, 2, 3):
             engine.save(tmp_path, step, content(step), KEEP)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kenotron.checkpoint.plan import Block, Planner, held_blocks, share_out
+from kenotron.checkpoint.write_plan import Block, Planner, held_blocks, share_out
 from kenotron.config.errors import CheckpointError, PeerFailed
 from kenotron.kernels.tensor_shard import TensorShard
 from support.ranks import run_ranks

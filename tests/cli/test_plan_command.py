@@ -29,8 +29,8 @@ from kenotron.launch import memory
 from kenotron.planner import hardware, measuring, serving
 from kenotron.planner.explaining import TEXTS, explained
 from kenotron.planner.hardware import GPUS, Gpu
-from kenotron.planner.planning import Plan
-from kenotron.planner.serving import Server
+from kenotron.planner.planning import RunPlan
+from kenotron.planner.serving import PageServer
 from kenotron.planner.timeline import KINDS
 from kenotron.planner.trace import LABELS
 from kenotron.planner.verdict import COLUMNS
@@ -95,7 +95,7 @@ def test_the_time_of_the_stage_that_waits_least_is_explained() -> None:
     peaks = [SimpleNamespace(rank=4 * stage, peak=SimpleNamespace(bytes=1, of={"weights": 1})) for stage in range(3)]
     waits = ({"products": 1.0, "waits for pp": 2.0}, {"products": 2.9, "waits for pp": 0.1}, {"waits for pp": 3.0})
     speed = SimpleNamespace(seconds=3.0, ranks=[SimpleNamespace(of=each) for each in waits])
-    lines = list(explained(cast(Plan, SimpleNamespace(ranks=peaks, speed=speed))))
+    lines = list(explained(cast(RunPlan, SimpleNamespace(ranks=peaks, speed=speed))))
     assert lines[2] == "A step takes 3,000.0 ms, of rank 4:"
     assert "97%" in lines[3]
 
@@ -181,10 +181,10 @@ def test_a_browser_draws_the_page_and_names_what_is_clicked(tmp_path: Path) -> N
     assert set(re.findall(r'<rect [^>]*y="(\d+)"[^>]* height="20"', dom)) == {"4", "30"}  # a row for each stage
 
 
-def served(monkeypatch: pytest.MonkeyPatch, look: Callable[[Server], None], *arguments: object) -> int:
+def served(monkeypatch: pytest.MonkeyPatch, look: Callable[[PageServer], None], *arguments: object) -> int:
     """The exit code of `plan --serve`, which serves while `look` does and then ends as at Ctrl-C."""
 
-    def serve(server: Server) -> None:
+    def serve(server: PageServer) -> None:
         thread = Thread(target=server.serve_forever)
         thread.start()
         try:
@@ -203,7 +203,7 @@ def test_a_served_page_gets_the_plans_of_what_is_typed(tmp_path: Path, capsys: A
     file = Path(tiny_yaml(tmp_path))
     text = file.read_text()
 
-    def ask(server: Server, text: str, *overrides: str, gpu: str = "h100", path: str = "", **headers: str) -> Any:
+    def ask(server: PageServer, text: str, *overrides: str, gpu: str = "h100", path: str = "", **headers: str) -> Any:
         """A plan's data; of layouts a list: one for each that was done, and all of them."""
         body = json.dumps({"yaml": text, "gpu": gpu, "overrides": overrides}).encode()
         headers = {"Content-Type": "application/json"} | headers
@@ -212,7 +212,7 @@ def test_a_served_page_gets_the_plans_of_what_is_typed(tmp_path: Path, capsys: A
             found = [json.loads(line) for line in answer]
         return found if path else found[0]
 
-    def look(server: Server) -> None:
+    def look(server: PageServer) -> None:
         page = urlopen(f"http://127.0.0.1:{server.server_port}/").read().decode()
         assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", page)  # nothing comes from elsewhere
         drawn = ask(server, text, "parallelism.tp=2")
@@ -261,7 +261,7 @@ def test_a_page_that_is_gone_is_skipped_and_every_other_one_is_answered(capfd: p
         assert may_end.wait(20)
         raise ZeroDivisionError("odd\nnumbers")
 
-    with Server(0, "my", "", None, plan, lambda *_: None) as server:  # type: ignore[arg-type]
+    with PageServer(0, "my", "", None, plan, lambda *_: None) as server:  # type: ignore[arg-type]
         Thread(target=server.serve_forever, daemon=True).start()
 
         def posted(body: str) -> socket.socket:
@@ -289,7 +289,7 @@ def test_a_page_that_is_gone_is_skipped_and_every_other_one_is_answered(capfd: p
 
 @pytest.mark.parametrize(("gpu", "chosen"), [("H100", "h100"), ("my-gpu.yaml", "my-gpu.yaml"), (None, None)])
 def test_a_served_page_begins_with_the_gpu_of_the_command(gpu: str | None, chosen: str | None) -> None:
-    with Server(0, "my", "", gpu, lambda *_: None, lambda *_: None) as server:  # type: ignore[arg-type,return-value]
+    with PageServer(0, "my", "", gpu, lambda *_: None, lambda *_: None) as server:  # type: ignore[arg-type,return-value]
         assert server.first["gpu"] == chosen
         assert chosen in (*server.first["gpus"], None)
 
@@ -319,7 +319,7 @@ def test_a_browser_changes_the_layout_on_a_served_page(tmp_path: Path, monkeypat
     monkeypatch.setattr(serving, "page_of", lambda data: page_of(data).replace("</body>", f"{script}</body>"))
     found: list[str] = []
 
-    def look(server: Server) -> None:
+    def look(server: PageServer) -> None:
         found.append(drawn_at(f"http://127.0.0.1:{server.server_port}/", tmp_path, seconds=60))
 
     assert served(monkeypatch, look, tiny_yaml(tmp_path), "--gpu", "h100") == 0

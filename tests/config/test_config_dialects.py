@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from kenotron.config import Config, InputError, fill_run_name, load, refuse_unsupported, to_dict
-from kenotron.config.data import NanosetDataset
+from kenotron.config.data_stages import NanosetDataset
 from kenotron.config.optimizer import AdamW
 
 

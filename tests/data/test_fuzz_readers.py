@@ -24,7 +24,7 @@ from kenotron.data import load_tokenizer, open_run
 from kenotron.data.manifest import read_json
 from kenotron.data.sources.token_files import TokenPath, open_folder, read_mix
 from kenotron.prepare.merge import merge
-from kenotron.text.chat import chat_template
+from kenotron.text.chat_template import chat_template
 from kenotron.text.encode import EncodeRules, encode_documents
 from kenotron.text.file_documents import FileDocuments, find_files
 from kenotron.text.hash_split import AssignedChunk

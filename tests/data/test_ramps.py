@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kenotron.config.data import Data
+from kenotron.config.data_stages import Data
 from kenotron.data import open_run
 from kenotron.data.provenance import step_origins
 from kenotron.data.ramps import levels

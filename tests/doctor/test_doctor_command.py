@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 from doctor.test_rules import SERVER
 from kenotron import doctor
 from kenotron.doctor.facts import Facts, Report, SelfTest
-from kenotron.doctor.report import as_json, page
+from kenotron.doctor.page import as_json, page
 from kenotron.doctor.rules import findings
 from support.tiny_run import Shell, command
 

@@ -18,7 +18,7 @@ from support import flash_on_cpu
 
 SEQUENCES, LENGTH, HEADS, KV_HEADS, HEAD_DIM = 2, 24, 4, 2, 16
 DOCUMENTS = (0, 5, 24, 40, 41, 48)
-H100 = choice.Facts("nvidia", (9, 0), "bfloat16", 64)
+H100 = choice.DeviceFacts("nvidia", (9, 0), "bfloat16", 64)
 
 
 def document_by_document(q, k, v, cu_seqlens, window=None, softcap=None, scale=0.25):
@@ -160,7 +160,7 @@ def picked(facts, **changes):
 
 
 def test_on_a_cpu_torchs_kernels_by_document():
-    cpu = choice.Facts("cpu")
+    cpu = choice.DeviceFacts("cpu")
     assert {picked(cpu), picked(cpu, documents=True), picked(cpu, window=True, dtype="bfloat16")} == {"sdpa"}
     assert picked(cpu, softcap=True) == "eager"
     assert choice.by_documents(attention, choice.load("sdpa")) is attention
@@ -179,7 +179,7 @@ def test_on_an_nvidia_gpu_packed_documents_and_windows_are_one_launch():
 
 
 def test_on_an_amd_gpu_flex_attention():
-    mi250 = choice.Facts("amd", dtype="bfloat16")
+    mi250 = choice.DeviceFacts("amd", dtype="bfloat16")
     assert (picked(mi250), picked(mi250, documents=True)) == ("sdpa", "flex_attention")
 
 
@@ -194,10 +194,10 @@ def test_no_choice_on_a_gpu_loops_over_documents(name, documents):
     [
         ("flash_attention_3", H100, "needs the package flash_attn_interface, which is not installed"),
         ("flash_attention_3", H100._replace(capability=(8, 0)), "needs compute capability 9.x, found 8.0"),
-        ("flash_attention_3", choice.Facts("cpu"), "needs an NVIDIA GPU, found cpu; expected one of auto"),
+        ("flash_attention_3", choice.DeviceFacts("cpu"), "needs an NVIDIA GPU, found cpu; expected one of auto"),
         ("flash_attention_4", H100._replace(capability=(10, 0)), "needs the package flash_attn.cute"),
         ("flash_attention_4", H100._replace(dtype="float32"), "needs model.dtype bfloat16, found float32"),
-        ("flex_attention", choice.Facts("cpu"), "flex_attention has no backward on a CPU"),
+        ("flex_attention", choice.DeviceFacts("cpu"), "flex_attention has no backward on a CPU"),
         ("sdpa", H100._replace(softcap=True), "sdpa has no softcap; expected one of auto, flash_attention_2, flex"),
     ],
 )

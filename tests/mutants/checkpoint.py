@@ -200,7 +200,7 @@ MUTANTS = [
     ),
     Mutant(
         name="one-ranks-tensors-missing",
-        file="checkpoint/plan.py",
+        file="checkpoint/write_plan.py",
         find="    for rank, (blocks, places) in enumerate(zip(shares, begins, strict=True)):\n",
         replace="    for rank, (blocks, places) in enumerate(zip(shares[:1], begins[:1], strict=True)):\n",
         why="the index lists what rank 0 wrote: the optimizer state of the others is lost (KempnerForge #202)",

@@ -18,7 +18,7 @@ MUTANTS = [
     ),
     Mutant(
         name="errors-of-rules-are-no-verdict",
-        file="doctor/report.py",
+        file="doctor/page.py",
         find='    failed += [finding.name for finding in report.findings if finding.severity == "error"]\n',
         replace="",
         why="the page ends with 'Training works here' under an error",

@@ -83,7 +83,7 @@ MUTANTS = [
     ),
     Mutant(
         name="the-first-of-several-chat-templates",
-        file="text/chat.py",
+        file="text/chat_template.py",
         find='for each in named}.get("default")',
         replace='for each in named}.get(str(named[0].get("name")) if named else "default")',
         why="a model of tool use is fine-tuned in the template of its tools, and chats in another one",

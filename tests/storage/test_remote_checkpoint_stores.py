@@ -17,7 +17,7 @@ from kenotron.checkpoint.engine import Keep
 from kenotron.checkpoint.remote import RemoteCheckpoints
 from kenotron.checkpoint.upload import Uploader
 from kenotron.config import InputError
-from kenotron.config.remote import RemoteData
+from kenotron.config.remote_data import RemoteData
 from kenotron.storage import drivers, stores
 from kenotron.storage.stores import Store, part_size
 from support.checkpoint_states import load_and_compare, save_step

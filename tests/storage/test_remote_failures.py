@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kenotron.config import InputError
-from kenotron.config.remote import RemoteData
+from kenotron.config.remote_data import RemoteData
 from kenotron.data.formats import open_token_files
 from kenotron.storage import drivers, fetching
 from kenotron.storage.arrays import read_rows

@@ -15,7 +15,7 @@ from test_remote_tokens import write_folder
 
 from kenotron.checkpoint.hf_files import INDEX, SINGLE, locate
 from kenotron.config import InputError
-from kenotron.config.remote import RemoteData
+from kenotron.config.remote_data import RemoteData
 from kenotron.data.formats import open_token_files
 from kenotron.storage import drivers, fetching
 from kenotron.storage.hub import OFFLINE_VARIABLES

@@ -15,7 +15,7 @@ from kenotron.data import open_run
 from kenotron.data.formats import open_token_files
 from kenotron.data.run import AHEAD
 from kenotron.storage import fsspec_storage
-from kenotron.storage.fetching import Block
+from kenotron.storage.fetching import CachedBlock
 from kenotron.text.file_documents import FileDocuments, find_files
 from support.data_runs import run_config
 from support.tiny_run import Shell
@@ -99,7 +99,7 @@ def test_blocks_are_asked_for_ahead(tmp_path: Path, upload: Upload, monkeypatch:
             fetch_ahead(step, *rest)
             now.append(step)
 
-        def asking(block: Block) -> Any:
+        def asking(block: CachedBlock) -> Any:
             lead = now[0] - asked.setdefault(block.name, now[0])
             if len(now) > 1:  # it is being read
                 leads[now[0]].append(lead)

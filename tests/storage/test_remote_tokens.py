@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kenotron.config import InputError
-from kenotron.config.remote import RemoteData
+from kenotron.config.remote_data import RemoteData
 from kenotron.data.formats import open_token_files
 from kenotron.data.sources.token_files import TokenPath, open_folder
 from kenotron.storage import drivers, fetching

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kenotron.config.errors import InputError
 from kenotron.data import NO_LOSS, open_run
 from kenotron.text.byte_level_bpe import train_byte_level_bpe
-from kenotron.text.chat import chat_template
+from kenotron.text.chat_template import chat_template
 from kenotron.text.file_documents import FileDocuments
 from kenotron.text.sft import Columns, Example, SftDocuments, chat_segments, encode_examples
 from kenotron.text.tokenizer import TextTokenizer, load_tokenizer

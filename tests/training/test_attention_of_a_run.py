@@ -25,7 +25,7 @@ def test_packed_documents_with_windows_train_the_same_on_a_gpus_branch(
     for name in ("cpu", "nvidia"):
         if name == "nvidia":
             monkeypatch.setattr(choice, "HALF", ("float32",))
-            monkeypatch.setattr(choice, "facts_of", lambda device: choice.Facts("nvidia", (9, 0)))
+            monkeypatch.setattr(choice, "facts_of", lambda device: choice.DeviceFacts("nvidia", (9, 0)))
             launches = flash_on_cpu.install()
             launches.clear()
         run, said = train_and_listen(tiny_config(tmp_path / name, *text_overrides(tmp_path), MISTRAL, *packed))

@@ -33,7 +33,7 @@ def test_nothing_is_compiled_after_the_second_step(
     flash_on_cpu.install()
     monkeypatch.setattr(choice, "HALF", ("float32",))
     if family not in STATE_SPACES:
-        monkeypatch.setattr(choice, "facts_of", lambda device: choice.Facts("nvidia", (9, 0)))
+        monkeypatch.setattr(choice, "facts_of", lambda device: choice.DeviceFacts("nvidia", (9, 0)))
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()

@@ -11,7 +11,7 @@ import kenotron as kn
 from kenotron.checkpoint import folders
 from kenotron.config.errors import InputError, RunFailed
 from kenotron.generation.load import load_for_generation
-from kenotron.interop import background, to_hf
+from kenotron.interop import background_export, to_hf
 from support.tiny_llamas import hf_logits, load_hf, our_logits
 from support.tiny_run import (
     equal_bits,
@@ -139,7 +139,7 @@ class Steps(kn.Hook):
 
 
 def test_retention_waits_for_an_export_and_training_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(background, "MAIN", EXPORTER.format(crash="", refused=""))
+    monkeypatch.setattr(background_export, "MAIN", EXPORTER.format(crash="", refused=""))
     root = tmp_path / "checkpoints"
     hook = f"general.hooks=[{{path: {__name__}.Steps, kwargs: {{folder: {root}}}}}]"
     keys = ("checkpoints.checkpoint_interval=8", "checkpoints.keep_last=1", "checkpoints.save_initial_state=true")
@@ -153,7 +153,7 @@ def test_retention_waits_for_an_export_and_training_does_not(tmp_path: Path, mon
 
 
 def test_the_last_export_that_fails_in_the_background_fails_the_run(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(background, "MAIN", EXPORTER.format(crash="3", refused="2"))
+    monkeypatch.setattr(background_export, "MAIN", EXPORTER.format(crash="3", refused="2"))
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "go").touch()
     said = "the process ended with exit code 1: AssertionError: no memory; the checkpoint is complete"

@@ -16,7 +16,8 @@ start.py, restart.py          where a run starts: its own newest checkpoint, or 
 folders.py, manifest.py       which checkpoints a folder has, and whether one is complete; leftovers.py, retention.py
 engine.py, engines/           how long training waits for a save
 saving.py, loading.py         one checkpoint: the order of writes that makes it complete, and the way back
-tensors.py, index.py, plan.py its tensors, with the writers file_writer.py, tensor_writer.py, durable.py, native.py
+tensors.py, index.py          its tensors; write_plan.py: which rank writes which of them
+tensor_writer.py              writes them, by file_writer.py, durable.py, native.py
 reading.py, hf_files.py       for tools, in one process
 model_files.py                where a model is: a checkpoint, a Hugging Face folder, the hub
 text_files.py                 the tokenizer beside the weights

@@ -27,7 +27,7 @@ from kenotron.checkpoint.leftovers import tidy
 from kenotron.checkpoint.manifest import MANIFEST, Manifest, parse
 from kenotron.config import Config
 from kenotron.config.errors import CheckpointError, InputError
-from kenotron.config.remote import RemoteData
+from kenotron.config.remote_data import RemoteData
 from kenotron.storage.files import cache_root, sync_folder, temporary_beside
 from kenotron.storage.stores import PARTS_AT_ONCE, Store
 

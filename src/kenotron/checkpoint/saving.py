@@ -30,8 +30,8 @@ from kenotron.parallel.ranks import gather, gather_at, raise_on_any_rank, rank_a
 from kenotron.storage.files import sync_folder, temporary_beside
 
 if TYPE_CHECKING:
-    from kenotron.checkpoint.plan import Planner
     from kenotron.checkpoint.tensors import Tensors
+    from kenotron.checkpoint.write_plan import Planner
 
 OF_TENSORS = ("model", "optimizer", "hooks")
 """The folders of a checkpoint that hold tensors; `save` has an argument for each."""
@@ -73,9 +73,9 @@ def save(
         CheckpointError: the disk is full, permission is missing, or JSON cannot hold the state. Nothing of this save is
             left, and every checkpoint from before is untouched.
     """
-    from kenotron.checkpoint.plan import Planner
     from kenotron.checkpoint.tensor_writer import write_files
     from kenotron.checkpoint.tensors import shards
+    from kenotron.checkpoint.write_plan import Planner
 
     started = time.perf_counter()
     final = Path(root) / str(step)

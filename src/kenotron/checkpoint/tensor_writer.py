@@ -1,4 +1,4 @@
-"""Write tensors to disk: the files that `plan.py` assigns to this rank, and that `tensors.py` reads."""
+"""Write tensors to disk: the files that `write_plan.py` assigns to this rank, and that `tensors.py` reads."""
 
 from pathlib import Path
 
@@ -7,10 +7,10 @@ from torch import Tensor
 
 from kenotron.checkpoint.durable import FileRecord, write_file
 from kenotron.checkpoint.file_writer import OpenFile
-from kenotron.checkpoint.plan import Parts, Plan
+from kenotron.checkpoint.write_plan import Parts, WritePlan
 
 
-def write_files(checkpoint: Path, plan: Plan, parts: Parts, open_file: OpenFile) -> dict[str, FileRecord]:
+def write_files(checkpoint: Path, plan: WritePlan, parts: Parts, open_file: OpenFile) -> dict[str, FileRecord]:
     """Write the files of `plan` below the folder `checkpoint`, and return their records by name.
 
     It needs extra host memory for at most one tensor, a copy of one that is on a device or not contiguous.

@@ -5,9 +5,9 @@
     ├── rank0.safetensors      the chunks that rank 0 wrote
     └── rank1.safetensors
 
-A rank's shard of a tensor is a `TensorShard`: a block, the tensor's shape, and the block's offset in it. `plan.py`
-decides which rank writes which chunk. When a run resumes on another layout, each rank copies the overlap of its blocks
-with each chunk:
+A rank's shard of a tensor is a `TensorShard`: a block, the tensor's shape, and the block's offset in it.
+`write_plan.py` decides which rank writes which chunk. When a run resumes on another layout, each rank copies the
+overlap of its blocks with each chunk:
 
     saved by tp 2        [ rows 0-3 ][ rows 4-7 ]        loaded by dp_shard 3: rows 0-2, 3-5, 6-7;
     needed by rank 1 of 3         [ 3 ][ 4 5 ]           so rank 1 reads from both files

@@ -26,7 +26,7 @@ from kenotron.checkpoint.manifest import MANIFEST, Manifest, parse
 from kenotron.checkpoint.remote import INCOMPLETE, RemoteCheckpoints, wrong_sizes
 from kenotron.checkpoint.retention import superseded
 from kenotron.config.errors import CheckpointError, InputError
-from kenotron.config.remote import RemoteData
+from kenotron.config.remote_data import RemoteData
 from kenotron.parallel.ranks import describe
 from kenotron.storage.stores import PARTS_AT_ONCE
 

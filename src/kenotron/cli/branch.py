@@ -14,7 +14,7 @@ from kenotron.checkpoint.folders import list_checkpoints, resolve
 from kenotron.cli.tables import to_stderr
 from kenotron.config import Config
 from kenotron.config.errors import InputError, naming
-from kenotron.config.remote import is_remote
+from kenotron.config.remote_data import is_remote
 
 
 def branch(

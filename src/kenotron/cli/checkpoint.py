@@ -29,7 +29,7 @@ from kenotron.checkpoint.retention import superseded, to_prune
 from kenotron.cli.remote import fetch_checkpoint
 from kenotron.cli.tables import print_table, progress_bar
 from kenotron.config.errors import CheckpointError, byte_size, counted
-from kenotron.config.remote import is_remote
+from kenotron.config.remote_data import is_remote
 
 Entry: TypeAlias = CheckpointFolder | RemoteCheckpoint
 Check: TypeAlias = Callable[..., list[str]]

@@ -16,7 +16,7 @@ from kenotron.cli.tables import to_stderr
 from kenotron.config import Config, dump, load, refuse_unsupported
 from kenotron.config import diff as differences
 from kenotron.config.architecture import HFArchitecture
-from kenotron.config.data import CustomSource, PretrainDataset, SFTDataset, paths_of
+from kenotron.config.data_stages import CustomSource, PretrainDataset, SFTDataset, paths_of
 from kenotron.config.decoder import DecoderArchitecture
 from kenotron.config.dotted import import_registered
 from kenotron.config.errors import counted, is_a_path, no_such_path

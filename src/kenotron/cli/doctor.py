@@ -26,8 +26,8 @@ def doctor(
 
     from kenotron.config.errors import InputError, no_such_path
     from kenotron.doctor import examine
-    from kenotron.doctor.report import as_json as report_as_json
-    from kenotron.doctor.report import page
+    from kenotron.doctor.page import as_json as report_as_json
+    from kenotron.doctor.page import page
 
     if folder.is_file():
         raise InputError(f"--folder: expected a folder, found the file {folder}")

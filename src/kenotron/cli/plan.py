@@ -17,7 +17,7 @@ from kenotron.config.errors import InputError, counted, os_errors
 if TYPE_CHECKING:
     from kenotron.config import Config
     from kenotron.planner.hardware import Gpu
-    from kenotron.planner.planning import Plan
+    from kenotron.planner.planning import RunPlan
     from kenotron.planner.search import Layout
     from kenotron.planner.speed import Speed
 
@@ -170,7 +170,7 @@ def _serve(
 ) -> None:
     from kenotron.planner.planning import plan_run
     from kenotron.planner.search import search
-    from kenotron.planner.serving import Server, serve
+    from kenotron.planner.serving import PageServer, serve
 
     with tempfile.TemporaryDirectory() as folder:
         temporary = Path(folder) / Path(file).name
@@ -187,7 +187,7 @@ def _serve(
             except InputError as error:
                 raise InputError(str(error).replace(f"{folder}/", "")) from None
 
-        def planned(text: str, kind: str | None, more: Sequence[str]) -> Plan:
+        def planned(text: str, kind: str | None, more: Sequence[str]) -> RunPlan:
             config, changed, gpu = opened(text, kind, more)
             return plan_run(config, changed, gpu, _memory(config, gpu))
 
@@ -195,10 +195,10 @@ def _serve(
             return search(*opened(text, kind, more), report)
 
         yaml = Path(file).read_text(encoding="utf-8")
-        serve(Server(port, Path(file).stem, yaml, gpu, planned, ranked))
+        serve(PageServer(port, Path(file).stem, yaml, gpu, planned, ranked))
 
 
-def _to_json(plan: Plan) -> dict[str, Any]:
+def _to_json(plan: RunPlan) -> dict[str, Any]:
     ranks = [
         rank._asdict() | {"peak": rank.peak._asdict(), "events": len(rank.events), "saved": sum(rank.saved.values())}
         for rank in plan.ranks
@@ -208,7 +208,7 @@ def _to_json(plan: Plan) -> dict[str, Any]:
     return {"ranks": ranks, "step": step} | plan.verdict._asdict() | {"nearest": plan.nearest, "saved": plan.saved}
 
 
-def _print(plan: Plan) -> None:
+def _print(plan: RunPlan) -> None:
     from kenotron.planner.hardware import GIB
     from kenotron.planner.planning import headline, saved_in_words
     from kenotron.planner.verdict import COLUMNS, by_column, in_words
@@ -235,7 +235,7 @@ def _print(plan: Plan) -> None:
         print("No time is known with parallelism.cpu_offload: of updates on the host, and of copies to and from it.")
 
 
-def _print_speed(plan: Plan, speed: Speed) -> None:
+def _print_speed(plan: RunPlan, speed: Speed) -> None:
     from kenotron.planner.planning import speed_in_words
     from kenotron.planner.timeline import KINDS
 

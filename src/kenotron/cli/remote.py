@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from kenotron.config.remote import is_remote
+from kenotron.config.remote_data import is_remote
 
 
 def fetch_checkpoint(path: str) -> Path:

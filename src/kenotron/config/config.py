@@ -8,7 +8,7 @@ from pydantic import AfterValidator, model_validator
 from pydantic_core import PydanticCustomError
 
 from kenotron.config.checkpoints import Checkpoints, DataStates, S3Upload
-from kenotron.config.data import ONLY_TRAINING, SFT_DATASETS, TEXT_DATASETS, DataStage, PlainDataset, paths_of
+from kenotron.config.data_stages import ONLY_TRAINING, SFT_DATASETS, TEXT_DATASETS, DataStage, PlainDataset, paths_of
 from kenotron.config.decoder import DecoderArchitecture, Problem
 from kenotron.config.doremi import DoReMi
 from kenotron.config.errors import nearest
@@ -19,7 +19,7 @@ from kenotron.config.model import Distillation, ExistingCheckpointInit, Headless
 from kenotron.config.optimizer import Optimizer
 from kenotron.config.parallelism import CONTIGUOUS_METHODS, STRATEGIES, V_ENGINES, ZERO_BUBBLE_ENGINES, Parallelism
 from kenotron.config.profiler import Profiler
-from kenotron.config.remote import RemoteData
+from kenotron.config.remote_data import RemoteData
 from kenotron.config.section import Section, key, null_means, our_key, problem
 from kenotron.config.tokenizer import Tokenizer
 from kenotron.config.tokens import Tokens

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BeforeValidator
 from pydantic_core import PydanticCustomError
 
-from kenotron.config.data import PlainDataset
+from kenotron.config.data_stages import PlainDataset
 from kenotron.config.section import Section, key, our_key
 
 

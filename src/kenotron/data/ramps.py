@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kenotron.config.data import BatchSizeRamp
+from kenotron.config.data_stages import BatchSizeRamp
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Literal
 
 from kenotron.config import Config
-from kenotron.config.data import Data, MixtureDataset, PlainDataset
+from kenotron.config.data_stages import Data, MixtureDataset, PlainDataset
 from kenotron.config.errors import InputError, no_such_path, shortest_end
-from kenotron.config.remote import is_remote
+from kenotron.config.remote_data import is_remote
 from kenotron.data.ramps import Level, level_of_sample, level_of_step, levels
 from kenotron.data.source import SourceSpec
 from kenotron.data.sources import specs_of

@@ -3,7 +3,7 @@
 examine(folder) ─▶ Report        environment.py, torch_facts.py, settings.py    the facts (facts.py)
                                  rules.py                                       facts → findings
                                  self_test.py                                   train, resume, compare
-report.py                        the page, and JSON
+page.py                          the page, and JSON
 
 Code that needs torch, a device or a disk runs in other processes with a time limit (limited.py), so that a torch that
 cannot be imported, a driver that hangs or a file server that is down is a line on the page. This process does not

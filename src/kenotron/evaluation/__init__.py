@@ -42,7 +42,7 @@ def evaluate(
     if not isinstance(tasks, Tasks):
         tasks = Tasks([tasks] if isinstance(tasks, str) else tasks, include_path)
     from kenotron.generation.load import load_for_generation
-    from kenotron.generation.ranks import ModelOnRanks
+    from kenotron.generation.model_on_ranks import ModelOnRanks
 
     model, tokenizer, _ = load_for_generation(path, dtype, device, ema=ema)
     assert not isinstance(model, ModelOnRanks), "without a mesh the model is whole"

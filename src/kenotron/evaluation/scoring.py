@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kenotron.config.decoder import DecoderArchitecture
 from kenotron.generation.kv_cache import KVCache
-from kenotron.generation.ranks import ModelOnRanks
+from kenotron.generation.model_on_ranks import ModelOnRanks
 from kenotron.models.decoder import Decoder
 from kenotron.text.progress import Report, progress
 

@@ -15,10 +15,10 @@ from dataclasses import replace
 
 from kenotron.config.errors import InputError
 from kenotron.generation.decode import DEFAULTS, Completion, generate
+from kenotron.generation.model_on_ranks import ModelOnRanks
 from kenotron.generation.options import SamplingOptions
-from kenotron.generation.ranks import ModelOnRanks
 from kenotron.models.decoder import Decoder
-from kenotron.text.chat import chat_template, render_chat, special_tokens
+from kenotron.text.chat_template import chat_template, render_chat, special_tokens
 from kenotron.text.tokenizer import TextTokenizer, library_ids
 
 ANSWER = "An answer."

@@ -24,8 +24,8 @@ import torch
 from kenotron.config.decoder import DecoderArchitecture
 from kenotron.config.errors import InputError
 from kenotron.generation.kv_cache import KVCache
+from kenotron.generation.model_on_ranks import ModelOnRanks
 from kenotron.generation.options import SamplingOptions
-from kenotron.generation.ranks import ModelOnRanks
 from kenotron.generation.sampling import NOT_FINITE, log_probabilities, next_tokens
 from kenotron.generation.text import StopStrings, TextStream
 from kenotron.models.decoder import Decoder

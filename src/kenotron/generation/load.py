@@ -24,7 +24,7 @@ from kenotron.config.errors import NotSupportedYet
 from kenotron.config.model import WEIGHT_DTYPES, Model
 from kenotron.config.parallelism import Parallelism
 from kenotron.generation.layout import check_layout
-from kenotron.generation.ranks import ModelOnRanks
+from kenotron.generation.model_on_ranks import ModelOnRanks
 from kenotron.interop.sources import Source, check_shape, open_source, unpadded
 from kenotron.kernels.tensor_shard import TensorShard
 from kenotron.models import ModelPart, materialize
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from kenotron.parallel.pipeline import Pipeline
 
 
-class Loaded(NamedTuple):
+class LoadedModel(NamedTuple):
     """A loaded model for `generate`, a `ModelOnRanks` if the mesh has several ranks.
 
     `tokenizer` is None if the checkpoint has none; `config` is the config's model section.
@@ -57,7 +57,7 @@ def load_for_generation(
     device: str | torch.device | None = None,
     mesh: Mesh | None = None,
     ema: bool = False,
-) -> Loaded:
+) -> LoadedModel:
     """Build the model of `path` with its weights, in eval mode.
 
     `dtype` None is the config's `model.dtype`; `device` None is the accelerator, or without one the CPU. With a `mesh`
@@ -85,7 +85,7 @@ def load_for_generation(
     alone = mesh.world_size == 1
     lockstep = mesh.degree("ep") > 1
     model = parts[0] if alone else ModelOnRanks(parts, mesh, target, pipeline, lockstep)
-    return Loaded(model, tokenizer, source.model)
+    return LoadedModel(model, tokenizer, source.model)
 
 
 def layout_of(mesh: Mesh) -> Parallelism:

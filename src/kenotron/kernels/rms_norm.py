@@ -37,7 +37,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     suits = x.device.type == "cpu" and x.dtype in (torch.float32, torch.bfloat16) and type(x) in PLAIN
     if not suits or torch.compiler.is_compiling():
         return F.rms_norm(x, (x.shape[-1],), weight, eps)  # fused on CUDA; fused by the compiler on CPU
-    return _of_few_rows(x, weight, eps) if is_small(x) else RMSNorm.apply(x, weight, eps, _forward, _backward)
+    return _of_few_rows(x, weight, eps) if is_small(x) else Normalization.apply(x, weight, eps, _forward, _backward)
 
 
 def _of_few_rows(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -52,7 +52,7 @@ def _constant(eps: float) -> Tensor:
     return torch.tensor([eps], device="cpu")
 
 
-class RMSNorm(torch.autograd.Function):
+class Normalization(torch.autograd.Function):
     """RMSNorm of rows ``[rows, hidden]`` by a forward and a backward function, such as `_forward` and `_backward`."""
 
     @staticmethod

@@ -4,10 +4,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kenotron.config import Config, load
-from kenotron.config.data import TEXT_DATASETS, TOKEN_DATASETS, paths_of
+from kenotron.config.data_stages import TEXT_DATASETS, TOKEN_DATASETS, paths_of
 from kenotron.config.errors import InputError
 from kenotron.config.overrides import is_file
-from kenotron.config.remote import is_remote
+from kenotron.config.remote_data import is_remote
 from kenotron.config.runs import same_batch_overrides
 from kenotron.config.warnings import amount, warnings_of
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from kenotron import interop
 from kenotron.checkpoint.folders import list_checkpoints
 from kenotron.config.errors import InputError, RunFailed, naming
-from kenotron.interop.background import BackgroundExport
+from kenotron.interop.background_export import BackgroundExport
 from kenotron.interop.hf_config import hf_config
 from kenotron.parallel.ranks import run_on_rank0
 from kenotron.storage.files import remove_leftovers

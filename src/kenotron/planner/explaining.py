@@ -10,14 +10,14 @@ from kenotron.planner.hardware import GIB
 from kenotron.planner.verdict import COLUMNS, by_column
 
 if TYPE_CHECKING:
-    from kenotron.planner.planning import Plan
+    from kenotron.planner.planning import RunPlan
 
 TEXTS = packaged_yaml("kenotron.planner", "explaining.yaml")
 LEAST = 0.01
 """The smallest share that is shown."""
 
 
-def explained(plan: Plan) -> Iterator[str]:
+def explained(plan: RunPlan) -> Iterator[str]:
     """Yield lines that explain the memory of the rank with the largest peak, and a step's time on the busiest stage."""
     rank = max(plan.ranks, key=lambda rank: rank.peak.bytes)
     yield f"Rank {rank.rank} holds {rank.peak.bytes / GIB:.3g} GiB at its peak:"

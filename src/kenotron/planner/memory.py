@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from kenotron.config.errors import InputError, RunFailed
-from kenotron.kernels.attentions.choice import Facts, attention_of_run
+from kenotron.kernels.attentions.choice import DeviceFacts, attention_of_run
 from kenotron.kernels.fused import use_kernels
 from kenotron.models import named_parameters
 from kenotron.optim.state import state_tensors
@@ -156,7 +156,7 @@ def follow_rank(config: Config, gpu: Gpu | None, rank: int) -> RankPlan:
     with (
         on_fake_rank(config, rank, device, ranks_on_machine) as mesh,
         routing_in_balance(),
-        two_blocks() if gpu is None else stand_in.kernels_of_a_gpu(Facts(gpu.vendor, gpu.capability)),
+        two_blocks() if gpu is None else stand_in.kernels_of_a_gpu(DeviceFacts(gpu.vendor, gpu.capability)),
         use_kernels(kernels),
         Ledger(device.type) as ledger,
     ):

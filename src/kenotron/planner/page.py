@@ -16,7 +16,7 @@ from kenotron.planner.verdict import COLUMNS, by_column, in_words
 
 if TYPE_CHECKING:
     from kenotron.planner.memory import RankPlan
-    from kenotron.planner.planning import Plan
+    from kenotron.planner.planning import RunPlan
     from kenotron.planner.timeline import Bar, Spent
 
 PAGE = Path(__file__).with_name("page.html")
@@ -39,7 +39,7 @@ def page_of(data: dict[str, Any]) -> str:
     return PAGE.read_text(encoding="utf-8").replace("/*PLAN*/{}", text)
 
 
-def page_data(plan: Plan, name: str) -> dict[str, Any]:
+def page_data(plan: RunPlan, name: str) -> dict[str, Any]:
     """Return the data that the page draws."""
     speed = plan.speed
     lines = [] if speed is None else [speed_in_words(plan.config, speed)]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 UNITS = ((86400, "days"), (3600, "hours"), (60, "minutes"), (0, "seconds"))
 
 
-class Plan(NamedTuple):
+class RunPlan(NamedTuple):
     """The plan of a config on `gpu` (None: on CPUs).
 
     `saved` are the bytes of a checkpoint; None if not all stages were planned. `speed` is None if times are unknown, as
@@ -45,7 +45,7 @@ def plan_run(
     ranks: Sequence[int] | None = None,
     report: Callable[..., None] | None = None,
     say: Callable[[str], None] = lambda line: None,
-) -> Plan:
+) -> RunPlan:
     """Plan `ranks` with `memory` bytes each, by default the first of every pipeline stage.
 
     If they do not fit, configs `with_overrides` are tried, and `say` gets a line for each. `report` and errors are
@@ -59,7 +59,7 @@ def plan_run(
         speed = speed_of(config, gpu, plans)
     if verdict.usable is not None and not verdict.fits:
         nearest = nearest_that_fits(config, with_overrides, gpu, plans, verdict.usable, say)
-    return Plan(config, gpu, plans, verdict, saved, speed, nearest)
+    return RunPlan(config, gpu, plans, verdict, saved, speed, nearest)
 
 
 def headline(config: Config, gpu: Gpu | None) -> str:

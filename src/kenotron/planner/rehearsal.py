@@ -67,7 +67,7 @@ def routing_in_balance() -> Iterator[None]:
     """Within, every expert gets as many tokens, and every rank of ep sends and gets as many."""
 
     def counts_on_host(counts: torch.Tensor, total: int) -> Any:
-        stand_in.Stream.current.synchronize()
+        stand_in.StandInStream.current.synchronize()
         *others, parts = counts.shape
         equal = [total // parts + (number < total % parts) for number in range(parts)]
         return [equal for _ in range(others[0])] if others else equal

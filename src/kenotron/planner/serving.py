@@ -26,12 +26,12 @@ from kenotron.planner.search import table
 from kenotron.storage.hub import first_line
 
 if TYPE_CHECKING:
-    from kenotron.planner.planning import Plan
+    from kenotron.planner.planning import RunPlan
 
 HOST = "127.0.0.1"
 
 
-class Server(ThreadingHTTPServer):
+class PageServer(ThreadingHTTPServer):
     """Serves the page, the data of plans, which are cached, and ranked layouts.
 
     `plan` plans the text of a YAML file on a kind of GPU (None: this machine's), with some overrides. `rank` takes the
@@ -41,7 +41,7 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(
-        self, port: int, name: str, text: str, gpu: str | None, plan: Callable[..., Plan], rank: Callable[..., Any]
+        self, port: int, name: str, text: str, gpu: str | None, plan: Callable[..., RunPlan], rank: Callable[..., Any]
     ) -> None:
         gpu = gpu.lower() if gpu is not None and gpu.lower() in GPUS else gpu
         kinds = [*GPUS, *{gpu} - {None, *GPUS}]  # with the file, if `gpu` is the name of one
@@ -81,7 +81,7 @@ class Server(ThreadingHTTPServer):
 class Handler(BaseHTTPRequestHandler):
     """Handles the requests of the page."""
 
-    server: Server
+    server: PageServer
 
     def handle(self) -> None:
         """Handle a request, whose answer is for nobody if the page was closed, or asks for something newer."""
@@ -143,7 +143,7 @@ def _choices(key: str) -> list[Any]:
     return [value for literal in literals for value in get_args(literal)]
 
 
-def serve(server: Server) -> None:
+def serve(server: PageServer) -> None:
     """Serve until Ctrl-C, SIGTERM, or the end of the terminal."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)

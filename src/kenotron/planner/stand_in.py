@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import backend_registration
 
 from kenotron.kernels.attentions import choice, packed
-from kenotron.kernels.attentions.choice import Facts
+from kenotron.kernels.attentions.choice import DeviceFacts
 from kenotron.optim import matrices, matrix_owners
 
 NAME = "standin"
@@ -70,14 +70,14 @@ class Event:
     def __init__(self, *args: Any, **options: Any) -> None:
         self.marks: list[int] = []  # one for each watcher
 
-    def record(self, stream: Stream | None = None) -> Event:
+    def record(self, stream: StandInStream | None = None) -> Event:
         """Set this event to the queue's current position."""
-        self.marks = [watcher.mark((stream or Stream.current).number) for watcher in _watchers]
+        self.marks = [watcher.mark((stream or StandInStream.current).number) for watcher in _watchers]
         return self
 
-    def wait(self, stream: Stream | None = None) -> None:
+    def wait(self, stream: StandInStream | None = None) -> None:
         """Make the queue wait for this event."""
-        (stream or Stream.current).wait_event(self)
+        (stream or StandInStream.current).wait_event(self)
 
     def synchronize(self) -> None:
         """Make the host wait for this event."""
@@ -85,10 +85,10 @@ class Event:
             watcher.wait(None, mark)
 
 
-class Stream:
+class StandInStream:
     """A queue of the simulated device, as `torch.cuda.Stream`."""
 
-    current: ClassVar[Stream]
+    current: ClassVar[StandInStream]
     numbers: ClassVar[Iterator[int]] = itertools.count()
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -99,7 +99,7 @@ class Stream:
         for watcher, mark in zip(_watchers, event.marks):
             watcher.wait(self.number, mark)
 
-    def wait_stream(self, other: Stream) -> None:
+    def wait_stream(self, other: StandInStream) -> None:
         """Make this queue wait for the other queue's work; the host does not wait."""
         self.wait_event(other.record_event())
 
@@ -112,18 +112,18 @@ class Stream:
         self.record_event().synchronize()
 
 
-Stream.current = _DEFAULT = Stream()
+StandInStream.current = _DEFAULT = StandInStream()
 
 
 def current_queue() -> int:
     """Return the number of the queue that operators use."""
-    return Stream.current.number
+    return StandInStream.current.number
 
 
 class _Module(backend_registration._DummyBackendModule):
     """The device's counterpart of `torch.cuda`, as far as FSDP2, torch's pipelines and its recomputation use it."""
 
-    Stream, Event, synchronize = Stream, Event, staticmethod(_DEFAULT.synchronize)
+    Stream, Event, synchronize = StandInStream, Event, staticmethod(_DEFAULT.synchronize)
 
     def current_device(self) -> int:
         return 0
@@ -134,15 +134,15 @@ class _Module(backend_registration._DummyBackendModule):
     def set_device(self, *args: Any) -> None: ...
 
     def current_stream(self, *args: Any) -> Any:
-        return Stream.current
+        return StandInStream.current
 
     @contextlib.contextmanager
     def stream(self, stream: Any) -> Iterator[None]:
-        before, Stream.current = Stream.current, stream
+        before, StandInStream.current = StandInStream.current, stream
         try:
             yield
         finally:
-            Stream.current = before
+            StandInStream.current = before
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16, torch.float16]
@@ -197,7 +197,7 @@ def memoryless() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def kernels_of_a_gpu(facts: Facts) -> Iterator[None]:
+def kernels_of_a_gpu(facts: DeviceFacts) -> Iterator[None]:
     """Give the device the kernels of a GPU with such `facts` in the block: Triton kernels and flash attention."""
     triton, language = ModuleType("triton"), ModuleType("triton.language")
     vars(language).update(constexpr=object)

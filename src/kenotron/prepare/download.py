@@ -16,9 +16,9 @@ from functools import partial
 from pathlib import Path
 
 from kenotron.config import Config
-from kenotron.config.data import CustomSource, PlainDataset, PretrainDataset, SFTDataset, as_list
+from kenotron.config.data_stages import CustomSource, PlainDataset, PretrainDataset, SFTDataset, as_list
 from kenotron.config.errors import InputError, no_such_path
-from kenotron.config.remote import is_remote
+from kenotron.config.remote_data import is_remote
 from kenotron.data.sources import specs_of
 from kenotron.data.stage_plan import all_datasets_of, complete_keys
 from kenotron.storage.hub import cached_revision

@@ -19,7 +19,7 @@ import xxhash
 
 from kenotron.config.dotted import import_dotted
 from kenotron.config.errors import InputError, no_such_path
-from kenotron.config.remote import is_remote
+from kenotron.config.remote_data import is_remote
 from kenotron.data.manifest import Json
 from kenotron.text.byte_level_bpe import first_characters
 from kenotron.text.documents import LONGEST_CHUNK, ByteRange, RowHook, StreamableDocuments, texts_of_row

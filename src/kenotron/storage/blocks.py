@@ -24,7 +24,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from kenotron.config.errors import InputError, os_errors
-from kenotron.config.remote import RemoteData
+from kenotron.config.remote_data import RemoteData
 from kenotron.storage.files import cache_root, locked, replace_file, temporary_beside
 
 CHECKSUM = 8

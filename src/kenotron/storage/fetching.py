@@ -21,7 +21,7 @@ from itertools import islice
 from typing import NamedTuple, TypeVar
 
 from kenotron.config.errors import InputError, counted
-from kenotron.config.remote import RemoteData
+from kenotron.config.remote_data import RemoteData
 from kenotron.storage.blocks import block_store
 from kenotron.storage.drivers import CREDENTIALS, FileInfo, filesystem, read_range
 from kenotron.storage.hub import first_line
@@ -56,7 +56,7 @@ class RemoteFile(NamedTuple):
     settings: RemoteData
 
 
-class Block(NamedTuple):
+class CachedBlock(NamedTuple):
     """Bytes [start, stop) of a file."""
 
     file: RemoteFile
@@ -180,7 +180,7 @@ _in_flight = lru_cache(_InFlight)  # one per process
 os.register_at_fork(after_in_child=_in_flight.cache_clear)  # a forked process has none of its parent's threads
 
 
-def request_block(block: Block, missing: bool = False) -> Future[bytes] | None:
+def request_block(block: CachedBlock, missing: bool = False) -> Future[bytes] | None:
     """Start to fetch and cache `block`; return None if it is cached, which is not checked if `missing`.
 
     Concurrent requests for a block that is being fetched share one future.
@@ -197,7 +197,7 @@ def request_block(block: Block, missing: bool = False) -> Future[bytes] | None:
     return future
 
 
-def read_block(block: Block, start: int, stop: int) -> bytes:
+def read_block(block: CachedBlock, start: int, stop: int) -> bytes:
     """Return bytes [start, stop) of `block`, from its beginning; it is fetched if missing or damaged in the cache."""
     found = block_store(block.file.settings).read(block.name, block.stop - block.start, start, stop)
     if found is not None:
@@ -210,7 +210,7 @@ def read_block(block: Block, start: int, stop: int) -> bytes:
         return _fetch(block)[start:stop]
 
 
-def _fetch(block: Block) -> bytes:
+def _fetch(block: CachedBlock) -> bytes:
     """Fetch and cache `block`. Raises as `fetch_range`."""
     try:
         data = fetch_range(block.file, block.start, block.stop)

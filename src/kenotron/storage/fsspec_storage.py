@@ -23,7 +23,7 @@ from kenotron.config.errors import InputError
 from kenotron.storage import fetching
 from kenotron.storage.blocks import block_store
 from kenotron.storage.drivers import filesystem, version_of
-from kenotron.storage.fetching import Block, RemoteFile, file_info, list_files, read_block, request_block, stream
+from kenotron.storage.fetching import CachedBlock, RemoteFile, file_info, list_files, read_block, request_block, stream
 from kenotron.storage.paths import Fetched, RemoteArray, RemotePath, RemoteStat
 
 
@@ -92,7 +92,7 @@ class FsspecPath(RemotePath):
         """Return a `BlockArray`, or with `download` a mapped local copy. Raises InputError if larger than the cache."""
         file = self.file()
         if download:  # a complete mapped copy, for an index with random access
-            name = Block(file, 0, file.size).name
+            name = CachedBlock(file, 0, file.size).name
             data = block_store(file.settings).mapped_file(name, file.size, stream(file), file.url)
             return np.frombuffer(data, dtype, count, offset)
         return BlockArray(file, dtype, offset, count, self.block_size)
@@ -134,11 +134,11 @@ class BlockArray(RemoteArray):
             parts.append(read_block(block, low, high) if data is None else data[low:high])
         return np.frombuffer(b"".join(parts), self.dtype)
 
-    def _blocks(self, start: int, stop: int) -> Iterator[Block]:
+    def _blocks(self, start: int, stop: int) -> Iterator[CachedBlock]:
         """Yield the blocks of items [start, stop), which count from byte 0 of the file; the last one ends with it."""
         first, end = self._offset + start * self.itemsize, self._offset + stop * self.itemsize
         for at in range(first // self._block * self._block, end, self._block):
-            yield Block(self.file, at, min(at + self._block, self.file.size))
+            yield CachedBlock(self.file, at, min(at + self._block, self.file.size))
 
 
 def _result(future: Future[bytes] | None) -> bytes | None:

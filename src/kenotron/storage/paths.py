@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from kenotron.config.dotted import import_dotted, import_registered
 from kenotron.config.errors import InputError
-from kenotron.config.remote import RemoteData, is_remote
+from kenotron.config.remote_data import RemoteData, is_remote
 
 STORAGES = "kenotron.storage"
 """The group of entry points under which packages register storages, by the scheme of their URLs."""

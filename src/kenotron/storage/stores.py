@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from fsspec.callbacks import Callback
 
 from kenotron.config.errors import InputError
-from kenotron.config.remote import RemoteData
+from kenotron.config.remote_data import RemoteData
 from kenotron.storage.drivers import FileInfo, filesystem, version_of
 from kenotron.storage.fetching import RemoteFile, list_files, stream, with_retries
 

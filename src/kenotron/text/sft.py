@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kenotron.config.errors import InputError, nearest
-from kenotron.text.chat import chat_template, render_chat, special_tokens, template_variables
+from kenotron.text.chat_template import chat_template, render_chat, special_tokens, template_variables
 from kenotron.text.documents import DocumentChunk, DocumentSource, RowHook
 from kenotron.text.tokenizer import TextTokenizer, encoding_errors
 

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kenotron.config.errors import InputError, is_a_path
-from kenotron.config.remote import is_remote
+from kenotron.config.remote_data import is_remote
 from kenotron.storage.hub import configure_hub, first_line, hub_file, read_json
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kenotron.config import dump
-from kenotron.config.data import PretrainDataset
+from kenotron.config.data_stages import PretrainDataset
 from kenotron.config.errors import human_format
 from kenotron.parallel import device as devices
 from kenotron.training.console import logger, mebibytes

@@ -26,9 +26,9 @@ from kenotron.checkpoint.engines.client import COMMITTED, FAILED, WRITING, WRITT
 from kenotron.checkpoint.engines.staging import Copier
 from kenotron.checkpoint.engines.writer import leave_problem
 from kenotron.checkpoint.manifest import plain
-from kenotron.checkpoint.plan import Parts, Plan, Planner
 from kenotron.checkpoint.saving import OF_TENSORS, begin_folder, small_files, tokenizer_files
 from kenotron.checkpoint.tensors import shards
+from kenotron.checkpoint.write_plan import Parts, Planner, WritePlan
 from kenotron.config import Config
 from kenotron.config.errors import CheckpointError, PeerFailed
 from kenotron.parallel.ranks import describe, gather, rank_and_size, ranks_with, run_on_first
@@ -50,7 +50,7 @@ class BackgroundEngine(Engine):
         self.lazy, self.most_bytes, self.threads, self.pin = lazy, most_bytes, threads, pin
         self.writer = WriterProcess()
         self.planner = Planner()
-        self.plan: Plan | None = None  # the plan that the writer has
+        self.plan: WritePlan | None = None  # the plan that the writer has
         self.copier: Copier | None = None
         self.tokenizer: dict[str, bytes] | None = None
         self.thread: threading.Thread | None = None
@@ -152,7 +152,7 @@ class BackgroundEngine(Engine):
 
     # ---- before a save -----------------------------------------------------------------------------------------
 
-    def _planned(self, parts: Parts) -> Plan:
+    def _planned(self, parts: Parts) -> WritePlan:
         """Return the plan for `parts`, after sending it to the writer and allocating memory for it."""
         plan = self.planner.plan(parts)
         if not self.writer.alive:

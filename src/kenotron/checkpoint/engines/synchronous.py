@@ -8,8 +8,8 @@ from kenotron.checkpoint import saving
 from kenotron.checkpoint.engine import Engine, Keep, Saved, Unsaved
 from kenotron.checkpoint.folders import check_together
 from kenotron.checkpoint.manifest import read_manifest
-from kenotron.checkpoint.plan import Planner
 from kenotron.checkpoint.retention import prune_if_possible
+from kenotron.checkpoint.write_plan import Planner
 from kenotron.config import Config
 from kenotron.config.errors import CheckpointError
 from kenotron.parallel.ranks import raise_on_any_rank, run_on_rank0

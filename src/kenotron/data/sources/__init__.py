@@ -7,7 +7,7 @@ when a config uses it, in the same way as a user's own `dataset.source`. So trai
 
 from collections.abc import Callable
 
-from kenotron.config.data import (
+from kenotron.config.data_stages import (
     CustomSource,
     EmbeddedCorpus,
     NanosetDataset,

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from kenotron.config.data import Streaming
+from kenotron.config.data_stages import Streaming
 from kenotron.config.errors import InputError, counted
 from kenotron.data.batch import Int64
 from kenotron.data.cache import SplitTokens

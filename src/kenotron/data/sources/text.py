@@ -15,9 +15,9 @@ from typing import cast
 
 import numpy as np
 
-from kenotron.config.data import EmbeddedCorpus, PretrainDataset, SFTDataset, SFTFiles, TextFiles
+from kenotron.config.data_stages import EmbeddedCorpus, PretrainDataset, SFTDataset, SFTFiles, TextFiles
 from kenotron.config.errors import InputError, counted
-from kenotron.config.remote import RemoteData
+from kenotron.config.remote_data import RemoteData
 from kenotron.data.cache import TokenCache, chosen_hash, content_hash, open_tokens
 from kenotron.data.source import Opening, RunSettings, SampleRange, TextSpec, TokenSource
 from kenotron.data.sources.packed_rows import PackedRows

@@ -17,9 +17,9 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import Field, TypeAdapter, ValidationError
 
-from kenotron.config.data import NanosetDataset, TokenFilesDataset, as_list
+from kenotron.config.data_stages import NanosetDataset, TokenFilesDataset, as_list
 from kenotron.config.errors import InputError, counted, first_of
-from kenotron.config.remote import RemoteData, is_remote
+from kenotron.config.remote_data import RemoteData, is_remote
 from kenotron.data.formats import TokenFile, open_token_files
 from kenotron.data.manifest import manifests_beside
 from kenotron.data.order import permute

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kenotron.config.data import CustomSource
+from kenotron.config.data_stages import CustomSource
 from kenotron.config.dotted import import_registered
 from kenotron.config.errors import InputError, nearest
 from kenotron.data.batch import Int64

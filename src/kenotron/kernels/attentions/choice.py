@@ -33,7 +33,7 @@ HALF = ("bfloat16", "float16")
 OWN_BLOCKS = ("ring", "allgather")  # methods of context parallelism with their own blockwise attention
 
 
-class Facts(NamedTuple):
+class DeviceFacts(NamedTuple):
     """The facts that the choice depends on. `vendor`: cpu, nvidia or amd; `capability` is NVIDIA's.
 
     `installed`: packages of `PACKAGES`, and `triton` if it can compile.
@@ -53,26 +53,26 @@ class Implementation(NamedTuple):
     """A `function`, by dotted path, loaded if chosen; `problem` returns what it lacks for some facts, or None."""
 
     function: str
-    problem: Callable[[Facts], str | None]
+    problem: Callable[[DeviceFacts], str | None]
 
 
-def _sdpa(facts: Facts) -> str | None:
+def _sdpa(facts: DeviceFacts) -> str | None:
     if facts.vendor != "cpu" and (facts.documents or facts.window):
         return "makes a call for every document or block, which suits a CPU"
     return _no_softcap(facts)
 
 
-def _no_softcap(facts: Facts) -> str | None:
+def _no_softcap(facts: DeviceFacts) -> str | None:
     return "has no softcap" if facts.softcap else None
 
 
-def _flash(facts: Facts) -> str | None:
+def _flash(facts: DeviceFacts) -> str | None:
     if facts.vendor != "nvidia":
         return f"needs an NVIDIA GPU, found {facts.vendor}"
     return _flash_kernel(facts) or _no_softcap(facts)
 
 
-def _flash_kernel(facts: Facts) -> str | None:
+def _flash_kernel(facts: DeviceFacts) -> str | None:
     """Return what all versions of flash attention lack for these facts, or None."""
     if facts.vendor == "nvidia" and facts.capability < (8, 0):
         return f"needs compute capability 8.0, found {_dotted(facts.capability)}"
@@ -83,25 +83,25 @@ def _flash_kernel(facts: Facts) -> str | None:
     return None
 
 
-def _flash_attn(facts: Facts) -> str | None:
+def _flash_attn(facts: DeviceFacts) -> str | None:
     if facts.vendor == "cpu":
         return "needs a GPU"
     return _flash_kernel(facts) or _missing(facts, "flash_attn", "pip install --no-build-isolation 'kenotron[flash]'")
 
 
-def _flash_3(facts: Facts) -> str | None:
+def _flash_3(facts: DeviceFacts) -> str | None:
     if facts.vendor == "nvidia" and facts.capability[0] != 9:
         return f"needs compute capability 9.x, found {_dotted(facts.capability)}"
     return _flash(facts) or _missing(facts, "flash_3", "build it from FlashAttention's folder hopper")
 
 
-def _flash_4(facts: Facts) -> str | None:
+def _flash_4(facts: DeviceFacts) -> str | None:
     if facts.vendor == "nvidia" and facts.capability[0] not in (9, 10):
         return f"needs compute capability 9.x or 10.x, found {_dotted(facts.capability)}"
     return _flash(facts) or _missing(facts, "flash_4", "pip install flash-attn-4")
 
 
-def _flex(facts: Facts) -> str | None:
+def _flex(facts: DeviceFacts) -> str | None:
     if facts.vendor == "cpu":
         return "has no backward on a CPU"
     if facts.head_dim < 16:
@@ -109,7 +109,7 @@ def _flex(facts: Facts) -> str | None:
     return None if "triton" in facts.installed else "needs triton, gcc or clang, and Python.h; not all are here"
 
 
-def _missing(facts: Facts, name: str, remedy: str) -> str | None:
+def _missing(facts: DeviceFacts, name: str, remedy: str) -> str | None:
     if name in facts.installed:
         return None
     return f"needs the package {PACKAGES[name]}, which is not installed ({remedy})"
@@ -143,7 +143,7 @@ NAMES: dict[str, tuple[str, ...]] = {
 """Value of the key → the implementations that it may stand for."""
 
 
-def choose(name: str, facts: Facts) -> str:
+def choose(name: str, facts: DeviceFacts) -> str:
     """Return the first function (of `IMPLEMENTATIONS`) that `name` stands for and that supports `facts`.
 
     Raises InputError with what the last one lacks, and the names that would work.
@@ -203,14 +203,14 @@ def by_documents(whole: Callable[..., Tensor], packed: Callable[..., Tensor]) ->
     return attend
 
 
-def facts_of(device: torch.device) -> Facts:
+def facts_of(device: torch.device) -> DeviceFacts:
     """Return the facts about a device and this installation."""
     if device.type == "cpu":
-        return Facts("cpu")
+        return DeviceFacts("cpu")
     vendor = "amd" if torch.version.hip else "nvidia"
     capability = torch.cuda.get_device_capability(device) if vendor == "nvidia" else (0, 0)
     found = {name for name, module in PACKAGES.items() if _is_installed(module)}
-    return Facts(vendor, capability, installed=frozenset(found | ({"triton"} if _triton_compiles() else set())))
+    return DeviceFacts(vendor, capability, installed=frozenset(found | ({"triton"} if _triton_compiles() else set())))
 
 
 def _triton_compiles() -> bool:

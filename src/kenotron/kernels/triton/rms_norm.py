@@ -11,14 +11,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kenotron.kernels.rms_norm import RMSNorm
+from kenotron.kernels.rms_norm import Normalization
 
 GROUPS, WIDE = 256, 4096  # programs of the backward for rows of 4096: enough to fill today's GPUs
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Compute `kernels.rms_norm.rms_norm` for x ``[..., hidden]``, weight ``[hidden]``, in x's shape and dtype."""
-    return RMSNorm.apply(x.contiguous(), weight, eps, _forward, _backward)
+    return Normalization.apply(x.contiguous(), weight, eps, _forward, _backward)
 
 
 def _forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -13,20 +13,20 @@ import yaml
 from kenotron.config import Config, dump
 from kenotron.config.errors import InputError
 from kenotron.config.overrides import is_file
-from kenotron.config.remote import is_remote
+from kenotron.config.remote_data import is_remote
 from kenotron.config.runs import fill_run_name
 from kenotron.text.progress import Report
 
 
-class _Dumper(yaml.SafeDumper):
+class _BlockDumper(yaml.SafeDumper):
     """Writes multi-line text as blocks."""
 
 
-def _represent(dumper: _Dumper, text: str) -> yaml.ScalarNode:
+def _represent(dumper: _BlockDumper, text: str) -> yaml.ScalarNode:
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
 
 
-_Dumper.add_representer(str, _represent)
+_BlockDumper.add_representer(str, _represent)
 
 
 def trainjob(config: Config, nodes: int, gpus: int, image: str | None, say: Report) -> str:
@@ -68,7 +68,7 @@ def _template(name: str) -> list[Any]:
 
 
 def _text(documents: list[Any]) -> str:
-    return yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
+    return yaml.dump_all(documents, Dumper=_BlockDumper, sort_keys=False, allow_unicode=True, width=110)
 
 
 def _name(config: Config) -> str:

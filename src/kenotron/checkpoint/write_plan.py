@@ -63,7 +63,7 @@ class FilePlan:
 
 
 @dataclass(frozen=True)
-class Plan:
+class WritePlan:
     """This rank's files. `indexes`: on rank 0, the content of each ``index.json`` by its name in the checkpoint."""
 
     files: Sequence[FilePlan] = ()
@@ -80,9 +80,9 @@ class Planner:
 
     def __init__(self) -> None:
         self.made_for: tuple[list[str], list[Block]] | None = None
-        self.latest = Plan()
+        self.latest = WritePlan()
 
-    def plan(self, parts: Parts) -> Plan:
+    def plan(self, parts: Parts) -> WritePlan:
         """Return the plan to save `parts`, which are each rank's own; all ranks call it.
 
         Raises:
@@ -110,7 +110,7 @@ def _in_file(block: Block) -> tuple[int, str, tuple[int, ...]]:
     return -block.dtype.itemsize, block.name, block.offset
 
 
-def make_plan(folders: Sequence[str], blocks: list[Block]) -> Plan:
+def make_plan(folders: Sequence[str], blocks: list[Block]) -> WritePlan:
     """Return the plan of what this rank, which holds `blocks`, writes into `folders`; all ranks call it."""
     held = gather_on_rank0(blocks)
     shares = raise_on_any_rank(lambda: share_out(held))
@@ -124,7 +124,7 @@ def make_plan(folders: Sequence[str], blocks: list[Block]) -> Plan:
             files.append(FilePlan(f"{folder}/{_file(rank)}", header, blocks))
             begins += places
     indexes = _indexes(folders, shares, gather_on_rank0(begins))
-    return Plan(files, indexes if rank == 0 else {})
+    return WritePlan(files, indexes if rank == 0 else {})
 
 
 def share_out(held: Sequence[Sequence[Block]]) -> list[list[Block]]:

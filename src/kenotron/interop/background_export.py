@@ -18,7 +18,7 @@ from kenotron.config.dotted import search_path
 from kenotron.config.errors import InputError
 from kenotron.storage.background import stay_in_background
 
-MAIN = "from kenotron.interop.background import main; main()"
+MAIN = "from kenotron.interop.background_export import main; main()"
 
 
 class BackgroundExport:
