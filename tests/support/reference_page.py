@@ -39,7 +39,8 @@ files load as they are: older forms are upgraded on reading, with one message ea
 refused by name. Where a key has several variants, the keys that are present select one.
 
 Any key can be set on the command line by its dotted path: `kenotron train my.yaml tokens.train_steps=100`,
-`data_stages.0.data.seed=1`, `model.init_method={path: checkpoints/100}`.
+`data_stages.0.data.seed=1`, `model.init_method={path: checkpoints/100}`. A map as a value replaces the whole section;
+a further YAML file, such as `layout.yaml`, is merged into it key by key.
 
 Some keys are marked in the fourth column:
 
