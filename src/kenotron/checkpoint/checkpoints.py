@@ -204,7 +204,7 @@ class Checkpoints:
         self.engine.close()
 
     def is_local(self, outcome: Saved | Unsaved) -> bool:
-        """Whether a save went to the local tier, not to `checkpoints_path`."""
+        """Return whether a save went to the local tier, not to `checkpoints_path`."""
         return outcome.path.parent != self.root
 
     def _noted(self, outcomes: Outcomes, alone: bool = False) -> Outcomes:

@@ -96,7 +96,7 @@ class Engine:
         """Wait until the state of the last save has been copied, so that weights and optimizer may change."""
 
     def settled(self) -> bool:
-        """Whether this rank has finished its share of the save in flight; once all have, `collect` does not wait."""
+        """Return whether this rank's share of the save in flight is finished; once all are, `collect` does not wait."""
         return True
 
     def collect(self) -> list[Saved | Unsaved]:

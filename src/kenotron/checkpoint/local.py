@@ -212,7 +212,7 @@ class LocalTier:
         return [list(dict.fromkeys(chain(*lines))) for lines in zip(*of_ranks, strict=True)]
 
     def _counts(self, entry: CheckpointFolder, durable_one: Path | None) -> bool:
-        """Whether the run may continue from the checkpoint that `entry` is, or is a part of."""
+        """Return whether the run may continue from the checkpoint that `entry` is, or is a part of."""
         assert entry.manifest is not None
         state, root = entry.manifest.state, self.config.checkpoint_folder
         if durable_one is not None and entry.step <= int(durable_one.name):

@@ -53,7 +53,7 @@ def _find_in_hub(path: str | Path) -> Path:
 
 
 def is_hub_name(source: str | Path) -> bool:
-    """Whether this looks like ``owner/name``, and is not an existing folder."""
+    """Return whether this looks like ``owner/name``, and is not an existing folder."""
     text = str(source)
     return not Path(text).expanduser().exists() and text.count("/") <= 1 and text[:1] not in (".", "/", "~")
 

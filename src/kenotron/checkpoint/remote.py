@@ -58,7 +58,7 @@ class RemoteCheckpoints:
         return found
 
     def holds_any(self) -> bool:
-        """Whether the store has a checkpoint, sound or not."""
+        """Return whether the store has a checkpoint, sound or not."""
         return any(MANIFEST in objects for objects in self.objects().values())
 
     def all(self) -> list[RemoteCheckpoint]:
@@ -178,7 +178,7 @@ def wrong_sizes(path: str, manifest: Manifest, objects: dict[str, int]) -> str |
 
 
 def _holds(folder: Path, manifest: bytes, sizes: dict[str, int]) -> bool:
-    """Whether `folder` has this manifest and files of these sizes."""
+    """Return whether `folder` has this manifest and files of these sizes."""
     try:
         same = (folder / MANIFEST).read_bytes() == manifest
         return same and all((folder / name).stat().st_size == size for name, size in sizes.items())
@@ -279,7 +279,7 @@ def check_same_run(remote: RemoteCheckpoints, root: Path, known: str | None) -> 
 
 
 def _has_one_of(remote: RemoteCheckpoints, root: Path) -> bool:
-    """Whether the store has one of the checkpoints in `root`, with the same manifest."""
+    """Return whether the store has one of the checkpoints in `root`, with the same manifest."""
     here = {entry.step: (entry.path / MANIFEST).read_bytes() for entry in list_checkpoints(root) if entry.manifest}
     there = [entry.step for entry in remote.all() if entry.manifest and entry.step in here]
     return any(remote.manifest(step)[0] == here[step] for step in there)

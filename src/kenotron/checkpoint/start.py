@@ -69,7 +69,7 @@ class Start:
         return self.schedule_start + config.tokens.train_steps
 
     def done(self, config: Config) -> bool:
-        """Whether the checkpoint already has all steps of the run that continues it."""
+        """Return whether the checkpoint already has all steps of the run that continues it."""
         return self.continues and self.step >= self.end(config)
 
     def in_run_steps(self, config: Config) -> Config:
@@ -102,7 +102,7 @@ def refuse_unusable(root: Path) -> None:
 
 
 def _has_manifest(path: Path) -> bool:
-    """Whether the folder is a checkpoint, intact or not; True if that cannot be read."""
+    """Return whether the folder is a checkpoint, intact or not; True if that cannot be read."""
     try:
         return manifest.MANIFEST in os.listdir(path)
     except OSError:

@@ -200,7 +200,7 @@ class Uploader:
             self.report(f"Uploaded {self.store.at(str(entry.step))}: {sent / 2**20:.2f}MiB in {seconds:.2f} s")
 
     def _is_there(self, step: int, data: bytes) -> bool:
-        """Whether the store has exactly this checkpoint; a different or partial one of the step is removed."""
+        """Return whether the store has exactly this checkpoint; a different or partial one of the step is removed."""
         objects = {name.partition("/")[2]: size for name, size in self.store.sizes(str(step)).items()}
         if MANIFEST in objects:
             there = self.store.read(f"{step}/{MANIFEST}")

@@ -45,7 +45,7 @@ def _options(
         bool, typer.Option("--debug", help="Show the traceback of an error; may follow any command.")
     ] = False,  # `main` removes it first
 ) -> None:
-    """The options of `kenotron` without a command."""
+    """Take the options of `kenotron` without a command."""
 
 
 def _hint_for_option(option: str, context: typer.Context | None) -> str:

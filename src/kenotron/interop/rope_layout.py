@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def is_rotated(name: str) -> bool:
-    """Whether the rows of this parameter are in the order of RoPE's pairs."""
+    """Return whether the rows of this parameter are in the order of RoPE's pairs."""
     return any(
         name.endswith(f".{which}_{module}") for which in "qk" for module in ("proj.weight", "proj.bias", "norm.weight")
     )

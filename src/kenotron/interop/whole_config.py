@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def is_causal_model(model_type: Any) -> bool:
-    """Whether transformers has an `AutoModelForCausalLM` for this `model_type`."""
+    """Return whether transformers has an `AutoModelForCausalLM` for this `model_type`."""
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
     return model_type in CONFIG_MAPPING and CONFIG_MAPPING[model_type] in MODEL_FOR_CAUSAL_LM_MAPPING

@@ -82,7 +82,7 @@ def attention(
 
 
 def _explicit_backward_is_faster(q: Tensor) -> bool:
-    """Whether the explicit backward is faster, by measurement: on CPU in bf16 up to length 512.
+    """Return whether the explicit backward is faster, by measurement: on CPU in bf16 up to length 512.
 
     Forward and backward of SDPA against the explicit backward, milliseconds, head_dim 64, Xeon with AMX:
 

@@ -13,7 +13,7 @@ import torch
 
 
 def bfloat16_is_fast(device: torch.device) -> bool:
-    """Whether `device` multiplies bfloat16 matrices faster than float32 ones. False if torch cannot tell."""
+    """Return whether `device` multiplies bfloat16 matrices faster than float32 ones. False if torch cannot tell."""
     if device.type != "cpu":
         return True
     capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}

@@ -38,7 +38,7 @@ def fused(name: str, x: Tensor) -> Callable[..., Any] | None:
 
 
 def suits(x: Tensor) -> bool:
-    """Whether fused kernels support x."""
+    """Return whether fused kernels support x."""
     return x.device.type != "cpu" and not torch.compiler.is_compiling() and x.dtype in DTYPES and x.numel() > 0
 
 

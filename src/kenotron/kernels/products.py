@@ -32,7 +32,7 @@ SMALL = 1 << 20  # multiplications; with fewer, a call of oneDNN's operator cost
 
 
 def has_onednn() -> bool:
-    """Whether this torch has oneDNN's operator."""
+    """Return whether this torch has oneDNN's operator."""
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
@@ -44,7 +44,7 @@ def onednn(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def is_zen_5(cpuinfo: str) -> bool:
-    """Whether Linux's /proc/cpuinfo describes an AMD processor with full-width 512-bit vectors."""
+    """Return whether Linux's /proc/cpuinfo describes an AMD processor with full-width 512-bit vectors."""
     family = re.search(r"^cpu family\s*:\s*(\d+)", cpuinfo, re.MULTILINE)
     return "AuthenticAMD" in cpuinfo and "avx512f" in cpuinfo and family is not None and int(family[1]) >= ZEN_5
 
@@ -67,18 +67,18 @@ def backward_in_halves(halves: bool) -> Iterator[None]:
 
 
 def on_onednn(x: Tensor, matrix: Tensor) -> bool:
-    """Whether the product of x ``[..., in]`` and matrix ``[out, in]`` is computed by oneDNN."""
+    """Return whether the product of x ``[..., in]`` and matrix ``[out, in]`` is computed by oneDNN."""
     suits = x.dtype == matrix.dtype == torch.float32 and x.device.type == "cpu" and chosen() != "torch"
     return ONEDNN and suits and x.numel() * matrix.shape[0] >= SMALL
 
 
 def in_fp32(x: Tensor, matrix: Tensor) -> bool:
-    """Whether the product of x and matrix, both bf16, is computed in fp32 and rounded."""
+    """Return whether the product of x and matrix, both bf16, is computed in fp32 and rounded."""
     return EMULATED and x.dtype == matrix.dtype == torch.bfloat16 and x.device.type == "cpu" and chosen() != "torch"
 
 
 def replaces_torch(x: Tensor, matrix: Tensor) -> bool:
-    """Whether the product of x ``[..., in]`` and matrix ``[out, in]`` is not torch's own."""
+    """Return whether the product of x ``[..., in]`` and matrix ``[out, in]`` is not torch's own."""
     return on_onednn(x, matrix) or in_fp32(x, matrix)
 
 

@@ -9,12 +9,12 @@ SMALL = 1 << 15  # elements up to which kernels with several cached passes do no
 
 
 def is_small(x: Tensor) -> bool:
-    """Whether torch's own composition is faster for x: it needs no gradient and has few elements."""
+    """Return whether torch's own composition is faster for x: it needs no gradient and has few elements."""
     return not torch.is_grad_enabled() and x.numel() <= SMALL
 
 
 def reads_are_free(x: Tensor) -> bool:
-    """Whether Python may read the value of x to save work; on an accelerator this would wait for all queued work."""
+    """Return whether Python may read the value of x to save work; an accelerator would finish all queued work first."""
     return x.device.type == "cpu"
 
 

@@ -244,27 +244,27 @@ class Foreign(Family[C]):
 
     @abstractmethod
     def make(self, std: float | None = None) -> nn.Module:
-        """The module, with its own fresh weights from torch's global generator; `std`: `init_method.std`."""
+        """Return the module, with its own fresh weights from torch's global generator; `std`: `init_method.std`."""
 
     @abstractmethod
     def logits(self, module: nn.Module, tokens: Tensor, ctx: Context) -> Tensor:
         """``[sequences, length]`` → ``[sequences, length, vocab]``."""
 
     def has_cache(self, module: nn.Module, padded: bool) -> bool:
-        """Whether `cached_logits` can decode; `padded`: texts of different lengths."""
+        """Return whether `cached_logits` can decode; `padded`: texts of different lengths."""
         return False
 
     def cached_logits(
         self, module: nn.Module, tokens: Tensor, mask: Tensor, cache: Cache | None
     ) -> tuple[Tensor, Cache]:
-        """The last logits of each text ``[texts, vocab]``, and the cache that has all tokens now.
+        """Return the last logits of each text ``[texts, vocab]``, and the cache that has all tokens now.
 
         tokens ``[texts, new]``; mask ``[texts, all]`` is 0 at the padding, which precedes the text; cache None: new.
         """
         raise NotImplementedError(f"{type(self).__name__} has no cache")
 
     def plan_of(self, module: nn.Module) -> Plan:
-        """The plan of `module`, which is one of `make`. Raises InputError where no block is found."""
+        """Return the plan of `module`, which is one of `make`. Raises InputError where no block is found."""
         blocks = self.config.blocks or _longest_list(module)
         if not blocks or not modules(module, blocks):
             names = [name for name, _ in module.named_modules() if name]
@@ -311,7 +311,7 @@ class HuggingFace(Foreign[HuggingFaceArchitecture]):
         return module(input_ids=tokens, **positions).logits
 
     def has_cache(self, module: nn.Module, padded: bool) -> bool:
-        """Whether the model can generate with a cache of keys and values.
+        """Return whether the model can generate with a cache of keys and values.
 
         With padding, its forward must accept positions. States of recurrent layers would see the padding, and where
         angles depend on the length of a text (dynamic NTK, LongRoPE), cached keys would keep those of a shorter text.

@@ -203,7 +203,7 @@ def _contents(value: Any) -> Any:
 
 
 def _holds(value: Any, contents: Any) -> bool:
-    """Whether `value` still has `contents`, the identical objects."""
+    """Return whether `value` still has `contents`, the identical objects."""
     if isinstance(value, list | deque):
         return len(value) == len(contents) and all(one is other for one, other in zip(value, contents))
     if isinstance(value, dict):

@@ -92,6 +92,6 @@ def _frame(thread: int | None) -> FrameType | None:
 
 
 def _is_library(module: str) -> bool:
-    """Whether a module belongs to torch or Python, or replaces torch.distributed, so that its caller is reported."""
+    """Return whether a module is of torch or Python, or replaces torch.distributed, so that its caller is reported."""
     root = module.split(".")[0]
     return root == "torch" or module == SHARED_MEMORY or (root in sys.stdlib_module_names and root != "__main__")

@@ -209,7 +209,7 @@ def _samples(batches: Any) -> tuple[int, ...]:
 
 
 def _finite(value: Any) -> bool:
-    """Whether all floating-point numbers in a tensor, or in nested tuples of them, are finite."""
+    """Return whether all floating-point numbers in a tensor, or in nested tuples of them, are finite."""
     if isinstance(value, Tensor):
         return not value.is_floating_point() or bool(torch.isfinite(value.detach()).all())
     return not isinstance(value, tuple | list) or all(map(_finite, value))

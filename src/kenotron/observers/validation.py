@@ -48,7 +48,7 @@ class Validation(Hook):
 
 
 def is_due(run: Run) -> bool:
-    """Whether the last step reached another multiple of `val_check_interval`."""
+    """Return whether the last step reached another multiple of `val_check_interval`."""
     interval, unit = run.config.tokens.val_check_interval, run.config.tokens.val_check_unit
     if unit == "epochs":
         before, after = run.data.passes(run.step, interval)

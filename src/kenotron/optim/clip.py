@@ -63,7 +63,7 @@ def scale_gradients(parameters: Iterable[Tensor], factor: float) -> None:
 
 
 def decides_alone(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `step_where_finite` is possible: for a fused Adam(W) on an accelerator with only whole parameters."""
+    """Return whether `step_where_finite` is possible: for a fused Adam(W) on an accelerator, with whole parameters."""
     if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
         return False
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]

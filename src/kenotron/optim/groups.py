@@ -122,7 +122,7 @@ def set_learning_rates(
 
 
 def is_hidden_matrix(name: str, parameter: torch.Tensor) -> bool:
-    """Whether this parameter is the weight of a linear map in a numbered layer, for which Muon is meant.
+    """Return whether this parameter is the weight of a linear map in a numbered layer, for which Muon is meant.
 
     `model.layers.3.mlp.up_proj.weight` is one, and `model.layers.3.mlp.experts.up_proj.weight` is one per expert;
     embeddings (`model.layers.3.self_attn.value_embedding.weight`, too), the output head, norms and biases are not.

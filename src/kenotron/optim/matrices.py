@@ -109,7 +109,7 @@ class MatrixOptimizer(OwnOptimizer):
 
 
 def whole_here(parameter: Tensor) -> bool:
-    """Whether each matrix that this rank has a shard of is whole on this rank."""
+    """Return whether each matrix that this rank has a shard of is whole on this rank."""
     mesh: Any = getattr(parameter, "device_mesh", None)
     if mesh is None or mesh.size() == 1:
         return True

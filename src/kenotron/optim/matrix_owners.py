@@ -59,7 +59,7 @@ class Exchange:
         self.owned_shapes = [self.shapes[i] for i in self.owned[self.rank]]  # of what this rank makes whole
 
     def gather(self, shards: Sequence[Tensor]) -> list[Tensor]:
-        """This rank's blocks, in the order of the tensors → the whole tensors that it owns."""
+        """Send this rank's blocks, in the order of the tensors; return the whole tensors that it owns."""
         out = [[shards[i] for i in owned if self.rank in self.senders[i]] for owned in self.owned]
         mine = self.owned[self.rank]
         come = [[i for i in mine if rank in self.senders[i]] for rank in range(len(self.owned))]
@@ -69,7 +69,7 @@ class Exchange:
         return list(wholes.values())
 
     def scatter(self, wholes: Sequence[Tensor]) -> list[Tensor]:
-        """The whole tensors that this rank owns → its blocks of all of them, in the order of the tensors."""
+        """Send the whole tensors that this rank owns; return its blocks of all of them, in the order of the tensors."""
         mine = self.owned[self.rank]
         out = [
             [whole[self.blocks[i][rank]] for i, whole in zip(mine, wholes, strict=True)]
@@ -82,7 +82,7 @@ class Exchange:
         return shards
 
     def _swap(self, out: list[list[Tensor]], into: list[list[Tensor]]) -> None:
-        """One all-to-all: `out` is what goes to every rank, `into` what comes from each, to be filled."""
+        """Run one all-to-all: `out` is what goes to every rank, `into` what comes from each, to be filled."""
         sent = torch.cat([self._empty(0), *(tensor.to(self.dtype).reshape(-1) for some in out for tensor in some)])
         out_sizes, into_sizes = ([sum(t.numel() for t in some) for some in side] for side in (out, into))
         received = self._empty(sum(into_sizes))
@@ -96,7 +96,7 @@ class Exchange:
 
 
 def mesh_group(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """The ranks of a device mesh as one group; it is made at every call when the mesh has several axes."""
+    """Return the ranks of a device mesh as one group; it is made at every call when the mesh has several axes."""
     if mesh.ndim == 1:
         return mesh.get_group()
     return dist.new_group(sorted(mesh.mesh.flatten().tolist()), use_local_synchronization=True)

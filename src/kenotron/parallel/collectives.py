@@ -199,7 +199,7 @@ def all_reduce(x: Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.Reduc
 
 
 def any_rank(flag: bool, world_size: int, device: torch.device) -> bool:
-    """Whether `flag` is true on any rank of the run. All ranks call it; the host waits for the other hosts."""
+    """Return whether `flag` is true on any rank of the run. All ranks call it; the host waits for the other hosts."""
     return flag if world_size == 1 else sum_over_ranks(int(flag), dist.group.WORLD, device) > 0
 
 

@@ -159,7 +159,7 @@ class Mesh:
         return tuple(axis for axis in axes_of(name) if self.degree(axis) > 1)
 
     def represents(self, name: str, within: str) -> bool:
-        """Whether this rank is rank 0 along the axes of `within` that are not in `name`.
+        """Return whether this rank is rank 0 along the axes of `within` that are not in `name`.
 
         Among the ranks of a `within` group with the same rank in `name`, exactly one represents the others: a sum over
         ``loss`` counts a sample once if only ranks that represent ``batch`` add it.

@@ -185,7 +185,7 @@ class _Flow(TorchFunctionMode):
 
 
 def _takes_last(x: Tensor, args: Any, kwargs: Any) -> bool:
-    """Whether the last argument, or dim, names the last dimension of x, or there is no such argument."""
+    """Return whether the last argument, or dim, names the last dimension of x, or there is no such argument."""
     dims = kwargs.get("dim", kwargs.get("dims", args[-1] if len(args) > 1 else -1))
     return bool({-1, x.dim() - 1} & {*(dims if isinstance(dims, tuple | list) else [dims])})
 

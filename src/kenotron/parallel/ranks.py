@@ -130,7 +130,7 @@ def describe(error: BaseException) -> str:
 
 
 def comes_from_another_rank(error: BaseException) -> bool:
-    """Whether the error results from another rank's end: a closed connection of gloo, NCCL or the store."""
+    """Return whether the error results from another rank's end: a closed connection of gloo, NCCL or the store."""
     import torch.distributed as dist
 
     found: BaseException | None = error

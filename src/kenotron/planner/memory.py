@@ -75,7 +75,7 @@ class RankPlan(NamedTuple):
 def plan_memory(
     config: Config, gpu: Gpu | None, ranks: Sequence[int] | None = None, report: Callable[..., None] | None = None
 ) -> list[RankPlan]:
-    """The memory of `ranks` on `gpu` (None: on CPUs); by default of the first rank of every pipeline stage.
+    """Return the memory of `ranks` on `gpu` (None: on CPUs); by default of the first rank of every pipeline stage.
 
     Each rank is followed in a process of its own, as many at once as there are cores: torch and modules keep tables of
     a rank. `report` is told how many are done, and of how many. Raises InputError as a run on that device would, and
@@ -98,7 +98,7 @@ def plan_memory(
 
 
 def first_ranks(config: Config) -> list[int]:
-    """The first rank of every pipeline stage, along which ranks are numbered last."""
+    """Return the first rank of every pipeline stage, along which ranks are numbered last."""
     layout = config.parallelism
     return [stage * layout.world_size // layout.pp for stage in range(layout.pp)]
 
@@ -177,7 +177,7 @@ def saved_by(run: Run) -> dict[str, int]:
 
 
 def follow_steps(run: Run, ledger: Ledger, naming: Naming, trace: Trace | None = None) -> Peak:
-    """The peak of the second of two steps, which `trace` records; in the first the optimizer makes its state."""
+    """Return the peak of the second of two steps, which `trace` records; in the first the optimizer makes its state."""
     count = micro_batches_to_follow(run.config)
     for batches in (1 if run.pipeline is None else count, count):
         begun = ledger.clock

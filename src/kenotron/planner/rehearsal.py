@@ -95,7 +95,7 @@ def two_blocks() -> Iterator[None]:
 
 
 def build_on(config: Config, mesh: Mesh, device: torch.device, attention: Callable[..., torch.Tensor]) -> Run:
-    """`training.build.build_run` without data, logs, checkpoints and initial values."""
+    """Run `training.build.build_run` without data, logs, checkpoints and initial values."""
     if isinstance(config.model.loss, Distillation):
         raise InputError("model.loss: the memory and time of a teacher are not planned; expected another loss")
     if config.doremi is not None and config.doremi.ref_model_resume_checkpoint_path is not None:
@@ -120,14 +120,14 @@ def build_on(config: Config, mesh: Mesh, device: torch.device, attention: Callab
 
 
 def batch_of(config: Config) -> TokenBatch:
-    """A micro-batch of the longest sequences, each of one document."""
+    """Make a micro-batch of the longest sequences, each of one document."""
     shape = config.tokens.micro_batch_size, max(config.sequence_lengths.values())
     tokens = np.arange(prod(shape)).reshape(shape) % config.model.decoder.vocab_size
     return TokenBatch(tokens, tokens, np.arange(shape[0]))
 
 
 def micro_batches_to_follow(config: Config) -> int:
-    """As many micro-batches as a step needs until it holds the most at once."""
+    """Return as many micro-batches as a step needs until it holds the most at once."""
     layout, count = config.parallelism, config.tokens.batch_accumulation_per_replica
     if layout.pp == 1:  # stages 1 and 2 gather weights in the first one and sum gradients in the last one
         return min(count, 3 if config.zero_stage in (1, 2) else 2)

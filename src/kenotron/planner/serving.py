@@ -111,7 +111,7 @@ class Handler(BaseHTTPRequestHandler):
         self._line(self.server.answer(self, lambda done, of: self._line({"done": done, "of": of})))
 
     def is_gone(self) -> bool:
-        """Whether the page has closed the connection: it was closed, or asks for something newer."""
+        """Return whether the page has closed the connection: it was closed, or asks for something newer."""
         readable, _, _ = select([self.connection], [], [], 0)
         return bool(readable) and not self.connection.recv(1, MSG_PEEK)
 
@@ -119,7 +119,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(json.dumps(data).encode() + b"\n")
 
     def _is_local(self) -> bool:
-        """Whether the request names this machine, with any port: another site's host name may resolve to it."""
+        """Return whether the request names this machine, with any port: another site's host name may resolve to it."""
         return (self.headers["Host"] or "").partition(":")[0] in (HOST, "localhost")
 
     def _send(self, status: int, kind: str, text: str) -> None:

@@ -127,7 +127,7 @@ class Transfer:
         self.tensors, self._wait = tensors, wait
 
     def wait(self, *args: object) -> bool:
-        """The current queue waits, not the host."""
+        """Make the current queue wait, not the host."""
         self._wait()
         return True
 
@@ -213,7 +213,7 @@ class Trace(TorchDispatchMode):
             self.of_results[out.untyped_storage()._cdata] = mark
 
     def _method(self, name: str) -> Callable[..., Transfer]:
-        """What takes the place of a method of torch's process groups."""
+        """Return what takes the place of a method of torch's process groups."""
 
         def method(group: dist.ProcessGroup, *args: Any, **options: Any) -> Transfer:
             tensors = [each for each in tree_leaves(args) if isinstance(each, Tensor)]
@@ -236,7 +236,7 @@ class Trace(TorchDispatchMode):
 
 
 def _groups(mesh: Mesh, ranks_on_machine: int) -> dict[str, Group]:
-    """The groups of the mesh, by torch's names of them."""
+    """Return the groups of the mesh, by torch's names of them."""
     groups: dict[str, Group] = {}
     for name in (*(axis.name for axis in AXES), *GROUPS):
         if (group := mesh.group(name)) is not None and group.group_name not in groups:
@@ -250,7 +250,7 @@ def _described(group: dist.ProcessGroup, name: str, ranks_on_machine: int) -> Gr
 
 
 def tensors_moved(name: str, args: Any, kwargs: Any, out: Any) -> list[Tensor]:
-    """The tensors that an operator reads and writes; those that it changes in place twice."""
+    """Return the tensors that an operator reads and writes; those that it changes in place twice."""
     inputs = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
     known = set(map(id, inputs))  # `out=` and tensors in place are results, too
     made = [each for each in tree_leaves(out) if isinstance(each, Tensor) and id(each) not in known]

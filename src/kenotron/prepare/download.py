@@ -69,7 +69,7 @@ def fetch(requirements: Iterable[RequiredFile], report: Report) -> list[Resolved
 
 
 def data_requirements(config: Config) -> Iterator[RequiredFile]:
-    """What the tokenizer and the data of `config` require.
+    """Yield what tokenizer and data of `config` require.
 
     Raises InputError: a mix file of token paths that cannot be read.
     """
@@ -105,7 +105,7 @@ def _rows_requirement(name: str, split: str, config_name: str | None, key: str) 
 
 
 def required_path(path: str, key: str) -> RequiredFile:
-    """The requirement that a path of the config exists; `key` names its config key in errors."""
+    """Return the requirement that a path of the config exists; `key` names its config key in errors."""
     return RequiredFile("remote" if is_remote(path) else "path", path, key, partial(_existing, path, key))
 
 
@@ -140,7 +140,7 @@ def _existing(path: str, key: str) -> list[AnyPath]:
 
 
 def _snapshot_files(name: str, revision: str | None) -> list[Path]:
-    """The cached files of a revision of a model repository."""
+    """Return the cached files of a revision of a model repository."""
     from huggingface_hub import constants
 
     commit = cached_revision(name, revision, "model")

@@ -43,7 +43,7 @@ def open_input(
     skip_bad: bool = False,
     hook: RowHook | None = None,
 ) -> StreamableDocuments:
-    """The texts of a file, a folder of files, a folder that `datasets` saved, or a dataset of the Hugging Face hub.
+    """Open the texts of a file, a folder of files, a folder that `datasets` saved, or a dataset of the hub.
 
     Raises InputError: nothing of that name; a column of files without rows; split or config name of files.
     """
@@ -67,7 +67,7 @@ def open_input(
 
 
 def plan_shards(texts: Sequence[StreamableDocuments], size: int) -> list[InputShard]:
-    """All documents of `texts` in order, in shards of at most `size` bytes where their form allows."""
+    """Return all documents of `texts` in order, in shards of at most `size` bytes where their form allows."""
     shards: list[InputShard] = []
     for number, source in enumerate(texts):
         for byte_range in source.byte_ranges(size):
@@ -81,7 +81,7 @@ def plan_shards(texts: Sequence[StreamableDocuments], size: int) -> list[InputSh
 
 
 def describe_inputs(texts: Sequence[StreamableDocuments]) -> dict[str, Json]:
-    """Each input's size by its name, and a digest that is another one once its files are others."""
+    """Return each input's size by its name, and a digest that is another one once its files are others."""
     return {source.name: {"size": source.size, "state": _state(source)} for source in texts}
 
 
@@ -98,7 +98,7 @@ def _state(texts: StreamableDocuments) -> str:
 
 
 def row_hook(column: str, keep: str | None, repeat: str | None) -> RowHook | None:
-    """What `--filter keep` and `--repeat repeat` make of a row; None without both.
+    """Return what `--filter keep` and `--repeat repeat` make of a row; None without both.
 
     keep(row) -> bool | str | list[str]     False: no document; True: the column; text: the documents themselves
     repeat(row, file) -> int                how often each of them is written, one after the other
@@ -133,7 +133,7 @@ def _documents(answer: Any, row: Json, column: str, file: str, keep: str | None)
 
 
 def describe_hook(path: str | None, key: str) -> str | None:
-    """The dotted path with a hash of its module: another function is another option."""
+    """Return the dotted path with a hash of its module: another function is another option."""
     if path is None:
         return None
     function: Callable = import_dotted(path, key)
@@ -145,6 +145,6 @@ def describe_hook(path: str | None, key: str) -> str | None:
 
 
 def first_texts(texts: Sequence[StreamableDocuments], characters: int) -> Iterator[str]:
-    """Documents from the beginning of each of `texts`, of each the same number of characters, `characters` in all."""
+    """Yield documents from the beginning of each of `texts`, `characters` in all, as many of each."""
     for source in texts:
         yield from first_characters((chunk.text for chunk in source.documents()), characters // len(texts))

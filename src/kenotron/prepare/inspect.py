@@ -17,7 +17,7 @@ CHUNK_TOKENS = 1 << 20
 
 
 def inspect(path: str | AnyPath, dtype: str | None = None, vocab_size: int | None = None) -> Json:
-    """A report on the token files at `path`; ids from `vocab_size` on are counted.
+    """Describe the token files at `path`; ids from `vocab_size` on are counted.
 
     Raises InputError: an invalid file; a negative id.
     """
@@ -57,7 +57,7 @@ def inspect(path: str | AnyPath, dtype: str | None = None, vocab_size: int | Non
 
 
 def _compared(recorded: dict[AnyPath, str], found: dict[AnyPath, str]) -> Json:
-    """How many checksums of manifests there are, and the files that have others; what is not in `found` is read now."""
+    """Return the number of checksums in manifests, and the files that have others; `found` spares reading."""
     different = []
     for path, expected in recorded.items():
         try:
@@ -78,7 +78,7 @@ class _Tokens:
         self.first_beyond: Json | None = None
 
     def add(self, file: TokenFile, start: int, ids: NDArray[np.integer]) -> None:
-        """Raises InputError: a negative id."""
+        """Raise InputError for a negative id."""
         loss = checked_loss(file, start, start + len(ids))
         if loss is not None:
             self.without_loss += len(loss) - int(np.count_nonzero(loss))
@@ -125,7 +125,7 @@ class _Documents:
 
 
 def starts_of_documents(files: Sequence[TokenFile], count: int, length: int) -> list[tuple[str, NDArray[np.integer]]]:
-    """The first `length` tokens of `count` places spread evenly, of the document that begins there if one is known."""
+    """Return the first `length` tokens at `count` places spread evenly, at starts of documents if they are known."""
     shown = []
     total = sum(len(file.tokens) for file in files)
     for number in range(count):

@@ -76,7 +76,7 @@ def merge(
 
 
 def _common_keys(sources: Sequence[str], files: Sequence[TokenFile]) -> Json:
-    """What all sources say of their tokenizer: by its hash where all of `files` have one, else by its name.
+    """Return what all sources say of their tokenizer: by its hash where all of `files` have one, else by its name.
 
     Raises InputError: they differ.
     """
@@ -103,7 +103,7 @@ def _common_keys(sources: Sequence[str], files: Sequence[TokenFile]) -> Json:
 
 
 def _described(place: AnyPath, made: Json) -> Iterator[str]:
-    """Paths of the files that a manifest is about: the one whose name it has, or those that it lists."""
+    """Yield the paths of the files that a manifest is about: the one whose name it has, or those that it lists."""
     if place.name != MANIFEST:
         yield str(place.with_name(place.name.removesuffix(f".{MANIFEST}")))
         return
@@ -130,7 +130,7 @@ def _copy(
 
 
 def _documents(files: Sequence[TokenFile], with_loss: bool) -> Iterator[Documents]:
-    """All documents of `files`, about a million tokens at a time; `with_loss` each with a mask."""
+    """Yield all documents of `files`, about a million tokens at a time; `with_loss` each with a mask."""
     for file in files:
         for start, lengths in document_blocks(file, DOCUMENTS_AT_ONCE):
             part = slice(start, start + int(lengths.sum()))
@@ -168,7 +168,7 @@ class _Files:
             first = last
 
     def _fitting(self, ends: NDArray[np.int64], before: int, first: int) -> int:
-        """The end of the documents from `first` on that fit into the file that is open."""
+        """Return the end of the documents from `first` on that fit into the file that is open."""
         if self.max_tokens is None:
             return len(ends)
         room = self.max_tokens - (self._writer.tokens if self._writer else 0)

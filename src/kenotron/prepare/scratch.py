@@ -18,7 +18,7 @@ from kenotron.storage.files import publish_folder, sync_folder
 
 @contextmanager
 def scratch_beside(output: Path, key: str = "--output") -> Iterator[Path]:
-    """A hidden folder beside `output`, for the caller to publish; removed at the end.
+    """Make a hidden folder beside `output`, for the caller to publish; it is removed at the end.
 
     Raises InputError: `output` exists and is not an empty folder; what the system refuses meanwhile, a full disk.
     """
@@ -41,7 +41,7 @@ def scratch_beside(output: Path, key: str = "--output") -> Iterator[Path]:
 
 @contextmanager
 def new_token_files(output: Path) -> Iterator[tuple[Path, bool]]:
-    """A folder for the files of `output`, and whether that is one file; they are published at the end.
+    """Make a folder for the files of `output`, and tell whether that is one file; they are published at the end.
 
     Raises InputError: as `scratch_beside`; a file of another format; what an earlier file of that name has left.
     """
@@ -59,7 +59,7 @@ def new_token_files(output: Path) -> Iterator[tuple[Path, bool]]:
 
 
 def _refuse_companions(output: Path) -> None:
-    """Raises InputError: an index or a loss mask of an earlier `output` would be taken for the new one's."""
+    """Raise InputError if an index or a loss mask of an earlier `output` would be taken for the new one's."""
     others = output.parent.iterdir() if output.parent.is_dir() else ()
     for left in sorted(other for other in others if other.name.startswith(f"{output.name}.")):
         raise InputError(f"--output: {left} already exists, left by an earlier {output.name}; remove it")

@@ -60,7 +60,7 @@ class DocumentShuffle:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def append(self, ids: NDArray[np.integer], ends: NDArray[np.integer]) -> None:
-        """A chunk that may begin and end within a document; `ends` counts from the chunk's first token."""
+        """Append a chunk that may begin and end within a document; `ends` counts from the chunk's first token."""
         whole = int(ends[-1]) if len(ends) else 0
         if len(ends):
             held = sum(map(len, self._waiting))
@@ -70,7 +70,7 @@ class DocumentShuffle:
             self._waiting.append(ids[whole:].astype(self.dtype))  # the narrower type, and not a view of all of `ids`
 
     def write(self, ids: NDArray[np.integer], lengths: NDArray[np.int64], loss: Loss = None) -> None:
-        """Documents end to end ``[tokens]``, the tokens of each ``[documents]``."""
+        """Return documents end to end ``[tokens]``, the tokens of each ``[documents]``."""
         for some in some_documents(ids, lengths, loss):
             self._write(*some)
 
@@ -99,7 +99,7 @@ class DocumentShuffle:
         files["lengths"].write(lengths.astype("<i8").tobytes())
 
     def documents(self) -> Iterator[Documents]:
-        """All documents, in their new order."""
+        """Yield all documents, in their new order."""
         for bucket, files in enumerate(self.files):
             for file in files.values():
                 file.close()
@@ -120,7 +120,7 @@ class DocumentShuffle:
 
 
 def some_documents(ids: NDArray[np.integer], lengths: NDArray[np.int64], loss: Loss) -> Iterator[Documents]:
-    """Documents end to end, about a million tokens at a time."""
+    """Yield documents end to end, about a million tokens at a time."""
     bounds = np.concatenate([[0], np.cumsum(lengths)])
     for first, last in _runs(lengths):
         part = slice(bounds[first], bounds[last])
@@ -128,7 +128,7 @@ def some_documents(ids: NDArray[np.integer], lengths: NDArray[np.int64], loss: L
 
 
 def _runs(lengths: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
-    """Runs of documents of about `TOKENS_AT_ONCE` tokens, at least one document each."""
+    """Yield runs of documents of about `TOKENS_AT_ONCE` tokens, at least one document each."""
     ends = np.cumsum(lengths)
     first = 0
     while first < len(lengths):
@@ -139,7 +139,7 @@ def _runs(lengths: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
 
 
 def _spans(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """``starts[0], starts[0] + 1, …`` for each span, end to end."""
+    """Return ``starts[0], starts[0] + 1, …`` for each span, end to end."""
     before = np.cumsum(lengths) - lengths
     return np.arange(lengths.sum()) + np.repeat(starts - before, lengths)
 

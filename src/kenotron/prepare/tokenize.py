@@ -122,7 +122,7 @@ def lock_output(output: Path, report: Report) -> AbstractContextManager[bool]:
 
 
 def finished(work: Tokenization, output: Path) -> Json | None:
-    """The manifest, if there is one. Raises InputError if it is of other work."""
+    """Return the manifest, if there is one. Raises InputError if it is of other work."""
     done = read_json(output / MANIFEST, made_by=dict)
     if done is not None:
         refuse_other_work(output, done["made_by"], work.made_by)
@@ -141,12 +141,12 @@ def begin(work: Tokenization, output: Path) -> None:
 
 
 def missing_shards(work: Tokenization, output: Path) -> list[InputShard]:
-    """Those that have no note yet."""
+    """Return the shards that have no note yet."""
     return [shard for shard in work.shards if not _note(output / UNFINISHED, shard).exists()]
 
 
 def finish(work: Tokenization, output: Path) -> Json:
-    """The manifest of shards that are all done; written last."""
+    """Write and return the manifest, after all shards."""
     _refuse_changed(work)
     manifest = _manifest(work, output / UNFINISHED)
     write_json(output / MANIFEST, manifest)
@@ -169,7 +169,7 @@ class Tokenization:
     """One tokenization: its documents, shards and rules; `made_by` is what the manifest records of it."""
 
     def __init__(self, inputs: Sequence[str], tokenizer: TextTokenizer, options: TokenizeOptions) -> None:
-        """Plans the shards from names and sizes. Raises InputError for invalid inputs."""
+        """Plan the shards from names and sizes. Raises InputError for invalid inputs."""
         self.tokenizer, self.options = tokenizer, options
         self.rules = _encode_rules(tokenizer, options)
         hook = row_hook(options.column, options.filter, options.repeat)
@@ -196,7 +196,7 @@ class Tokenization:
 
 
 def _encode_rules(tokenizer: TextTokenizer, options: TokenizeOptions) -> EncodeRules:
-    """Both tokens spelled out, so that nothing depends on what the tokenizer adds by itself."""
+    """Spell out both tokens, so that nothing depends on what the tokenizer adds by itself."""
     eos = tokenizer.eos_token_id if options.eos else None
     if options.eos and eos is None:
         raise InputError(f"--eos: tokenizer {tokenizer.name} names no end-of-text token; use --no-eos to do without")
@@ -251,7 +251,7 @@ class _ShardChunk(TextChunk):
 
 
 def make_shards(work: Tokenization, output: Path, todo: Sequence[InputShard], workers: int, report: Report) -> None:
-    """Every shard of `todo` gets its files and its note."""
+    """Write the files and the note of every shard of `todo`."""
     if not todo:
         return
     notes = output / UNFINISHED
@@ -278,7 +278,7 @@ def make_shards(work: Tokenization, output: Path, todo: Sequence[InputShard], wo
 def _batches(
     texts: Sequence[StreamableDocuments], todo: Sequence[InputShard], skipped: dict[int, tuple[int, list[str]]]
 ) -> Iterator[list[_ShardChunk]]:
-    """Batches, each of one shard."""
+    """Yield batches, each of one shard."""
     for shard, done in zip(todo, np.cumsum([0, *(shard.size for shard in todo)]).tolist()):
         before = sum(source.skipped for source in texts)
         for source in texts:
@@ -318,7 +318,7 @@ class _ShardWriter:
         self.bytes += int(answer.sizes.sum())
 
     def finish(self, output: Path) -> Json:
-        """The files come into `output`; what the manifest says of them."""
+        """Move the files into `output`, and return what the manifest says of them."""
         sink = self._sink
         if sink is None:
             return {"documents": 0, "tokens": 0, "bytes": self.bytes, "xxh3": {}}

@@ -109,7 +109,7 @@ def _curves(run: LoggedRun) -> dict[str, Any]:
 
 
 def _is_drawn(name: str, values: Sequence[float]) -> bool:
-    """Whether a curve is informative: metrics of the data, such as the batch size, only if they change."""
+    """Return whether a curve is informative: metrics of the data, such as the batch size, only if they change."""
     return len(set(values)) > 1 or (len(values) > 0 and _group(name) != "data")
 
 

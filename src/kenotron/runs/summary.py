@@ -74,7 +74,7 @@ def numbers(lines: Iterable[dict[str, Any]], name: str) -> list[float]:
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Whether a logged value is a finite number."""
+    """Return whether a logged value is a finite number."""
     return isinstance(value, int | float) and math.isfinite(value)
 
 

@@ -47,7 +47,7 @@ class BlockStore:
         self._sound: set[str] = set()  # blocks whose checksum this process has verified
 
     def holds(self, name: str, size: int) -> bool:
-        """Whether a block of `size` bytes is in the cache."""
+        """Return whether a block of `size` bytes is in the cache."""
         try:
             return os.stat(self._place(name)).st_size == size + CHECKSUM
         except OSError:

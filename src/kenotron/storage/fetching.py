@@ -119,7 +119,7 @@ PASSING = (408, 425, 429)
 
 
 def _is_final(error: BaseException) -> bool:
-    """Whether a retry would fail in the same way: access denied, no credentials, or an invalid request."""
+    """Return whether a retry would fail in the same way: access denied, no credentials, or an invalid request."""
     status = _status(error)
     if 400 <= status < 500:
         return status not in PASSING
@@ -128,7 +128,7 @@ def _is_final(error: BaseException) -> bool:
 
 
 def _is_unknown_host(error: BaseException | None) -> bool:
-    """Whether a host name was not resolved, an error that libraries wrap in their own errors."""
+    """Return whether a host name was not resolved, an error that libraries wrap in their own errors."""
     for _ in range(10):  # a chain of errors may be cyclic
         if isinstance(error, socket.gaierror) or isinstance(getattr(error, "os_error", None), socket.gaierror):
             return True
@@ -137,7 +137,7 @@ def _is_unknown_host(error: BaseException | None) -> bool:
 
 
 def _is_denied(error: BaseException) -> bool:
-    """Whether the user has no access or no credentials."""
+    """Return whether the user has no access or no credentials."""
     name = type(error).__name__
     botocore = "Credential" in name or "Profile" in name or "Token" in name
     return botocore or isinstance(error, PermissionError) or _status(error) in (401, 403)

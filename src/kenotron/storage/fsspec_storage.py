@@ -55,13 +55,13 @@ class FsspecPath(RemotePath):
         return _stat(self.url, file_info(self.url, self.settings))
 
     def is_file(self) -> bool:
-        """Whether it is a file, by the listing, else the driver."""
+        """Return whether it is a file, by the listing, else the driver."""
         if self.listing is not None:
             return self.url in self.listing
         return self._kind() == "file"
 
     def is_dir(self) -> bool:
-        """Whether it is a folder, by the listing, else the driver."""
+        """Return whether it is a folder, by the listing, else the driver."""
         if self.listing is not None:
             return any(url.startswith(self.url.rstrip("/") + "/") for url in self.listing)
         return self._kind() == "directory"
@@ -98,7 +98,7 @@ class FsspecPath(RemotePath):
         return BlockArray(file, dtype, offset, count, self.block_size)
 
     def file(self) -> RemoteFile:
-        """The current version of the file."""
+        """Return the current version of the file."""
         found = self.stat()
         return RemoteFile(self.url, found.st_size, found.version, self.settings)
 

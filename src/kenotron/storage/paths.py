@@ -155,11 +155,11 @@ class RemotePath(ABC):
 
     @abstractmethod
     def is_file(self) -> bool:
-        """Whether it is an existing file."""
+        """Return whether it is an existing file."""
 
     @abstractmethod
     def is_dir(self) -> bool:
-        """Whether it is an existing folder."""
+        """Return whether it is an existing folder."""
 
     @abstractmethod
     def walk(self) -> Iterator[RemotePath]:
@@ -174,7 +174,7 @@ class RemotePath(ABC):
         """Return `count` items of `dtype` at byte `offset` of the file; with `download`, from a mapped local copy."""
 
     def exists(self) -> bool:
-        """Whether it is an existing file or folder."""
+        """Return whether it is an existing file or folder."""
         return self.is_file() or self.is_dir()
 
     def read_text(self, encoding: str = "utf-8") -> str:

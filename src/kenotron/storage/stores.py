@@ -134,11 +134,11 @@ class Store:
             raise
 
     def holds(self, name: str, file: Path) -> bool:
-        """Whether an object has the bytes of `file`. Raises InputError."""
+        """Return whether an object has the bytes of `file`. Raises InputError."""
         return self._try(name, lambda: self._equals(name, file))
 
     def _equals(self, name: str, file: Path) -> bool:
-        """Whether the object equals the file, by length and the store's MD5, or else by reading it back."""
+        """Return whether the object equals the file, by length and the store's MD5, or else by reading it back."""
         info, size = self._info(name), file.stat().st_size
         if info["size"] != size:
             return False
@@ -165,7 +165,7 @@ class Store:
         return {"chunksize": part_size(size), "max_concurrency": self._parts_at_once}
 
     def _same_md5(self, info: FileInfo, file: Path, size: int) -> bool:
-        """Whether the store has the file's MD5; False if it has none."""
+        """Return whether the store has the file's MD5; False if it has none."""
         if "md5Hash" in info:
             return info["md5Hash"] == base64.b64encode(_md5(file, size)).decode()
         tag = str(info.get("ETag", "")).strip('"')

@@ -310,12 +310,12 @@ def python_stdlib() -> FileDocuments:
 
 
 def has_rows(file: AnyPath) -> bool:
-    """Whether a file has rows with columns, not one text."""
+    """Return whether a file has rows with columns, not one text."""
     return is_json(file) or _suffix(file) in ROW_READERS
 
 
 def is_json(file: AnyPath) -> bool:
-    """Whether a file has lines of JSON."""
+    """Return whether a file has lines of JSON."""
     return _unpacked_name(file).endswith(JSON_SUFFIXES)
 
 

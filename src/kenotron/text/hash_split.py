@@ -59,7 +59,7 @@ def hash_threshold(chunks: Iterable[DocumentChunk], fraction: float) -> int:
 
 
 def is_held_out(text: str, limit: int, chosen: Collection[int] = ()) -> bool:
-    """Whether this text belongs to validation."""
+    """Return whether this text belongs to validation."""
     value = text_hash(text)
     return value < limit or value in chosen
 

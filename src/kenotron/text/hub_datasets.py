@@ -249,7 +249,7 @@ def limit_waits() -> None:
 
 
 def _in_caches(datasets: Any, name: str) -> bool:
-    """Whether the hub's cache or the cache of `datasets` has any file of a repository."""
+    """Return whether the hub's cache or the cache of `datasets` has any file of a repository."""
     prepared = Path(datasets.config.HF_DATASETS_CACHE) / name.replace("/", "___")
     return prepared.exists() or cached_revision(name, None, "dataset") is not None
 

@@ -64,7 +64,7 @@ def writing(path: Path) -> AbstractContextManager[None]:
 
 
 def _is_of_this_run(config: Config, folder: Path) -> bool:
-    """Whether the last run that logged in `folder` has the same checkpoints folder as this run."""
+    """Return whether the last run that logged in `folder` has the same checkpoints folder as this run."""
     file = folder / "config.yaml"
     if not file.exists():
         return True

@@ -174,7 +174,7 @@ def _update(run: Run, step: Callable[[], Any]) -> None:
 
 
 def _hooks_decide(run: Run) -> bool:
-    """Whether a hook overrides `accepts_update` or `before_update`, which need the host before an update."""
+    """Return whether a hook overrides `accepts_update` or `before_update`, which need the host before an update."""
     defaults = (Hook.accepts_update, Hook.before_update)
     return any((kind.accepts_update, kind.before_update) != defaults for kind in {type(hook) for hook in run.hooks})
 

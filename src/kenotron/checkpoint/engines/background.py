@@ -104,7 +104,7 @@ class BackgroundEngine(Engine):
             self.waited += time.monotonic() - started
 
     def settled(self) -> bool:
-        """Whether this rank's files (on a folder's first rank, the checkpoint) are written or have failed."""
+        """Return whether this rank's files (on a folder's first rank, the checkpoint) are written or have failed."""
         if not self.in_flight:
             return True
         if self.thread is not None and self.thread.is_alive():

@@ -138,7 +138,7 @@ class SaveStream:
         self.stopped = False
 
     def fits(self, end: int) -> bool:
-        """Whether the bytes up to `end` fit into the ring now. Raises GivenUp."""
+        """Return whether the bytes up to `end` fit into the ring now. Raises GivenUp."""
         if self.stopped or self.writer.state == FAILED:
             raise GivenUp
         return end - self.writer.freed <= self.ring.capacity

@@ -62,7 +62,7 @@ def find_token_files(path: str | AnyPath, where: str) -> list[tuple[AnyPath, str
 
 
 def is_one_file(output: Path) -> bool:
-    """Whether `output` names a file of tokens, not a folder. Raises InputError for formats that are only read."""
+    """Return whether `output` is a file of tokens, not a folder. Raises InputError for formats that are only read."""
     if output.suffix in (".bin", ".npy"):
         raise InputError(f"--output: expected a folder, or a file that ends in {SUFFIX}, found {output}")
     return output.suffix == SUFFIX

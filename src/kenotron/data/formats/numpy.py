@@ -52,8 +52,11 @@ def open_file(path: AnyPath, where: str, dtype: np.dtype | None = None) -> list[
 
 
 def _is_llm_c(path: AnyPath, head: bytes) -> bool:
-    """Whether the first bytes are llm.c's header. Raises InputError for unsupported versions or contents of it, and for
-    a chunk of litdata, which looks like a raw file without its index."""
+    """Return whether the first bytes are llm.c's header.
+
+    Raises InputError for unsupported versions or contents of it, and for a chunk of litdata, which looks like a raw
+    file without its index.
+    """
     first, second = (int(number) for number in np.frombuffer(head, "<u4", 2))
     if second == 4 * (first + 2) and first:
         raise InputError(f"{path} is a chunk of litdata ({first:,} items); its index.json is missing beside it")

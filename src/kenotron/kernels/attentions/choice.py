@@ -214,7 +214,7 @@ def facts_of(device: torch.device) -> DeviceFacts:
 
 
 def _triton_compiles() -> bool:
-    """Whether Triton and the compiler that it needs are installed."""
+    """Return whether Triton and the compiler that it needs are installed."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     headers = os.path.join(sysconfig.get_paths()["include"], "Python.h")
     return compiler is not None and os.path.exists(headers) and _is_installed("triton")

@@ -17,7 +17,7 @@ from kenotron.kernels.attention import Documents, document_lengths
 
 
 def has_documents(ctx: Documents) -> bool:
-    """Whether there are borders. Checks the tensor first: compiled code must not read the host integers."""
+    """Return whether there are borders. Checks the tensor first: compiled code must not read the host integers."""
     return ctx.document_starts is not None or ctx.cu_seqlens is not None
 
 
@@ -45,6 +45,6 @@ def bound_of_documents(cu_seqlens: tuple[int, ...], length: int) -> int:
 
 
 def document_numbers(starts: Tensor, sequences: int, length: int) -> Tensor:
-    """Each token's document, ``[sequences, length]``, from `document_starts`."""
+    """Return each token's document, ``[sequences, length]``, from `document_starts`."""
     tokens = torch.arange(sequences * length, dtype=starts.dtype, device=starts.device)
     return torch.searchsorted(starts, tokens, right=True).view(sequences, length)

@@ -126,7 +126,7 @@ class DeepseekV3(SparseStyle[DeepseekV3Architecture]):
             self.plan = replace(self.plan, sequence=(*self.plan.sequence, *further))
 
     def block(self, layer: int) -> nn.Module:
-        """Layer number `layer`, or one that predicts a further token."""
+        """Make layer number `layer`, or one that predicts a further token."""
         from kenotron.models.blocks.moe import MoEBlock
         from kenotron.models.blocks.next_token import NextTokenBlock
 

@@ -47,7 +47,7 @@ class NanoArchitecture(LlamaStyleArchitecture):
     )
 
     def has_value_embedding(self, layer: int) -> bool:
-        """Whether layer `layer` has a value embedding."""
+        """Return whether layer `layer` has a value embedding."""
         return self.value_embeddings and (self.num_hidden_layers - 1 - layer) % 2 == 0
 
 

@@ -68,7 +68,7 @@ class Qwen2Architecture(LlamaStyleArchitecture):
     log_attn_probs: bool = key("Statistics that nanotron sends to W&B.", True, mark=NO_EFFECT)
 
     def uses_rope(self, layer: int) -> bool:
-        """Whether layer `layer` has RoPE, by `no_rope_layer`."""
+        """Return whether layer `layer` has RoPE, by `no_rope_layer`."""
         return self.no_rope_layer is None or (layer + 1) % self.no_rope_layer != 0
 
     @property

@@ -28,7 +28,7 @@ class SmolLM3Architecture(LlamaStyleArchitecture):
     )
 
     def uses_rope(self, layer: int) -> bool:
-        """Whether layer `layer` has RoPE, by the list, or without a list by the interval."""
+        """Return whether layer `layer` has RoPE, by the list, or without a list by the interval."""
         if self.no_rope_layers is not None:
             return bool(self.no_rope_layers[layer])
         return (layer + 1) % self.no_rope_layer_interval != 0
