@@ -99,6 +99,24 @@ def test_the_place_of_a_key_is_the_nearest_of_exactly_its_name(minimal: Any, nam
     assert message(minimal, (f"{name}=1",)) == f"override {name}=1: unknown key '{name}'{hint}"
 
 
+def test_a_misspelt_key_of_another_variant_gets_its_nearest_name(minimal: dict[str, Any]) -> None:
+    minimal["data_stages"][0]["data"]["dataset"] = {"corpus": "python-stdlib"}
+    name = "data_stages.0.data.dataset.text_file"
+    assert message(minimal, (f"{name}=a",)) == f"override {name}=a: unknown key '{name}'; did you mean 'text_files'?"
+
+
+def test_a_map_that_replaces_a_section_is_told_how_to_set_one_key(minimal: dict[str, Any]) -> None:
+    minimal["general"] = {"project": "debug", "run": "a"}
+    at = "override general={run: b}"
+    hint = "a map replaces the whole section; general.KEY=VALUE sets one key of it"
+    assert message(minimal, ("general={run: b}",)).splitlines() == [
+        f"{at}: {hint}",
+        f"{at}: missing key 'general.project'",
+    ]
+    del minimal["general"]
+    assert message(minimal, ("general.run=b",)) == "override general.run=b: missing key 'general.project'"
+
+
 def test_a_number_that_pyyaml_takes_for_text_is_a_number_in_a_file_and_explained_in_a_dict(
     minimal: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -74,6 +74,8 @@ def _lines(error: dict[str, Any], extra: list[Location], document: Document) -> 
         keys = keys + _parts(context["path"])
         yield document.at(keys, f"{dotted(keys)}: {context['message']}")
     elif error["type"] == "missing":
+        if section := re.match(r"override ([^={]+)=\s*{", document.place(keys[:-1])):
+            yield document.at(keys[:-1], f"a map replaces the whole section; {section[1]}.KEY=VALUE sets one key of it")
         yield document.at(keys[:-1], f"missing key '{dotted(keys)}'")
     elif error["type"] == "extra_forbidden" and owner(location[:-1], str(location[-1])):
         yield _mixed_variants(location, extra, document)
@@ -140,7 +142,8 @@ def _unknown(location: Location, value: object) -> str:
     message = f"unknown key '{dotted(keys)}'"
     elsewhere = paths_of(name, around)
     exact = any(name in names for names in _other_names()) or any(path.startswith(around) for path in elsewhere)
-    near = _space_missing(name, location[:-1]) or nearest(name, siblings(location[:-1]))
+    variants = [other for other, paths in paths_by_name().items() if around + other in paths]
+    near = _space_missing(name, location[:-1]) or nearest(name, siblings(location[:-1])) or nearest(name, variants)
     if near and not exact:
         return message + near
     if hint := hint_of(name, around):

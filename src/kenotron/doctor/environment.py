@@ -174,13 +174,9 @@ def describe_disk(folder: str) -> dict[str, Any]:
 
 def _filesystem(folder: Path) -> str | None:
     """Return the kind of the innermost mount around `folder`: ext4, nfs4, lustre, overlay, tmpfs."""
-    mounts = [line.split() for line in (system_file("/proc/mounts") or "").splitlines()]
-    above = [(len(words[1]), number, words[2]) for number, words in enumerate(mounts) if _is_below(folder, words[1])]
-    return max(above)[2] if above else None
-
-
-def _is_below(folder: Path, mount: str) -> bool:
-    return folder.is_relative_to(mount.encode().decode("unicode_escape"))  # a space is \040
+    mounts = (line.split() for line in (system_file("/proc/mounts") or "").splitlines())
+    kinds = {mount.encode().decode("unicode_escape"): kind for _, mount, kind, *_ in mounts}  # a space is \040
+    return kinds.get(max(filter(folder.is_relative_to, kinds), key=len, default=""))
 
 
 def network() -> Network:

@@ -77,7 +77,8 @@ def _architecture(
     config = {**config, **dict.fromkeys(nulls, False)}  # transformers' conditions take null as false
     complete = _hf_defaults(kind) | config
     found = {key: complete[hf_key] for key, hf_key in shared if hf_key in complete}
-    found = {key: value for key, value in found.items() if value is not None or _takes_null(kind, key)}
+    nullable = {name for name, field in kind.section.model_fields.items() if NoneType in get_args(field.annotation)}
+    found = {key: value for key, value in found.items() if value is not None or key in nullable}
     found |= {"family": name if name and family_named(name) is kind else _default(kind, "family")}
     found |= {"hidden_act": _activation(config.get("hidden_act", _default(kind, "hidden_act")), where)}
     if issubclass(kind.section, RopeArchitecture):
@@ -139,10 +140,6 @@ def _hf_defaults(family: type[Family[Any]]) -> dict[str, Any]:
     if family.hf_code:
         return {}
     return {name: each.default for name, each in inspect.signature(config_class(family)).parameters.items()}
-
-
-def _takes_null(family: type[Family[Any]], name: str) -> bool:
-    return NoneType in get_args(family.section.model_fields[name].annotation)
 
 
 def _refuse_foreign(config: Mapping[str, Any], where: str, family: type[Family[Any]]) -> None:
