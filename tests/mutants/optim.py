@@ -100,7 +100,7 @@ MUTANTS = [
         find='        group["lr"] = own * group.get("learning_rate_scale", 1.0)\n',
         replace='        group["lr"] = own\n',
         why="the schedule overwrites the rates of parameter groups at the first step (what breaks µP in silence)",
-        tests=("optim/test_parameter_groups.py",),
+        tests=("optim/test_combined.py",),
     ),
     Mutant(
         name="normuon-means-of-the-shard",
@@ -132,7 +132,7 @@ MUTANTS = [
         find="            each.state = self.state\n",
         replace="            pass\n",
         why="checkpoints of several optimizers hold the state of none: a resumed run begins with fresh moments",
-        tests=("optim/test_combined.py",),
+        tests=("optim/test_optimizer_state.py",),
     ),
     Mutant(
         name="average-left-behind",
@@ -172,7 +172,7 @@ MUTANTS = [
         find=" and in_a_layer",
         replace=" and path",
         why="Muon orthogonalizes embeddings and the head, which its authors give to AdamW",
-        tests=("optim/test_parameter_groups.py", "optim/test_muon.py"),
+        tests=("optim/test_parameter_groups.py",),
     ),
     Mutant(
         name="muon-on-a-shard",

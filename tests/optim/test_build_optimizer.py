@@ -12,6 +12,7 @@ from kenotron.optim.build import build_optimizer
 from kenotron.optim.custom import ELEMENTWISE
 from kenotron.optim.muon import Muon, NorMuon
 from kenotron.optim.soap import Soap
+from kenotron.optim.stochastic_rounding import StochasticAdamW
 from support.rates import set_rate
 
 
@@ -40,12 +41,13 @@ def adamw_in_float64(model, set_gradients, decay_of, steps=5, beta1=0.9, beta2=0
     return weights
 
 
-@pytest.mark.parametrize("fused", [True, False])
-def test_adamw_is_the_papers_with_decay_only_where_it_should_be(tiny, section, set_gradients, fused):
-    config = section({"name": "adamW", "torch_adam_is_fused": fused}, weight_decay_exclude_named_params=[".*norm"])
+@pytest.mark.parametrize(("fused", "stochastic"), [(True, False), (False, False), (True, True)])
+def test_adamw_is_the_papers_with_decay_only_where_it_should_be(tiny, section, set_gradients, fused, stochastic):
+    keys = {"weight_decay_exclude_named_params": [".*norm"], "stochastic_rounding": stochastic}  # in fp32, of no effect
+    config = section({"name": "adamW", "torch_adam_is_fused": fused}, **keys)
     model = tiny()
     optimizer = build_optimizer(model.named_parameters(), config)
-    assert optimizer.defaults["fused"] is fused
+    assert isinstance(optimizer, StochasticAdamW) if stochastic else optimizer.defaults["fused"] is fused
     expected = adamw_in_float64(tiny(), set_gradients, lambda name: 0.0 if "norm" in name else 0.1)
     for ours, formula in zip(run(model, optimizer, set_gradients), expected, strict=True):
         torch.testing.assert_close(ours.double(), formula, rtol=2e-6, atol=2e-7)

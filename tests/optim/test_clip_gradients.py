@@ -46,16 +46,6 @@ def test_a_long_gradient_keeps_six_digits():
     assert clip_gradients([parameter], None).item() == pytest.approx(float64_norm([parameter]), rel=5e-7)
 
 
-def test_clipping_scales_as_torch_does():
-    ours, theirs = parameters_with_gradients(), parameters_with_gradients()
-    before = clip_gradients(ours, 1.5)
-    expected = torch.nn.utils.clip_grad_norm_(theirs, 1.5)
-    torch.testing.assert_close(before, expected, rtol=1e-6, atol=0)
-    for a, b in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(a.grad, b.grad, rtol=1e-6, atol=0)
-    assert float64_norm(ours) == pytest.approx(1.5, rel=1e-5)
-
-
 @pytest.mark.parametrize("bound", [1.5, 1e6])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_branch_of_accelerators_reads_nothing_and_clips_the_same(dtype, bound, monkeypatch):
@@ -87,13 +77,6 @@ def test_parameters_without_gradient_do_not_count():
     expected = clip_gradients(parameters, None)
     assert torch.equal(clip_gradients([nn.Parameter(torch.ones(3)), *parameters], None), expected)
     assert clip_gradients([nn.Parameter(torch.ones(3))], 1.0).item() == 0.0
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_bad_gradient_shows_in_the_norm(bad):
-    parameters = parameters_with_gradients()
-    parameters[0].grad[3, 4] = bad
-    assert not math.isfinite(clip_gradients(parameters, 1.0))
 
 
 def on_rank(rank: int) -> None:

@@ -11,7 +11,6 @@ from kenotron.generation.load import load_for_generation
 from kenotron.interop import to_hf
 from kenotron.optim.build import build_optimizer
 from kenotron.optim.groups import set_learning_rates
-from kenotron.optim.state import init_state, load_numbers, state_tensors
 from support.rates import set_rate
 from support.tiny_run import equal_bits, exported, metrics, saved_weights, text_overrides, tiny_config, train_quietly
 
@@ -45,27 +44,6 @@ def test_each_moves_its_own_as_it_would_alone(tiny, section, set_gradients):
                 assert torch.equal(parameter, expected[name]), name
 
 
-def test_state_is_saved_and_goes_on(tiny, section, set_gradients):
-    whole, first, second = tiny(), tiny(), tiny()
-    one = build_optimizer(whole.named_parameters(), several(section))
-    steps(whole, one, set_gradients, 4)
-    before = build_optimizer(first.named_parameters(), several(section))
-    steps(first, before, set_gradients, 2)
-    after = build_optimizer(second.named_parameters(), several(section))
-    init_state(after)
-    saved = state_tensors(first.named_parameters(), before)
-    assert saved.keys() == state_tensors(second.named_parameters(), after).keys()
-    with torch.no_grad():
-        for name, tensor in state_tensors(second.named_parameters(), after).items():
-            tensor.copy_(saved[name])
-        for ours, theirs in zip(second.parameters(), first.parameters(), strict=True):
-            ours.copy_(theirs)
-    load_numbers(second.named_parameters(), after, saved)
-    steps(second, after, set_gradients, 2, first=2)
-    for a, b in zip(second.parameters(), whole.parameters(), strict=True):
-        assert torch.equal(a, b)
-
-
 def test_a_group_follows_its_own_schedule(tiny, section):
     own = {"learning_rate": 4.0, "lr_decay_style": "linear", "min_decay_lr": 0.0}
     rules = [{"pattern": "proj", "learning_rate_scheduler": own, "learning_rate_scale": 0.5}]
@@ -89,23 +67,6 @@ def test_an_optimizer_of_matrices_is_given_nothing_else(tiny, section, name, pat
         build_optimizer(tiny().named_parameters(), config)
     matrices = section(param_groups=[{"pattern": r"proj\.weight", "optimizer_factory": {"name": name}}])
     build_optimizer(tiny().named_parameters(), matrices)
-
-
-def test_the_average_follows_its_formula_and_stands_in_for_the_weights(tiny, section, set_gradients):
-    model = tiny()
-    optimizer = build_optimizer(model.named_parameters(), section(ema_decay=0.75))
-    weights = []
-    for step in range(4):
-        steps(model, optimizer, set_gradients, 1, first=step)
-        weights.append(model.lm_head.weight.detach().double().clone())
-    expected = weights[0]
-    for weight in weights[1:]:
-        expected = 0.75 * expected + 0.25 * weight
-    saved = state_tensors(model.named_parameters(), optimizer)["state.lm_head.weight.ema"]
-    torch.testing.assert_close(saved.double(), expected, rtol=1e-6, atol=1e-8)
-    with optimizer.averaged():
-        torch.testing.assert_close(model.lm_head.weight.double(), expected, rtol=1e-6, atol=1e-8)
-    assert torch.equal(model.lm_head.weight.double(), weights[-1])
 
 
 def test_the_average_of_bf16_weights_moves_by_less_than_they_round(tiny, section, set_gradients):

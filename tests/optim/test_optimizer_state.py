@@ -8,6 +8,7 @@ from kenotron.config.errors import InputError
 from kenotron.optim.build import build_optimizer
 from kenotron.optim.state import init_state, load_numbers, state_tensors
 from kenotron.parallel.shards import shard_of
+from optim.test_combined import several
 from support.rates import set_rate
 
 
@@ -35,8 +36,14 @@ FACTORIES = [
     *({"name": "adamW"}, {"name": "adamW", "torch_adam_is_fused": False}, {"name": "sgd"}),
     *({"name": "sgd", "momentum": 0.9, "nesterov": True}, {"name": "lion"}, {"name": "muon"}, {"name": "normuon"}),
     *({"name": "soap", "soap_precondition_frequency": 2}, {"name": "torch.optim.Adagrad"}),
-    {"name": f"{__name__}.CountsInPython"},
+    *({"name": f"{__name__}.CountsInPython"}, {"name": "several"}),
 ]
+
+
+def config_of(section, factory):
+    if factory["name"] == "several":
+        return several(section)
+    return section(factory, weight_decay=0.0 if "Counts" in factory["name"] else 0.1)
 
 
 def train(model, optimizer, set_gradients, steps):
@@ -59,7 +66,7 @@ def resume(model, optimizer, saved):
 
 @pytest.mark.parametrize("factory", FACTORIES, ids=lambda f: f["name"] + str(len(f)))
 def test_a_resumed_run_ends_with_the_same_bits(tiny, section, set_gradients, factory):
-    config = section(factory, weight_decay=0.0 if "Counts" in factory["name"] else 0.1)
+    config = config_of(section, factory)
     whole = tiny()
     train(whole, build_optimizer(whole.named_parameters(), config), set_gradients, range(7))
 
@@ -79,7 +86,7 @@ def test_a_resumed_run_ends_with_the_same_bits(tiny, section, set_gradients, fac
 
 @pytest.mark.parametrize("factory", FACTORIES, ids=lambda f: f["name"] + str(len(f)))
 def test_empty_state_has_every_name_and_touches_nothing(tiny, section, set_gradients, factory):
-    config = section(factory, weight_decay=0.0 if "Counts" in factory["name"] else 0.1)
+    config = config_of(section, factory)
     model, trained = tiny(), tiny()
     optimizer = build_optimizer(trained.named_parameters(), config)
     train(trained, optimizer, set_gradients, range(1))
@@ -113,17 +120,6 @@ def test_a_run_that_starts_from_empty_state_ends_with_the_same_bits(tiny, sectio
         assert torch.equal(a, b)
 
 
-def test_names_are_the_models_and_tied_weights_appear_once(tiny, section):
-    model = tiny(tied=True)
-    optimizer = build_optimizer(model.named_parameters(), section())
-    init_state(optimizer)
-    names = state_tensors(model.named_parameters(), optimizer)
-    assert "state.model.layers.1.up_proj.weight.exp_avg" in names
-    assert "state.model.embed_tokens.weight.exp_avg_sq" in names
-    assert not any("lm_head" in name for name in names)
-    assert len(names) == 3 * len(list(model.parameters()))
-
-
 def test_state_does_not_depend_on_groups_and_hyperparameters_come_from_the_config(tiny, section, set_gradients):
     first, second = tiny(), tiny()
     one = build_optimizer(first.named_parameters(), section(weight_decay=0.1))
@@ -137,26 +133,6 @@ def test_state_does_not_depend_on_groups_and_hyperparameters_come_from_the_confi
         assert torch.equal(state_tensors(second.named_parameters(), two)[name], tensor)
     assert [{k: v for k, v in group.items() if k != "params"} for group in two.param_groups] == groups
     assert {group["weight_decay"] for group in two.param_groups} == {0.0, 0.3}
-
-
-@pytest.mark.parametrize("factory", ["adamW", "muon", "normuon", "soap"])
-def test_state_moves_between_plain_and_fsdp_models(tiny, section, set_gradients, group_of_one, factory):
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import DTensor
-
-    plain, sharded, back = tiny(), tiny(), tiny()
-    fully_shard(sharded, mesh=init_device_mesh("cpu", (1,)))
-    config = section({"name": factory})
-    optimizers = [build_optimizer(m.named_parameters(), config) for m in (plain, sharded, back)]
-    train(plain, optimizers[0], set_gradients, range(3))
-    saved = state_tensors(plain.named_parameters(), optimizers[0])
-    resume(sharded, optimizers[1], saved)
-    there = state_tensors(sharded.named_parameters(), optimizers[1])
-    assert isinstance(there["state.model.norm.weight.exp_avg"], DTensor)
-    resume(back, optimizers[2], there)
-    for name, tensor in state_tensors(back.named_parameters(), optimizers[2]).items():
-        assert torch.equal(tensor, saved[name])
 
 
 def test_state_that_cannot_be_saved_is_named():

@@ -6,7 +6,6 @@ from torch import nn
 
 from kenotron.config.errors import InputError
 from kenotron.optim.groups import is_hidden_matrix, parameter_groups
-from support.rates import set_rate
 
 
 def settings_by_name(model, groups, key):
@@ -19,14 +18,6 @@ def test_without_patterns_one_group_holds_everything_in_the_models_order(tiny, s
     (group,) = parameter_groups(model.named_parameters(), section())
     assert [id(p) for p in group["params"]] == [id(p) for p in model.parameters()]
     assert (group["lr"], group["weight_decay"], group["learning_rate_scale"]) == (1e-2, 0.1, 1.0)
-
-
-def test_exclusion_hits_only_what_it_names(tiny, section):
-    """nanotron's bug: a norm's pattern also took the decay from the linears that follow the norm."""
-    model = tiny()
-    config = section(weight_decay_exclude_named_params=[r".*layernorm\.weight", r"model\.norm"])
-    decay = settings_by_name(model, parameter_groups(model.named_parameters(), config), "weight_decay")
-    assert all(value == (0.0 if "norm" in name else 0.1) for name, value in decay.items())
 
 
 EXCLUDED = "weight_decay_exclude_named_params"
@@ -133,14 +124,6 @@ def test_muon_takes_the_matrices_of_numbered_layers_and_nothing_else(tiny, secti
 )
 def test_a_hidden_matrix_is_the_weight_of_a_linear_map_in_a_layer(name, shape, hidden):
     assert is_hidden_matrix(name, torch.zeros(shape)) is hidden
-
-
-def test_every_group_follows_its_own_share_of_the_rate(tiny, section):
-    model = tiny()
-    config = section(param_groups=[{"pattern": "embed_tokens", "learning_rate_scale": 0.25}])
-    optimizer = torch.optim.SGD(parameter_groups(model.named_parameters(), config))
-    set_rate(optimizer, 8.0)
-    assert sorted(group["lr"] for group in optimizer.param_groups) == [2.0, 8.0]
 
 
 def test_a_model_without_trainable_parameters_is_refused(section):
