@@ -35,15 +35,11 @@ def failure(function):
 """
 
 
-def of_python(program, env):
-    command = [sys.executable, "-c", program]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
-
-
 def run(code, environment, cache):
     clean = {k: v for k, v in os.environ.items() if not k.startswith("HF_") and "OFFLINE" not in k}
     program = NO_SOCKET.format(folders=[os.path.dirname(os.path.dirname(__file__))]) + textwrap.dedent(code)
-    result = of_python(program, clean | environment | {"KENOTRON_CACHE": str(cache)})
+    options = {"timeout": 120, "env": clean | environment | {"KENOTRON_CACHE": str(cache)}}
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, **options)
     assert (result.returncode, result.stderr) == (0, "")
     return result.stdout.splitlines()
 
@@ -216,14 +212,3 @@ def test_a_hub_that_stalls_is_not_waited_for_without_limit(monkeypatch):
         with pytest.raises(Exception, match="timed out"):
             huggingface_hub.get_session().get(f"http://127.0.0.1:{silent.getsockname()[1]}/api/datasets/a/b")
     hub_datasets.limit_waits()
-
-
-@pytest.mark.slow
-def test_the_made_cache_serves_the_libraries_themselves(hub_home):
-    code = f"""
-import datasets, transformers
-print(datasets.load_dataset("{DATASET}", split="train")[0]["text"][:8])
-print(transformers.AutoTokenizer.from_pretrained("{TOKENIZER}")("word0 word3 other").input_ids)
-"""
-    result = of_python(code, os.environ | offline_environment(hub_home))
-    assert result.stdout.splitlines() == [made_documents()[0][:8], "[4, 7, 0]"]
