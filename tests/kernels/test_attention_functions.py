@@ -1,7 +1,7 @@
 """The attention functions that a run can choose, against the definition in float64; the branch of a GPU on a CPU."""
 
 import sys
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from types import SimpleNamespace
 
 import pytest
@@ -15,26 +15,17 @@ from kenotron.kernels.attentions import choice
 from kenotron.kernels.attentions.documents import bound_of_documents, document_numbers, document_starts
 from kenotron.kernels.attentions.masked import eager, sdpa_with_mask
 from support import flash_on_cpu
+from support.plain_attention import numbers_of, plain_attention
 
 SEQUENCES, LENGTH, HEADS, KV_HEADS, HEAD_DIM = 2, 24, 4, 2, 16
 DOCUMENTS = (0, 5, 24, 40, 41, 48)
 H100 = choice.DeviceFacts("nvidia", (9, 0), "bfloat16", 64)
 
 
-def document_by_document(q, k, v, cu_seqlens, window=None, softcap=None, scale=0.25):
-    """The definition in float64: a softmax for every query over the keys that it sees."""
-    q, k, v = (x.double() for x in (q, k, v))
-    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-    borders = sorted({*(cu_seqlens or ()), *range(0, SEQUENCES * LENGTH + 1, LENGTH)})
-    rows = []
-    for begin, end in pairwise(borders):
-        row, first, stop = begin // LENGTH, begin % LENGTH, (end - 1) % LENGTH + 1
-        for i in range(first, stop):
-            oldest = first if window is None else max(first, i - window + 1)
-            scores = (k[row, :, oldest : i + 1] @ q[row, :, i, :, None]).squeeze(-1) * scale
-            scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
-            rows.append((scores.softmax(-1)[:, None] @ v[row, :, oldest : i + 1]).squeeze(1))
-    return torch.stack(rows).view(SEQUENCES, LENGTH, q.shape[1], -1).transpose(1, 2)
+def by_definition(q, k, v, cu_seqlens, window=None, softcap=None):
+    """In float64."""
+    documents = None if cu_seqlens is None else numbers_of(cu_seqlens, SEQUENCES)
+    return plain_attention(*(x.double() for x in (q, k, v)), 0.25, documents, window, softcap)
 
 
 def inputs(dtype=torch.float32):
@@ -48,7 +39,7 @@ def error(function, ctx, **options):
     """The largest relative error of the output and of the three gradients (dq is 0 where a query sees one key)."""
     tensors, grad = inputs()
     exact = [x.detach().double().requires_grad_() for x in tensors]
-    expected = document_by_document(*exact, ctx.cu_seqlens, **options)
+    expected = by_definition(*exact, ctx.cu_seqlens, **options)
     expected.backward(grad.double())
     out = function(*tensors, ctx, 0, 0.25, **options)
     assert out.shape == tensors[0].shape
@@ -121,7 +112,7 @@ def test_flex_attention_masks_documents_windows_and_caps_scores(cu_seqlens, wind
     options = {"window": window, "softcap": softcap}
     with torch.no_grad():  # torch has no backward of it on a CPU
         ours = choice.load("flex_attention")(q, k, v, Borders(cu_seqlens), 0, 0.25, **options)
-        expected = document_by_document(q, k, v, cu_seqlens, **options)
+        expected = by_definition(q, k, v, cu_seqlens, **options)
     assert (ours.double() - expected).norm() / expected.norm() < 2e-6
 
 
@@ -143,7 +134,7 @@ def test_compiled_attention_over_documents_is_one_graph_for_every_batch(flash, n
         starts = torch.tensor(cu_seqlens, dtype=torch.int32)
         # Without host integers: compiled code must not look at them.
         out = compiled(q, k, v, SimpleNamespace(cu_seqlens=None, document_starts=starts, longest=LENGTH))
-        expected = document_by_document(q, k, v, cu_seqlens, window=6)
+        expected = by_definition(q, k, v, cu_seqlens, window=6)
         assert (out.double() - expected).norm() / expected.norm() < 2e-6
         if out.requires_grad:
             ours, theirs = (torch.autograd.grad(x, q, grad.to(x.dtype))[0] for x in (out, expected))

@@ -1,6 +1,5 @@
 """Attention against its definition in float64: every path, GQA, documents, strides; and inside torch.compile."""
 
-import math
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +8,7 @@ import torch
 from kenotron.kernels import attention as kernel
 from kenotron.kernels import products
 from kenotron.kernels.attention import attention
+from support.plain_attention import numbers_of, plain_attention
 
 WHOLE = SimpleNamespace(cu_seqlens=None)
 
@@ -17,18 +17,6 @@ WHOLE = SimpleNamespace(cu_seqlens=None)
 def _bf16_is_fast(monkeypatch):
     """Where it is not, bf16 takes the path of fp32 (`test_bfloat16`), and what is tested here is never met."""
     monkeypatch.setattr(products, "EMULATED", False)
-
-
-def softmax_attention(q, k, v, scale, document_of=None):
-    """The definition: softmax over earlier tokens of the same document, key-value heads repeated, in float64."""
-    repeat = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
-    length = q.shape[2]
-    hidden = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
-    if document_of is not None:
-        hidden = hidden | (document_of[:, None, :, None] != document_of[:, None, None, :])
-    scores = (q @ k.mT * scale).masked_fill(hidden, -math.inf)
-    return scores.softmax(-1) @ v
 
 
 def inputs(sequences, heads, kv_heads, length, head_dim, dtype, spread=1.0):
@@ -43,7 +31,7 @@ def inputs(sequences, heads, kv_heads, length, head_dim, dtype, spread=1.0):
 def relative_errors(tensors, grad, ctx, scale, document_of=None):
     """Relative errors of (output, dq, dk, dv); where dq or dk are 0 (length 1), against the upstream gradient."""
     exact = [t.detach().double().requires_grad_() for t in tensors]
-    expected = softmax_attention(*exact, scale, document_of)
+    expected = plain_attention(*exact, scale, document_of)
     expected.backward(grad.double())
     out = attention(*tensors, ctx, 0, scale)
     assert out.shape == tensors[0].shape
@@ -122,8 +110,7 @@ def test_no_gradient_is_made_when_none_is_asked_for():
 def test_no_token_sees_another_document(cu_seqlens, dtype, tolerance):
     tensors, grad = inputs(2, 4, 2, 24, 16, dtype)
     ctx = SimpleNamespace(cu_seqlens=cu_seqlens)
-    documents = torch.bucketize(torch.arange(48), torch.tensor(cu_seqlens), right=True).view(2, 24)
-    errors = relative_errors(tensors, grad, ctx, 0.25, documents)
+    errors = relative_errors(tensors, grad, ctx, 0.25, numbers_of(cu_seqlens, 2))
     assert max(errors) < tolerance, errors
 
 

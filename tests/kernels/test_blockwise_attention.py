@@ -4,24 +4,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from kenotron.kernels.blockwise_attention import block_attention, block_backward, merge_
-from kenotron.kernels.blockwise_attention import plain_block_attention as plain_attention
-from kenotron.kernels.blockwise_attention import plain_block_backward as plain_backward
+from kenotron.kernels.blockwise_attention import (
+    block_attention,
+    block_backward,
+    merge_,
+    plain_block_attention,
+    plain_block_backward,
+)
+from support.plain_attention import plain_attention
 
-KERNELS = [(block_attention, block_backward), (plain_attention, plain_backward)]
+KERNELS = [(block_attention, block_backward), (plain_block_attention, plain_block_backward)]
 
 
 def tensors(heads: int, kv_heads: int, length: int = 12) -> list[Tensor]:
     generator = torch.Generator().manual_seed(5)
     shapes = [(2, h, length, 8) for h in (heads, kv_heads, kv_heads, heads)]
     return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
-
-
-def whole(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    group, length = q.shape[1] // k.shape[1], q.shape[2]
-    scores = q @ k.repeat_interleave(group, 1).mT * scale
-    hidden = torch.ones(length, length, dtype=torch.bool).triu(1)
-    return scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v.repeat_interleave(group, 1)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (6, 1)])
@@ -44,18 +42,10 @@ def test_three_tiles_merged_are_causal_attention_and_so_are_their_gradients(forw
             total[:, :, where] += share
 
     inputs = [x.requires_grad_() for x in (q, k, v)]
-    expected = whole(*inputs, scale)
+    expected = plain_attention(*inputs, scale)
     torch.testing.assert_close(out, expected.detach(), rtol=1e-12, atol=1e-12)
     for found, right in zip(gradients, torch.autograd.grad(expected, inputs, grad)):
         torch.testing.assert_close(found, right, rtol=1e-12, atol=1e-12)
-
-
-def test_a_query_that_has_seen_nothing_takes_a_tile_as_it_is_without_nan() -> None:
-    out, lse = torch.zeros(1, 1, 2, 4), torch.full((1, 1, 2), float("-inf"))
-    part, part_lse = torch.randn(1, 1, 2, 4), torch.tensor([[[1e4, -1e4]]])
-    merge_(out, lse, part, part_lse)
-    assert torch.equal(out, part)
-    assert torch.equal(lse, part_lse)
 
 
 def test_scores_far_apart_merge_without_overflow() -> None:
@@ -69,8 +59,8 @@ def test_scores_far_apart_merge_without_overflow() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_rounded_once_a_tile(dtype: torch.dtype) -> None:
     q, k, v, grad = tensors(4, 2)
-    exact = plain_attention(q, k, v, True, 0.3)
-    shares = plain_backward(grad, q, k, v, *exact, True, 0.3)
+    exact = plain_block_attention(q, k, v, True, 0.3)
+    shares = plain_block_backward(grad, q, k, v, *exact, True, 0.3)
     half = [x.to(dtype) for x in (q, k, v)]
     out, lse = block_attention(*half, True, 0.3)
     assert out.dtype == dtype

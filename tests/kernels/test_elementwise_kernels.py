@@ -159,12 +159,6 @@ def test_rope_of_queries_and_keys_in_one_call(channels, interleaved, dtype, tole
             assert (turned - expected).norm() <= tolerance * expected.norm()
 
 
-def test_rope_of_the_docstring():
-    x, cos, sin = torch.arange(4.0).view(1, 1, 1, 4), torch.zeros(1, 1, 2), torch.ones(1, 1, 2)
-    assert apply_rope(x, cos, sin).flatten().tolist() == [-2, -3, 0, 1]
-    assert apply_rope(x, cos, sin, interleaved=True).flatten().tolist() == [-1, 0, -3, 2]
-
-
 def test_rope_saves_nothing_but_its_tables():
     cos, sin = angles(1, 8, 16)
     x = torch.randn(1, 8, 2, 16, requires_grad=True)

@@ -55,15 +55,6 @@ def difference(ours, theirs):
     return max(float((a.double() - b.double()).norm() / b.double().norm()) for a, b in zip(ours, theirs))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
-def test_a_block_compiles_to_one_graph_with_the_same_numbers(dtype, tolerance):
-    given = arguments(dtype)
-    ctx = SimpleNamespace(cu_seqlens=None)
-    compiled = torch.compile(block, fullgraph=True)
-    assert difference(gradients(compiled, *given, ctx), gradients(block, *given, ctx)) < tolerance
-
-
 def test_the_explicit_backward_is_one_operator_in_the_compiled_graph(monkeypatch):
     from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd

@@ -16,14 +16,15 @@ from kenotron.kernels.linear_cross_entropy import VocabularyRanks, linear_cross_
 LIMITS = {torch.float32: (1e-6, 2e-6), torch.bfloat16: (2e-3, 8e-3)}  # relative: loss, gradients
 
 
-def formula(hidden, weight, labels, scale, z_loss, valid_rows, softcap=None):
+def formula(hidden, weight, labels, scale, z_loss, valid_rows, softcap=None, token_weights=None):
     """``scale * sum (lse - logit[label] + z lse**2)`` written out, and its z part."""
     logits = (hidden @ weight.T)[:, :valid_rows]
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     real = labels != -100
     lse = logits.logsumexp(-1)[real]
-    z_part = scale * z_loss * (lse**2).sum()
-    return scale * (lse - logits[real, labels[real]]).sum() + z_part, z_part
+    weights = 1.0 if token_weights is None else token_weights[real].double()
+    z_part = scale * z_loss * (weights * lse**2).sum()
+    return scale * (weights * (lse - logits[real, labels[real]])).sum() + z_part, z_part
 
 
 def problem(tokens=57, hidden=24, rows=72, valid=65, dtype=torch.float32, ignored=7):
@@ -38,7 +39,7 @@ def problem(tokens=57, hidden=24, rows=72, valid=65, dtype=torch.float32, ignore
 
 def check(x, w, labels, valid, upstream=0.37, **options):
     exact = [t.detach().double().requires_grad_() for t in (x, w)]
-    more = options.get("z_loss", 0.0), valid, options.get("softcap")
+    more = options.get("z_loss", 0.0), valid, options.get("softcap"), options.get("token_weights")
     expected, expected_z = formula(*exact, labels, options["scale"], *more)
     (expected * upstream).backward()
     x.grad = w.grad = None
@@ -48,7 +49,7 @@ def check(x, w, labels, valid, upstream=0.37, **options):
     assert loss.dtype == z_part.dtype == torch.float32
     assert not z_part.requires_grad
     assert abs(float(loss.detach()) - float(expected.detach())) <= loss_limit * abs(float(expected.detach()))
-    assert abs(float(z_part) - float(expected_z.detach())) <= 2 * loss_limit * abs(float(expected_z.detach()))
+    assert abs(float(z_part) - float(expected_z.detach())) <= loss_limit * abs(float(expected_z.detach()))
     for ours, reference in ((x.grad, exact[0].grad), (w.grad, exact[1].grad)):
         assert ours.dtype == x.dtype
         assert float((ours.double() - reference).norm()) <= gradient_limit * float(reference.norm())
@@ -95,16 +96,6 @@ def test_any_shape_padding_and_chunking(tokens, hidden, valid, padding, chunk, w
     torch.testing.assert_close(z_part.double(), expected_z.detach(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(x.grad.double(), exact[0].grad, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(w.grad.double(), exact[1].grad, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_with_every_label_ignored_loss_and_gradients_are_zero(dtype):
-    x, w, labels = problem(dtype=dtype)
-    loss, z_part = linear_cross_entropy(x, w, torch.full_like(labels, -100), scale=1.0, z_loss=0.1)
-    loss.backward()
-    assert float(loss.detach()) == float(z_part) == 0.0
-    assert x.grad.abs().max() == 0
-    assert w.grad.abs().max() == 0
 
 
 def test_very_large_logits_stay_finite():
@@ -168,19 +159,8 @@ def test_no_tensor_of_all_logits_in_fp32_is_ever_made(monkeypatch):
 @pytest.mark.parametrize("chunk_bytes", [None, 20 * 72 * 4])
 def test_every_token_has_a_weight_of_its_own(chunk_bytes):
     x, w, labels = problem()
-    weights = torch.rand(len(labels))
-    options = {"scale": 0.5, "z_loss": 0.01, "valid_rows": 65, "chunk_bytes": chunk_bytes}
-    loss, z_part = linear_cross_entropy(x, w, labels, token_weights=weights, **options)
-    loss.backward()
-    wide, wide_w = (each.detach().double().requires_grad_() for each in (x, w))
-    rows = zip(wide.split(1), labels.split(1), weights.tolist())
-    parts = [formula(row, wide_w, label, 0.5 * weight, 0.01, 65) for row, label, weight in rows]
-    expected, z_expected = (sum(part[k] for part in parts) for k in range(2))
-    expected.backward()
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
-    assert z_part.item() == pytest.approx(z_expected.item(), rel=1e-6)
-    for found, exact in ((x.grad, wide.grad), (w.grad, wide_w.grad)):
-        assert (found - exact).abs().max() <= 2e-6 * exact.abs().max()
+    options = {"scale": 0.5, "z_loss": 0.01, "chunk_bytes": chunk_bytes, "token_weights": torch.rand(len(labels))}
+    check(x, w, labels, 65, **options)
 
 
 # Ranks that share the vocabulary: threads here, which meet where ranks would -----------------------

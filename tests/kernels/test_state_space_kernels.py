@@ -84,19 +84,6 @@ def test_a_scan_by_chunks_is_the_recurrence_by_tokens(kind: str, borders: list[t
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_text_in_two_parts_is_the_text_when_the_state_is_passed_on(kind: str) -> None:
-    scan, _, make = KINDS[kind]
-    x, dt, a, b, c, d, first = in_float64(make)
-    whole, last = scan(x, dt, a, b, c, d, None, first)
-    parts, state = [], first
-    for begin, end in pairwise([0, 40, 41, 42, LENGTH]):  # one token at a time among them, as in generation
-        here = slice(begin, end)
-        y, state = scan(x[:, here], dt[:, here], a, b[:, here], c[:, here], d, None, state)
-        parts.append(y)
-    expect_close([torch.cat(parts, 1), state], [whole, last], 1e-12)
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_strong_decay_over_a_whole_chunk_gives_neither_inf_nor_nan(kind: str) -> None:
     scan, by_tokens, make = KINDS[kind]
     x, dt, a, *rest = in_float64(make)
@@ -105,16 +92,6 @@ def test_strong_decay_over_a_whole_chunk_gives_neither_inf_nor_nan(kind: str) ->
     found = everything(scan, [each.float() for each in inputs], None)
     assert all(each.isfinite().all() for each in found)
     expect_close(found, expected, 1e-4)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_token_with_a_time_step_of_zero_leaves_the_state_as_it_is(kind: str) -> None:
-    scan, _, make = KINDS[kind]
-    x, dt, a, b, c, d, first = in_float64(make)
-    dt[:, 20:30] = 0.0
-    _, last = scan(x[:, :30], dt[:, :30], a, b[:, :30], c[:, :30], d, None, first)
-    _, expected = scan(x[:, :20], dt[:, :20], a, b[:, :20], c[:, :20], d, None, first)
-    expect_close([last], [expected], 1e-12)
 
 
 def test_both_scans_are_cut_into_several_chunks_here() -> None:
@@ -140,14 +117,3 @@ def test_the_convolution_is_torchs_on_every_document_by_itself(borders: list[tup
     assert torch.allclose(found, expected, atol=1e-12)
     assert all(torch.allclose(ours, theirs, atol=1e-12) for ours, theirs in zip(*pairs))
     assert torch.equal(last, x[:, 1 - WIDTH :])
-
-
-def test_the_convolution_goes_on_from_its_last_inputs() -> None:
-    x, weight, *_ = (each.double() for each in mamba_cases.conv_inputs(LENGTH))
-    whole, last = causal_conv(x, weight, None)
-    parts, state = [], None
-    for begin, end in pairwise([0, 1, 2, 40, LENGTH]):
-        y, state = causal_conv(x[:, begin:end], weight, None, None, state)
-        parts.append(y)
-    assert torch.allclose(torch.cat(parts, 1), whole, atol=1e-12)
-    assert torch.equal(state, last)

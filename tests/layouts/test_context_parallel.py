@@ -21,6 +21,7 @@ from kenotron.parallel.cp_schedule import ScoreBlock, contiguous, earlier_blocks
 from kenotron.parallel.mesh import Mesh, build_mesh
 from kenotron.parallel.shards import shard_of
 from kenotron.parallel.ulysses import ulysses_attention
+from support.plain_attention import numbers_of, plain_attention
 from support.ranks import ROUNDING, run_ranks
 
 METHODS = ("ring", "ulysses", "allgather")
@@ -81,20 +82,11 @@ def draw(ranks: int, seed: int) -> Case:
 
 
 def formula(case: Case) -> list[torch.Tensor]:
-    """out, dq, dk, dv in float64 on one process: the whole square of scores, a boolean mask, softmax, autograd."""
+    """out, dq, dk, dv in float64 on one process: the definition and autograd."""
     q, k, v, grad = (x.double() for x in case.tensors())
     inputs = [x.requires_grad_() for x in (q, k, v)]
-    group = case.heads // case.kv_heads
-    scores = q @ k.repeat_interleave(group, 1).mT * (case.head_dim**-0.5 if case.scale is None else case.scale)
-    at = torch.arange(case.length)
-    seen = (at <= at.unsqueeze(1)).expand(case.sequences, -1, -1)
-    if case.cu_seqlens is not None:
-        document = torch.zeros(case.sequences * case.length, dtype=torch.int64)
-        for number, (begin, end) in enumerate(pairwise(case.cu_seqlens)):
-            document[begin:end] = number
-        document = document.view(case.sequences, case.length)
-        seen = seen & (document.unsqueeze(1) == document.unsqueeze(2))
-    out = scores.masked_fill(~seen.unsqueeze(1), float("-inf")).softmax(-1) @ v.repeat_interleave(group, 1)
+    documents = None if case.cu_seqlens is None else numbers_of(case.cu_seqlens, case.sequences)
+    out = plain_attention(*inputs, case.scale, documents)
     return [out.detach(), *torch.autograd.grad(out, inputs, grad)]
 
 

@@ -29,6 +29,7 @@ from kenotron.models.families.gpt_neox import GPTNeoXArchitecture
 from kenotron.models.families.qwen2 import Qwen2Architecture
 from kenotron.models.families.smollm3 import SmolLM3Architecture
 from support.families import FAMILIES, filled, hf_model, in_our_names_of, ours_of, save
+from support.plain_attention import numbers_of, plain_attention
 from support.tiny_llamas import our_config, our_logits, random_tokens
 from support.tiny_run import losses, text_overrides, tiny_dict, train_quietly
 
@@ -217,15 +218,8 @@ def test_a_window_in_blocks_is_the_masked_softmax_in_float64() -> None:
     borders = (0, 650, 700, 700 + 20, 1400)
     for cu_seqlens in (None, borders):
         found = attention(q, k, v, Borders(cu_seqlens), window=window)
-        distance = torch.arange(length)[:, None] - torch.arange(length)
-        mask = (distance >= 0) & (distance < window)
-        seen = torch.stack([mask, mask])
-        if cu_seqlens:
-            document = torch.bucketize(torch.arange(1400), torch.tensor(borders[1:]), right=True).view(2, length)
-            seen &= document[:, :, None] == document[:, None]
-        scores = q @ k.repeat_interleave(2, 1).transpose(2, 3) / 8**0.5
-        weights = scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1)
-        expected = weights @ v.repeat_interleave(2, 1)
+        documents = None if cu_seqlens is None else numbers_of(cu_seqlens, 2)
+        expected = plain_attention(q, k, v, None, documents, window)
         assert torch.allclose(found, expected, atol=1e-12)
         pairs = (torch.autograd.grad((y * upstream).sum(), (q, k, v)) for y in (found, expected))
         assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(*pairs))
