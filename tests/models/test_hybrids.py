@@ -145,24 +145,11 @@ def test_hidden_states_between_layers_of_any_kind_are_fp32_where_the_config_says
     assert (model.stream_dtype, logits.dtype) == (stream, torch.bfloat16)
 
 
-def test_a_feed_forward_has_the_activation_and_the_biases_of_its_config(tmp_path: Path) -> None:
-    keys = {PATTERN: "-", "num_hidden_layers": 1, "hidden_act": "relu", "mlp_bias": True}
-    model = fresh_model(config_of(tmp_path, **keys))
-    block, x = model.model.layers["0"].mixer, torch.randn(3, 32)
-    with torch.no_grad():
-        block.up_proj.bias.fill_(0.5)
-        hidden = (x @ block.up_proj.weight.T + 0.5).clamp_min(0)
-        assert torch.allclose(block(x), hidden @ block.down_proj.weight.T, atol=1e-5)
-
-
-def test_layers_with_experts_have_the_shapes_and_the_costs_of_their_keys(tmp_path: Path) -> None:
+def test_layers_with_experts_have_the_costs_of_their_keys(tmp_path: Path) -> None:
     widths = {"n_routed_experts": 6, "moe_intermediate_size": 20, "moe_shared_expert_intermediate_size": 40}
     shape = {"hybrid_override_pattern": "E", "num_hidden_layers": 1, "num_experts_per_tok": 3}
     model = fresh_model(config_of(tmp_path, **shape, **widths))
-    mixture = model.model.layers["0"].mixer
-    assert [tuple(weight.shape) for weight in mixture.experts.parameters()] == [(6, 20, 32), (6, 32, 20)]
-    assert [tuple(weight.shape) for weight in mixture.shared_expert.parameters()] == [(40, 32), (32, 40)]
-    assert not mixture.gate.e_score_correction_bias.any()
+    assert not model.model.layers["0"].mixer.gate.e_score_correction_bias.any()
     assert flops_per_token(model, 64, causal=True) == 2 * 32 * (6 + 3 * 2 * 20 + 2 * 40 + 300)
 
 

@@ -147,13 +147,6 @@ def test_the_capacity_of_a_sequence_does_not_depend_on_what_is_beside_it() -> No
     assert within_capacity(*equal, 1.0).flatten().tolist() == [True] * 4 + [False] * 3  # of equal weights, the first
 
 
-def test_a_perfectly_balanced_router_has_a_balance_loss_of_its_coefficient() -> None:
-    moe, (x, ctx) = block(Routing(EXPERTS, balance=0.5)).train(), inputs()
-    moe.gate.weight.data.zero_()
-    moe(x, ctx)
-    assert float(moe.router_totals[0]) == pytest.approx(0.5 * SEQUENCES / 8)
-
-
 def test_a_token_that_no_expert_scores_passes_without_a_nan() -> None:
     moe, ctx = block(Routing(2, normalize=True, scores="sigmoid", balance=0.5)), inputs()[1]
     moe.gate.weight.data.fill_(-100.0)
@@ -224,14 +217,16 @@ DEEPSEEK = {"num_key_value_heads": None, "first_k_dense_replace": 1, "n_routed_e
 DEEPSEEK |= {"n_group": 4, "topk_group": 2}
 
 
-def test_keys_of_deepseek_shape_its_router_and_its_experts(tmp_path: Path) -> None:
+def test_keys_of_deepseek_shape_its_router_its_experts_and_the_costs_of_its_attention(tmp_path: Path) -> None:
     keys = DEEPSEEK | {"num_hidden_layers": 3, "first_k_dense_replace": 2, "moe_intermediate_size": 20}
+    keys |= {"kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 7}
     layers = layers_of(tmp_path, "deepseek_v3", n_shared_experts=3, **keys)
     assert [isinstance(layers[layer].mlp, GatedMLP) for layer in "012"] == [True, True, False]
     moe = layers["2"].mlp
     assert moe.experts.up_proj.weight.shape == (8, 20, 32)
     assert moe.shared_expert.up_proj.weight.shape == (60, 32)
     assert moe.routing == Routing(3, True, "sigmoid", 2.5, 0.0001, groups=4, top_groups=2, biased=True, bias_rate=0.001)
+    assert layers["2"].self_attn.flops_per_token(16, causal=False) == 2 * 16 * 4 * (10 + 7)
     other = {"first_k_dense_replace": 0, "norm_topk_prob": False, "routed_scaling_factor": 1.5}
     other |= {"router_bias_update_rate": 0, "router_aux_loss_coef": 0.5}
     routing = first_layer(tmp_path, "deepseek_v3", **DEEPSEEK | other).mlp.routing
@@ -335,21 +330,6 @@ def test_an_expert_without_tokens_is_logged_once(tmp_path: Path, monkeypatch: py
     warnings = [line for line in said.splitlines() if "got no token in 3 steps" in line]
     assert 2 <= len(warnings) == len(set(warnings))
     assert "expert_dropped" not in said
-
-
-def test_keys_of_deepseek_shape_its_attention(tmp_path: Path) -> None:
-    widths = {"q_lora_rank": 12, "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 7}
-    attention = first_layer(tmp_path, "deepseek_v3", **DEEPSEEK, **widths, attention_bias=True).self_attn
-    shapes = {"q_a": (12, 32), "q_b": (40, 12), "kv_a": (10, 32), "k_rope": (4, 32), "kv_b": (52, 10), "o": (32, 28)}
-    found = {name: tuple(weight.shape) for name, weight in attention.named_parameters()}
-    assert {name: found[f"{name}_proj.weight"] for name in shapes} == shapes
-    assert attention.kv_a_proj.bias is not None
-    assert attention.rope_interleaved
-    other = first_layer(tmp_path, "deepseek_v3", **DEEPSEEK, **widths | {"q_lora_rank": None}, rope_interleave=False)
-    assert other.self_attn.q_proj.weight.shape == (40, 32)
-    assert other.self_attn.o_proj.bias is None
-    assert not other.self_attn.rope_interleaved
-    assert attention.flops_per_token(16, causal=False) == 2 * 16 * 4 * (10 + 7)
 
 
 @pytest.mark.parametrize(

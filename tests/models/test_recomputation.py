@@ -1,4 +1,4 @@
-"""Selective and elementwise recomputation give the bits of none, in between in memory and in what runs twice."""
+"""Recomputation, selective and elementwise too, gives the bits of none, in between in memory and in what runs twice."""
 
 from collections import Counter
 from functools import partial
@@ -10,13 +10,11 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import CheckpointPolicy
 
 from kenotron.kernels.attention import attention
 from kenotron.kernels.attentions.masked import eager
 from kenotron.models import Context, build, initialize_model
 from kenotron.models.decoder import Decoder
-from kenotron.models.recomputation import checkpoint_options
 from kenotron.training.metrics import FlopsPerToken
 from support.layout_runs import problem_of_family
 
@@ -79,7 +77,7 @@ def outcome(model: Decoder, *batch: Any) -> dict[str, Tensor]:
 def test_losses_and_gradients_have_the_same_bits(family: str, borders: tuple[int, ...] | None, tmp_path: Path) -> None:
     attend = SOFTCAP if family == "nano_with_value_embeddings" else attention
     found = []
-    for recompute in (False, "selective", "elementwise"):
+    for recompute in (False, True, "selective", "elementwise"):
         model = model_of(family, recompute, tmp_path)
         found.append(outcome(model, *batch(model, borders, attend)))
     plain, *others = found
@@ -136,17 +134,3 @@ def test_hardware_flops_have_gate_up_and_down_twice(tmp_path: Path) -> None:
     again = 4 * 3 * 2 * 128 * 448
     assert selective.flops * (selective.hardware_factor - 1) == pytest.approx(again)
     assert full.hardware_factor > selective.hardware_factor
-
-
-@pytest.mark.parametrize(
-    ("recompute", "kept"), [("selective", ["q"]), ("elementwise", ["q", "gate"])], ids=["selective", "elementwise"]
-)
-def test_on_two_ranks_no_product_is_kept_that_a_sum_overwrites(recompute: Any, kept: list[str], tmp_path: Path) -> None:
-    config = problem_of_family("llama", *WIDE).config("accum=1", tmp_path).model.decoder
-    policy = checkpoint_options(recompute, config, tp=2)["context_fn"].args[0]
-    products = {"q": (128, 64), "gate": (128, 224), "o": (64, 128), "down": (224, 128)}
-    found = {
-        name: policy(None, torch.ops.aten.mm.default, torch.empty(LENGTH, shape[0]), torch.empty(shape))
-        for name, shape in products.items()
-    }
-    assert [name for name, choice in found.items() if choice == CheckpointPolicy.MUST_SAVE] == kept
