@@ -16,7 +16,6 @@ import kenotron as kn
 from kenotron.config import dump, load
 from kenotron.config.errors import InputError
 from kenotron.config.families import built_in_families
-from kenotron.generation import SamplingOptions, generate
 from kenotron.generation.load import load_for_generation
 from kenotron.interop import from_hf, open_source, to_hf
 from support.layout_runs import train_here
@@ -105,16 +104,6 @@ def test_it_goes_to_hugging_face_and_back(folder: Path, trained: Path) -> None:
     before, after = open_source(trained).weights, open_source(folder / "back").weights
     assert set(before) == set(after)
     assert all(torch.equal(before[name], after[name]) for name in before)
-
-
-@pytest.mark.slow
-def test_it_decodes(trained: Path) -> None:
-    model = load_for_generation(trained, "float32").model
-    (completion,) = generate(model, None, [[3, 1, 4]], SamplingOptions(max_new_tokens=5, stop_at_eos=False))
-    text = [3, 1, 4]
-    for token in completion.tokens:
-        assert token == int(our_logits(model, torch.tensor([text]))[0, -1].argmax())
-        text.append(token)
 
 
 def test_its_config_is_written_back_to_an_equal_one(folder: Path) -> None:

@@ -2,24 +2,21 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import pairwise, product
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from kenotron.config.errors import InputError
 from kenotron.kernels.attention import attention
 from kenotron.models import Context, MicroBatch, initialize_model, materialize
 from kenotron.models.decoder import Decoder
 from kenotron.models.families.llama import LlamaArchitecture
-from kenotron.parallel import context, ring, tensor
+from kenotron.parallel import context, ring
 from kenotron.parallel.cp_schedule import ScoreBlock, contiguous, earlier_blocks, local_blocks, zigzag
-from kenotron.parallel.mesh import Mesh, build_mesh
-from kenotron.parallel.shards import shard_of
+from kenotron.parallel.mesh import build_mesh
 from kenotron.parallel.ulysses import ulysses_attention
 from support.plain_attention import numbers_of, plain_attention
 from support.ranks import ROUNDING, run_ranks
@@ -131,41 +128,12 @@ def test_shared_attention_and_its_gradients_are_one_processs_for_random_shapes_a
         assert worst_error(method, single) < ROUNDING, single
 
 
-class UsersAttention(torch.nn.Module):
-    """A module that knows nothing of Kénotron but one function of local tensors."""
-
-    def __init__(self, attend: Callable[..., torch.Tensor]) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.attend = attend
-        self.qkv, self.o = torch.nn.Linear(16, 48).double(), torch.nn.Linear(16, 16).double()
-
-    def forward(self, x: torch.Tensor, *group: dist.ProcessGroup | None) -> torch.Tensor:
-        q, k, v = (y.unflatten(-1, (2, 8)).transpose(1, 2) for y in self.qkv(x).chunk(3, dim=-1))
-        return self.o(self.attend(q, k, v, *group).transpose(1, 2).flatten(2))
-
-
-X = torch.randn(2, 24, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-
-
-def users_module_rank(rank: int, method: str) -> list[torch.Tensor]:
-    module = UsersAttention(context.attention_of(method))
-    local = context.cut(X, context.local_chunks(24, 2, rank, method))
-    (module(local, dist.group.WORLD) ** 2).sum().backward()
-    found = [p.grad for p in module.parameters()]
-    for gradient in found:
-        dist.all_reduce(gradient)
-    return found
-
-
 @pytest.mark.parametrize("method", METHODS)
-def test_each_method_is_a_plain_function_for_a_module_of_ones_own(method: str) -> None:
-    plain = UsersAttention(partial(torch.nn.functional.scaled_dot_product_attention, is_causal=True))
-    torch.testing.assert_close(UsersAttention(context.attention_of(method))(X, None), plain(X))
-    (plain(X) ** 2).sum().backward()
-    for found in run_ranks(2, users_module_rank, method):
-        for gradient, parameter in zip(found, plain.parameters(), strict=True):
-            assert relative_error(gradient, parameter.grad) < 1e-12
+def test_without_a_group_each_method_is_attention_of_one_process(method: str) -> None:
+    case = draw(1, 0)
+    q, k, v, _ = case.tensors()
+    found = context.attention_of(method)(q, k, v, None, case.cu_seqlens, case.scale)
+    assert relative_error(found, formula(case)[0]) < 1e-12
 
 
 def bytes_sent_rank(rank: int, method: str, case: Case) -> tuple[int, int]:
@@ -247,13 +215,6 @@ def test_tiles_of_random_documents_cover_each_visible_pair_once() -> None:
         assert sum(map(pairs, found)) == visible
 
 
-def test_pieces_that_share_no_document_are_skipped() -> None:
-    whole_chunks = tuple(range(0, 33, 4))  # every document is a chunk
-    for rank in range(4):
-        for source in range(4):
-            assert earlier_blocks(zigzag(32, 4, rank), zigzag(32, 4, source), 1, 32, whole_chunks) == []
-
-
 def test_what_a_method_is_not_for_is_reported_by_its_key() -> None:
     with pytest.raises(InputError, match=r"context_parallel_method: state_passing: this model has attention"):
         context.attention_of("state_passing")()
@@ -284,15 +245,13 @@ class Setting:
     recompute: bool = False
     compile_backend: str | None = None
     dtype: torch.dtype = torch.float32
-    tp: int = 1
-    tp_mode: str = "ALL_REDUCE"
 
 
-def small_llama(setting: Setting) -> Decoder:
+def small_llama() -> Decoder:
     shapes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
     shapes |= {"num_hidden_layers": 2, "vocab_size": VOCAB, "z_loss_enabled": True, "z_loss_coefficient": 0.01}
     with torch.device("meta"):
-        return Decoder(LlamaArchitecture(**shapes), setting.tp)
+        return Decoder(LlamaArchitecture(**shapes))
 
 
 def micro_batch(setting: Setting, seed: int = 0) -> MicroBatch:
@@ -309,17 +268,15 @@ def micro_batch(setting: Setting, seed: int = 0) -> MicroBatch:
     return MicroBatch(tokens, labels, Context((SEQUENCES, LENGTH), positions, attention, borders, ids, scale))
 
 
-def prepared(setting: Setting, mesh: Mesh | None = None) -> Decoder:
-    model = small_llama(setting)
-    if mesh is not None:
-        tensor.apply(model, model.plan, mesh, mode=setting.tp_mode)
+def prepared(setting: Setting) -> Decoder:
+    model = small_llama()
     model.set_recompute(setting.recompute)
-    if mesh is not None and setting.compile_backend is not None:
+    if setting.compile_backend is not None:
         for block in model.model.layers.values():
             block.compile(backend=setting.compile_backend)
     model.set_compute_dtype(setting.dtype)
     materialize(model, "cpu")
-    initialize_model(model, std=0.08, scaling="NUM_LAYERS", seed=7, shard_of=shard_of)
+    initialize_model(model, std=0.08, scaling="NUM_LAYERS", seed=7)
     return model
 
 
@@ -328,23 +285,22 @@ def gradients(model: Decoder, batch: MicroBatch) -> tuple[torch.Tensor, dict[str
     loss.backward()
     found = {name: p.grad for name, p in model.named_parameters()}
     assert all(grad is not None for grad in found.values())
-    whole = {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in found.items() if g is not None}
-    return loss.detach(), whole
+    return loss.detach(), found
 
 
 def model_rank(rank: int, ranks: int, method: str, setting: Setting) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Loss and gradients, summed over cp by hand."""
-    mesh = build_mesh({"cp": ranks // setting.tp, "tp": setting.tp}, ranks, "cpu")
+    mesh = build_mesh({"cp": ranks}, ranks, "cpu")
     batch = context.shard(micro_batch(setting), mesh, method)
-    assert len(batch.tokens) == SEQUENCES * LENGTH // mesh.degree("cp")
-    loss, found = gradients(prepared(setting, mesh), batch)
+    assert len(batch.tokens) == SEQUENCES * LENGTH // ranks
+    loss, found = gradients(prepared(setting), batch)
     for tensor_ in (loss, *found.values()):
         dist.all_reduce(tensor_, group=mesh.group("cp"))
     return loss, found
 
 
 def check_model(ranks: int, method: str, setting: Setting, tolerance: float = ROUNDING) -> None:
-    loss, expected = gradients(prepared(replace(setting, recompute=False)), micro_batch(setting))
+    loss, expected = gradients(prepared(replace(setting, recompute=False, compile_backend=None)), micro_batch(setting))
     for rank_loss, found in run_ranks(ranks, model_rank, ranks, method, setting):
         assert rank_loss.item() == pytest.approx(loss.item(), rel=tolerance)
         assert found.keys() == expected.keys()
@@ -390,7 +346,7 @@ def compiled_graphs_rank(rank: int, method: str) -> list[int]:
     """Graphs that the compiler has made after each of four micro-batches with documents of their own."""
     mesh = build_mesh({"cp": 2}, 2, "cpu")
     setting = Setting(documents=True, compile_backend="aot_eager")
-    model = prepared(setting, mesh)
+    model = prepared(setting)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     counts = []
@@ -406,9 +362,3 @@ def test_new_documents_compile_nothing_anew(method: str) -> None:
     for counts in run_ranks(2, compiled_graphs_rank, method):
         assert counts[0] > 0
         assert set(counts[1:]) == {counts[0]}, counts
-
-
-@pytest.mark.parametrize("tp_mode", ["ALL_REDUCE", "REDUCE_SCATTER"])
-@pytest.mark.parametrize("method", METHODS)
-def test_tensor_and_context_parallel_together_have_one_processs_gradients(method: str, tp_mode: str) -> None:
-    check_model(4, method, Setting(documents=True, recompute=True, tp=2, tp_mode=tp_mode))

@@ -70,19 +70,6 @@ def test_every_stage_on_every_mesh_is_one_process(mesh: str, stage: int, micro_b
     same_as_alone(Layout(MESHES[mesh], stage, micro_batches))
 
 
-@pytest.mark.budget(10, reason="eight ranks, which connect for the first time")
-@pytest.mark.cases(1)  # and two of eight ranks in test_matrix.py
-@pytest.mark.parametrize("stage", [3, *(pytest.param(stage, marks=SLOW) for stage in (0, 1, 2))])
-@pytest.mark.parametrize(
-    "mesh",
-    [(("dp_replicate", 2), ("dp_shard", 2), ("cp", 2)), (("dp_shard", 2), ("cp", 2), ("tp", 2))],
-    ids=["hybrid with cp", "with cp and tp"],
-)
-def test_three_axes_at_once_are_one_process(mesh: tuple[tuple[str, int], ...], stage: int) -> None:
-    """Cp folds into the sharding axis of a hybrid mesh, and beside tp."""
-    same_as_alone(Layout(mesh, stage, micro_batches=1, tied=True))
-
-
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ LAYOUTS = [
     *of(8, "plain", "dp=2 zero=3 pp=2 cp=2 method=ulysses engine=afab"),
     *of(8, "tied", "dp=2 zero=3 tp=2 mode=REDUCE_SCATTER pp=2 engine=1f1b recompute=true"),
     *of(8, "tied", "dp=2 tp=2 mode=REDUCE_SCATTER async=true pp=2 engine=zbv_zero_bubble accum=4"),
-    *of(8, "tied", "dp=8 shard=4 zero=3"),
+    *of(8, "tied", "dp=8 shard=4 zero=3", "dp=4 shard=2 zero=3 cp=2"),
     *of(8, "deep", "pp=4 dp=2 zero=1 engine=interleaved_1f1b accum=4"),
 ]
 

@@ -1,6 +1,6 @@
 """Optimizers of matrices move shards of every kind as one process moves the whole, each by one rank."""
 
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,7 +19,6 @@ from kenotron.optim.state import init_state
 from kenotron.parallel.mesh import build_mesh
 from kenotron.parallel.ranks import balance
 from kenotron.parallel.shards import shard_of
-from support.data_parallel_run import Layout, Record, train
 from support.ranks import run_ranks
 
 SHAPES = [(24, 16), (16, 24), (6, 16), (24, 16), (3, 8), (50, 4), (4, 6, 8)]  # the last one: experts
@@ -112,23 +111,6 @@ def experts_in_place(rank: int) -> tuple[bool, bool]:
 
 def test_experts_that_a_rank_has_whole_do_not_travel() -> None:
     assert run_ranks(2, experts_in_place) == [(True, False)] * 2
-
-
-@cache
-def alone() -> Record:
-    return train(0, Layout(micro_batches=3, optimizer="muon"), 12)
-
-
-@pytest.mark.cases(2)
-@pytest.mark.parametrize("stage", [1, 3, *(pytest.param(each, marks=pytest.mark.slow) for each in (0, 2))])
-@pytest.mark.parametrize("degrees", [(("dp_shard", 2),), (("dp_replicate", 2), ("dp_shard", 2))], ids=str)
-def test_a_model_trains_by_muon_as_on_one_process(degrees: tuple[tuple[str, int], ...], stage: int) -> None:
-    layout = Layout(degrees, stage, micro_batches=3, optimizer="muon")
-    expected = alone()
-    for found in run_ranks(layout.ranks, train, layout, 12):
-        assert found.losses == pytest.approx(expected.losses, rel=1e-5)
-        for name, weight in found.weights.items():
-            assert (weight - expected.weights[name]).norm() / expected.weights[name].norm() < 1e-5, name
 
 
 def test_work_is_balanced_by_cost() -> None:

@@ -50,13 +50,6 @@ def test_no_other_split_has_a_cheaper_dearest_stage(costs: list[int], stages: in
     assert dearest(counts) == min(dearest([b - a for a, b in pairwise(cuts)]) for cuts in every)
 
 
-def test_a_head_that_costs_two_layers_takes_their_place() -> None:
-    assert split_layers([1.0] * 6, 2, last=2.0) == [4, 2]
-    assert split_layers([1.0] * 6, 2) == [3, 3]
-    assert split_layers([1.0] * 7, 4, last=1.0) == [2, 2, 2, 1]
-    assert split_layers([3.0, 1.0, 1.0, 1.0], 2) == [1, 3]
-
-
 def test_more_stages_than_layers_is_an_error() -> None:
     with pytest.raises(ValueError, match="2 layers cannot fill 3 stages"):
         split_layers([1.0, 1.0], 3)

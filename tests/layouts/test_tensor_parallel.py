@@ -66,7 +66,7 @@ MODES = [
     {"mode": "REDUCE_SCATTER", "asynchronous": True},
     {"mode": "REDUCE_SCATTER", "asynchronous": True, "regather": False},
 ]
-BOTH_MODES = pytest.mark.parametrize("mode", ["ALL_REDUCE", "REDUCE_SCATTER"])
+BOTH_MODES = ("ALL_REDUCE", "REDUCE_SCATTER")
 MODELS = [
     {},
     {"tied": True, "kv_heads": 2, "documents": True},
@@ -185,36 +185,27 @@ def test_gradients_of_every_parameter_are_those_of_one_process(how: dict[str, An
     check(Case(**how, **options))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("how", MODES, ids=name)
-def test_blocks_compile_without_a_graph_break(how: dict[str, Any]) -> None:
-    recompute = how.get("asynchronous", False)
-    check(Case(**how, kv_heads=1, bias=True, z_loss=True, recompute=recompute, compiled="aot_eager"))
+WITH_DATA = {"asynchronous": True, "layout": (("dp_shard", 2), ("tp", 2))}
+COMPILED = [how | {"kv_heads": 1, "bias": True, "z_loss": True, "recompute": "asynchronous" in how} for how in MODES]
+COMPILED += [{"mode": mode, **WITH_DATA, "zero_stage": 3, "recompute": True} for mode in BOTH_MODES]
+COMPILED += [{"mode": mode, "asynchronous": True, "compiled": "inductor"} for mode in BOTH_MODES]
 
 
 @pytest.mark.slow
-@BOTH_MODES
-def test_blocks_that_the_compiler_has_fused_have_one_process_gradients(mode: str) -> None:
-    check(Case(mode=mode, asynchronous=True, compiled="inductor"))
+@pytest.mark.parametrize("options", COMPILED, ids=name)
+def test_blocks_compile_without_a_graph_break_and_have_one_process_gradients(options: dict[str, Any]) -> None:
+    check(Case(**{"compiled": "aot_eager"} | options))
 
 
 @pytest.mark.cases(3)
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
-@BOTH_MODES
+@pytest.mark.parametrize("mode", BOTH_MODES)
 @pytest.mark.parametrize("options", [MODELS[2], MODELS[3]], ids=name)
 def test_sharded_over_data_parallel_ranks_too_it_is_still_one_process(mode, zero_stage, options):
-    layout = (("dp_shard", 2), ("tp", 2))
-    check(Case(mode=mode, asynchronous=True, zero_stage=zero_stage, layout=layout, **options))
+    check(Case(mode=mode, zero_stage=zero_stage, **WITH_DATA, **options))
 
 
-@pytest.mark.slow
-@BOTH_MODES
-def test_compiled_blocks_sharded_over_data_parallel_ranks(mode: str) -> None:
-    layout = (("dp_shard", 2), ("tp", 2))
-    check(Case(mode=mode, asynchronous=True, zero_stage=3, layout=layout, compiled="aot_eager", recompute=True))
-
-
-@BOTH_MODES
+@pytest.mark.parametrize("mode", BOTH_MODES)
 def test_in_bf16_it_is_one_process_up_to_bf16(mode: str) -> None:
     check(Case(mode=mode, asynchronous=True, dtype=torch.bfloat16), gradient_limit=2e-2, loss_limit=1e-3)
 
@@ -315,7 +306,7 @@ def largest_rank(rank: int, case: Case) -> int:
     return largest.numel
 
 
-@BOTH_MODES
+@pytest.mark.parametrize("mode", BOTH_MODES)
 def test_in_training_no_rank_holds_whole_logits(mode: str) -> None:
     case = Case(mode=mode, vocab=4096)
     assert max(run_ranks(2, largest_rank, case)) == TOKENS // 2 * 4096 // 2
@@ -355,7 +346,7 @@ def classifier_rank(rank: int, mode: str) -> tuple[float, dict[str, torch.Tensor
     return loss.item(), gradients_of(model)  # type: ignore[arg-type]
 
 
-@BOTH_MODES
+@pytest.mark.parametrize("mode", BOTH_MODES)
 def test_a_module_of_ones_own_is_split_by_a_plan_of_ones_own(mode: str) -> None:
     model = Classifier()
     expected = model(torch.arange(20))

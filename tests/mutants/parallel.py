@@ -251,7 +251,7 @@ MUTANTS = [
         find="        dkv += arrived(behind)\n",
         replace="        arrived(behind)\n",
         why="key-value gradients that other ranks computed are received and dropped (Megatron-LM #1464, #1465)",
-        tests=(f"{CONTEXT}::test_each_method_is_a_plain_function_for_a_module_of_ones_own",),
+        tests=(f"{CONTEXT}::test_the_models_loss_and_every_gradient_are_one_processs",),
     ),
     Mutant(
         name="ulysses-reads-the-wrong-key-value-head",
