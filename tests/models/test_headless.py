@@ -49,14 +49,6 @@ def by_hand(hidden: Tensor, weight: Tensor, labels: Tensor, size: int, temperatu
     return torch.stack(losses)
 
 
-def test_the_vector_of_two_tokens() -> None:
-    """h = (1, 2), e = (1, -1), one dimension: 2.072539 in one set, 0 in two."""
-    hidden, weight, labels = torch.tensor([[1.0], [2.0]]), torch.tensor([[1.0], [-1.0]]), torch.tensor([0, 1])
-    one = loss_of().of_hidden(hidden, weight, labels, context((1, 2)))[0]
-    assert one.item() == pytest.approx(2.072539, abs=1e-6)
-    assert loss_of().of_hidden(hidden, weight, labels, context((2, 1)))[0].item() == 0.0
-
-
 @pytest.mark.parametrize(
     ("keys", "size"),
     [({}, 8), ({"negatives": "block", "block_size": 4}, 4), ({"negatives": "micro_batch", "temperature": 0.7}, 16)],

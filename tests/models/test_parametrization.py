@@ -158,29 +158,19 @@ def test_what_is_exported_is_the_model_as_it_is(tmp_path: Path) -> None:
     assert "scale" not in json.loads((tmp_path / "hf" / "config.json").read_text())
 
 
-MUP = ["model.parametrization=null", "model.init_method={use_mup: true}"]
-COMPLETEP = "model.parametrization.kind=completep"
+KEY = "model.parametrization"
+MUP = [f"{KEY}=null", "model.init_method={use_mup: true}"]
+COMPLETEP = f"{KEY}.kind=completep"
+SGD, MUON = (f"optimizer.optimizer_factory={{name: {name}}}" for name in ("sgd", "muon"))
 
 
 @pytest.mark.parametrize(
     ("shapes", "overrides", "said"),
     [
-        (
-            {},
-            ["optimizer.optimizer_factory={name: sgd}"],
-            "model.parametrization: its factors are those of adamW or muon or normuon; found",
-        ),
-        (
-            {"tie_word_embeddings": True},
-            [],
-            "model.parametrization: embedding and head learn at different rates; expected tie",
-        ),
-        (SPARSE["mixtral"], [], "model.parametrization: expected a model of attention and dense MLPs, found mixtral"),
-        (
-            {},
-            [*MUP, "optimizer.optimizer_factory={name: muon}"],
-            "model.init_method.use_mup: its factors are those of adamW; found muon",
-        ),
+        ({}, [SGD], f"{KEY}: its factors are those of adamW or muon or normuon; found"),
+        ({"tie_word_embeddings": True}, [], f"{KEY}: embedding and head learn at different rates; expected tie"),
+        (SPARSE["mixtral"], [], f"{KEY}: expected a model of attention and dense MLPs, found mixtral"),
+        ({}, [*MUP, MUON], "model.init_method.use_mup: its factors are those of adamW; found muon"),
         (
             {},
             [COMPLETEP, "model.init_method={std: 0.02, scaling_method: layer_index}"],
@@ -189,15 +179,11 @@ COMPLETEP = "model.parametrization.kind=completep"
         (
             {"family": "olmo2"},
             [COMPLETEP],
-            "model.parametrization.kind: expected mup: the norms after branches of olmo2 undo 1 / depth",
+            f"{KEY}.kind: expected mup: the norms after branches of olmo2 undo 1 / depth",
         ),
         ({}, MUP[1:], "model.parametrization: expected null with init_method.use_mup"),
         ({}, ["model.parametrization.base_depth=3"], "base_depth: expected null or this model's depth; "),
-        (
-            {},
-            [COMPLETEP, "model.parametrization.base_depth=null"],
-            "model.parametrization.base_depth: missing: completep needs the depth",
-        ),
+        ({}, [COMPLETEP, f"{KEY}.base_depth=null"], f"{KEY}.base_depth: missing: completep needs the depth"),
     ],
 )
 def test_what_the_rules_do_not_know_is_one_line(shapes, overrides, said, tmp_path):
