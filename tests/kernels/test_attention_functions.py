@@ -15,7 +15,7 @@ from kenotron.kernels.attentions import choice
 from kenotron.kernels.attentions.documents import bound_of_documents, document_numbers, document_starts
 from kenotron.kernels.attentions.masked import eager, sdpa_with_mask
 from support import flash_on_cpu
-from support.plain_attention import numbers_of, plain_attention
+from support.plain_attention import numbers_of, plain_attention, relative_errors
 
 SEQUENCES, LENGTH, HEADS, KV_HEADS, HEAD_DIM = 2, 24, 4, 2, 16
 DOCUMENTS = (0, 5, 24, 40, 41, 48)
@@ -24,8 +24,7 @@ H100 = choice.DeviceFacts("nvidia", (9, 0), "bfloat16", 64)
 
 def by_definition(q, k, v, cu_seqlens, window=None, softcap=None):
     """In float64."""
-    documents = None if cu_seqlens is None else numbers_of(cu_seqlens, SEQUENCES)
-    return plain_attention(*(x.double() for x in (q, k, v)), 0.25, documents, window, softcap)
+    return plain_attention(*(x.double() for x in (q, k, v)), 0.25, numbers_of(cu_seqlens, SEQUENCES), window, softcap)
 
 
 def inputs(dtype=torch.float32):
@@ -36,16 +35,9 @@ def inputs(dtype=torch.float32):
 
 
 def error(function, ctx, **options):
-    """The largest relative error of the output and of the three gradients (dq is 0 where a query sees one key)."""
-    tensors, grad = inputs()
-    exact = [x.detach().double().requires_grad_() for x in tensors]
-    expected = by_definition(*exact, ctx.cu_seqlens, **options)
-    expected.backward(grad.double())
-    out = function(*tensors, ctx, 0, 0.25, **options)
-    assert out.shape == tensors[0].shape
-    out.backward(grad)
-    pairs = [(out.detach(), expected.detach())] + [(a.grad, b.grad) for a, b in zip(tensors, exact)]
-    return max(float((a.double() - b).norm() / b.norm().clamp(min=grad.norm() / 10)) for a, b in pairs)
+    """The largest relative error of the output and of the three gradients."""
+    definition = {"scale": 0.25, "documents": numbers_of(ctx.cu_seqlens, SEQUENCES)} | options
+    return max(relative_errors(lambda *qkv: function(*qkv, ctx, 0, 0.25, **options), *inputs(), **definition))
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import torch
 from kenotron.kernels import attention as kernel
 from kenotron.kernels import products
 from kenotron.kernels.attention import attention
-from support.plain_attention import numbers_of, plain_attention
+from support.plain_attention import numbers_of, relative_errors
 
 WHOLE = SimpleNamespace(cu_seqlens=None)
 
@@ -28,18 +28,8 @@ def inputs(sequences, heads, kv_heads, length, head_dim, dtype, spread=1.0):
     return (q, k, v), torch.randn(shape).to(dtype).transpose(1, 2)
 
 
-def relative_errors(tensors, grad, ctx, scale, document_of=None):
-    """Relative errors of (output, dq, dk, dv); where dq or dk are 0 (length 1), against the upstream gradient."""
-    exact = [t.detach().double().requires_grad_() for t in tensors]
-    expected = plain_attention(*exact, scale, document_of)
-    expected.backward(grad.double())
-    out = attention(*tensors, ctx, 0, scale)
-    assert out.shape == tensors[0].shape
-    assert out.dtype == tensors[0].dtype
-    out.backward(grad)
-    pairs = [(out.detach(), expected.detach())] + [(a.grad, b.grad) for a, b in zip(tensors, exact)]
-    floor = grad.double().norm() / 10
-    return [float((a.double() - b).norm() / b.norm().clamp(min=floor)) for a, b in pairs]
+def errors_of(tensors, grad, ctx, scale, documents=None):
+    return relative_errors(lambda *qkv: attention(*qkv, ctx, 0, scale), tensors, grad, scale=scale, documents=documents)
 
 
 SHAPES = [  # sequences, heads, kv_heads, length, head_dim
@@ -52,7 +42,7 @@ DTYPES = pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6),
 @pytest.mark.parametrize("shape", SHAPES)
 @DTYPES
 def test_attention_equals_its_definition_in_float64(shape, dtype, tolerance):
-    errors = relative_errors(*inputs(*shape, dtype), WHOLE, 0.8 * shape[-1] ** -0.5)  # the scale that is given
+    errors = errors_of(*inputs(*shape, dtype), WHOLE, 0.8 * shape[-1] ** -0.5)  # the scale that is given
     assert max(errors) < tolerance, errors
 
 
@@ -60,7 +50,7 @@ def test_attention_equals_its_definition_in_float64(shape, dtype, tolerance):
 def test_head_dim_need_not_be_side_by_side_in_memory(dtype):
     tensors, grad = inputs(2, 4, 2, 24, 8, dtype)
     apart = [t.detach().mT.contiguous().mT.requires_grad_() for t in tensors]
-    errors = relative_errors(apart, grad.mT.contiguous().mT, WHOLE, 8**-0.5)
+    errors = errors_of(apart, grad.mT.contiguous().mT, WHOLE, 8**-0.5)
     assert max(errors) < 1e-2, errors
 
 
@@ -72,13 +62,13 @@ def test_both_bf16_paths_are_exercised_by_those_shapes():
 
 def test_heads_go_through_the_explicit_backward_in_groups(monkeypatch):
     monkeypatch.setattr(kernel, "GROUP", 3 * 33 * 33 * 2)
-    errors = relative_errors(*inputs(3, 9, 3, 33, 16, torch.bfloat16), WHOLE, 0.25)
+    errors = errors_of(*inputs(3, 9, 3, 33, 16, torch.bfloat16), WHOLE, 0.25)
     assert max(errors) < 1e-2, errors
 
 
 def test_the_explicit_backward_stays_near_sdpas_when_scores_are_large():
     # Scores of standard deviation 6: rounding them to bf16 must not unbalance the probabilities.
-    errors = relative_errors(*inputs(2, 4, 4, 128, 64, torch.bfloat16, spread=6.0), WHOLE, 0.125)
+    errors = errors_of(*inputs(2, 4, 4, 128, 64, torch.bfloat16, spread=6.0), WHOLE, 0.125)
     assert max(errors) < 0.03, errors
 
 
@@ -110,7 +100,7 @@ def test_no_gradient_is_made_when_none_is_asked_for():
 def test_no_token_sees_another_document(cu_seqlens, dtype, tolerance):
     tensors, grad = inputs(2, 4, 2, 24, 16, dtype)
     ctx = SimpleNamespace(cu_seqlens=cu_seqlens)
-    errors = relative_errors(tensors, grad, ctx, 0.25, numbers_of(cu_seqlens, 2))
+    errors = errors_of(tensors, grad, ctx, 0.25, numbers_of(cu_seqlens, 2))
     assert max(errors) < tolerance, errors
 
 

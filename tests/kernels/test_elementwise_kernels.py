@@ -13,6 +13,7 @@ from kenotron.kernels import swiglu as swiglu_kernel
 from kenotron.kernels.rms_norm import rms_norm
 from kenotron.kernels.rope import apply_rope, apply_rope_to_both
 from kenotron.kernels.swiglu import ACTIVATIONS, swiglu
+from support.autograd_bytes import bytes_saved
 
 DTYPES = [(torch.float32, 1e-6), (torch.bfloat16, 6e-3)]
 
@@ -33,23 +34,6 @@ def agree(function, reference, arguments, tolerance):
         error, size = float((ours.detach().double() - right.detach()).norm()), float(right.detach().norm())
         assert error <= tolerance * size, (error, size)
     return out.detach()
-
-
-def bytes_saved(function, *arguments):
-    """Bytes that autograd keeps for the backward, besides the arguments themselves."""
-    own = {a.untyped_storage().data_ptr() for a in arguments}
-    saved = {}
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            saved[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        out = function(*arguments)
-    saved.pop(out.untyped_storage().data_ptr(), None)
-    return sum(saved.values())
 
 
 # RMSNorm ------------------------------------------------------------------------------------------

@@ -82,8 +82,7 @@ def formula(case: Case) -> list[torch.Tensor]:
     """out, dq, dk, dv in float64 on one process: the definition and autograd."""
     q, k, v, grad = (x.double() for x in case.tensors())
     inputs = [x.requires_grad_() for x in (q, k, v)]
-    documents = None if case.cu_seqlens is None else numbers_of(case.cu_seqlens, case.sequences)
-    out = plain_attention(*inputs, case.scale, documents)
+    out = plain_attention(*inputs, case.scale, numbers_of(case.cu_seqlens, case.sequences))
     return [out.detach(), *torch.autograd.grad(out, inputs, grad)]
 
 

@@ -8,8 +8,6 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from kenotron.config.errors import InputError
 from kenotron.kernels.attention import attention
@@ -21,6 +19,9 @@ from kenotron.parallel import data, tensor
 from kenotron.parallel.collectives import unshard_tokens
 from kenotron.parallel.mesh import build_mesh
 from kenotron.parallel.shards import shard_of
+from kenotron.planner.ledger import Ledger
+from support.autograd_bytes import bytes_saved
+from support.data_parallel_run import Collectives
 from support.ranks import ROUNDING, relative_error, run_ranks
 
 SEQUENCES, LENGTH = 4, 16
@@ -213,20 +214,7 @@ def test_in_bf16_it_is_one_process_up_to_bf16(mode: str) -> None:
 # What travels --------------------------------------------------------------------------------------
 
 
-class Collectives(TorchDispatchMode):
-    """Counts what is called meanwhile, by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        if func.namespace in ("_c10d_functional", "c10d") and "wait" not in str(func):
-            self.seen[func._schema.name.split("::")[1].rstrip("_")] += 1
-        return func(*args, **(kwargs or {}))
-
-
-def counting_rank(rank: int, case: Case) -> tuple[dict[str, int], dict[str, int]]:
+def counting_rank(rank: int, case: Case) -> list[dict[str, int]]:
     """Collectives of two blocks, forward and backward."""
     model, mesh = split_model(case)
     _, _, ctx = micro_batch(case, 0)
@@ -239,7 +227,7 @@ def counting_rank(rank: int, case: Case) -> tuple[dict[str, int], dict[str, int]
             y = block(y, rope, ctx)
     with Collectives() as backward:
         y.sum().backward()
-    return dict(forward.seen), dict(backward.seen)
+    return [dict(Counter(name.rstrip("_") for name in each.names)) for each in (forward, backward)]
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -264,17 +252,9 @@ def saved_rank(rank: int, case: Case) -> int:
     _, _, ctx = micro_batch(case, 0)
     rope = model.model.rope(ctx.positions.view(ctx.shape))
     x = torch.randn(ctx.positions.numel() // mesh.degree("tp"), 32, requires_grad=True)
-    kept: dict[int, int] = {}
-
-    def keep(t: torch.Tensor) -> torch.Tensor:
-        kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes() // 4
-        return t
-
     block = model.model.layers["0"]
-    weights = {p.to_local().untyped_storage().data_ptr() for p in block.parameters()}  # type: ignore[attr-defined]
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-        block(x, rope, ctx)
-    return sum(size for address, size in kept.items() if address not in weights)
+    weights = (parameter.to_local() for parameter in block.parameters())  # type: ignore[attr-defined]
+    return bytes_saved(lambda *_: block(x, rope, ctx), x, *weights) // 4
 
 
 def test_gathering_again_keeps_two_whole_inputs_less_a_layer() -> None:
@@ -284,32 +264,19 @@ def test_gathering_again_keeps_two_whole_inputs_less_a_layer() -> None:
     assert whole - shard == 2 * 32 * tokens - 2 * 32 * tokens // 2
 
 
-class Largest(TorchDispatchMode):
-    """The most elements that any tensor made meanwhile has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        out = func(*args, **(kwargs or {}))
-        made = [t for t in tree_leaves(out) if torch.is_tensor(t) and not isinstance(t, DTensor)]
-        self.numel = max([self.numel, *(t.numel() for t in made)])
-        return out
-
-
 def largest_rank(rank: int, case: Case) -> int:
+    """Bytes of the largest tensor that is made in a step."""
     model, _ = split_model(case)
     tokens, labels, ctx = micro_batch(case, 0)
-    with Largest() as largest:
+    with Ledger() as ledger:
         model(tokens, ctx, labels)[0].backward()
-    return largest.numel
+    return max(storage.size for storage in ledger.storages)
 
 
 @pytest.mark.parametrize("mode", BOTH_MODES)
 def test_in_training_no_rank_holds_whole_logits(mode: str) -> None:
     case = Case(mode=mode, vocab=4096)
-    assert max(run_ranks(2, largest_rank, case)) == TOKENS // 2 * 4096 // 2
+    assert max(run_ranks(2, largest_rank, case)) == TOKENS // 2 * 4096 // 2 * 4
 
 
 # Logits, parts, other people's modules ------------------------------------------------------------

@@ -218,8 +218,7 @@ def test_a_window_in_blocks_is_the_masked_softmax_in_float64() -> None:
     borders = (0, 650, 700, 700 + 20, 1400)
     for cu_seqlens in (None, borders):
         found = attention(q, k, v, Borders(cu_seqlens), window=window)
-        documents = None if cu_seqlens is None else numbers_of(cu_seqlens, 2)
-        expected = plain_attention(q, k, v, None, documents, window)
+        expected = plain_attention(q, k, v, None, numbers_of(cu_seqlens, 2), window)
         assert torch.allclose(found, expected, atol=1e-12)
         pairs = (torch.autograd.grad((y * upstream).sum(), (q, k, v)) for y in (found, expected))
         assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(*pairs))

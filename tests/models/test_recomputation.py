@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kenotron.kernels.attention import attention
 from kenotron.kernels.attentions.masked import eager
 from kenotron.models import Context, build, initialize_model
 from kenotron.models.decoder import Decoder
+from kenotron.planner.ledger import Ledger
 from kenotron.training.metrics import FlopsPerToken
 from support.layout_runs import problem_of_family
 
@@ -27,25 +27,16 @@ FAMILIES = [
 ]
 
 
-class Watched(TorchDispatchMode):
-    """Counts operators, and the bytes of what they made that is still in memory."""
+class Calls(TorchDispatchMode):
+    """Counts operators."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls, self.made = Counter[str](), dict[StorageWeakRef, int]()
+        self.of = Counter[str]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        self.calls[func.overloadpacket.__name__] += 1
-        for each in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(each, Tensor):
-                storage = each.untyped_storage()
-                self.made[StorageWeakRef(storage)] = storage.nbytes()
-        return out
-
-    def alive(self, model: Decoder) -> int:
-        weights = {StorageWeakRef(each.untyped_storage()) for each in model.parameters()}
-        return sum(size for each, size in self.made.items() if each not in weights and not each.expired())
+        self.of[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
 
 
 def model_of(family: str, recompute: bool | str, folder: Path, *overrides: str) -> Decoder:
@@ -97,9 +88,11 @@ def kept(recompute: bool | str, folder: Path) -> int:
     """Bytes of what forward leaves in memory besides the head's."""
     model = model_of("llama", recompute, folder, *WIDE)
     tokens, ctx, _ = batch(model, None)
-    with Watched() as watched:
+    with Ledger() as ledger:
         hidden = model.model(tokens, ctx)
-        return watched.alive(model) if hidden.requires_grad else 0
+        ledger.name("weights", model.parameters())
+        assert hidden.requires_grad
+        return sum(storage.size for storage in ledger.live.values() if storage.kind != "weights")
 
 
 def test_memory_lies_between_none_and_full(tmp_path: Path) -> None:
@@ -113,11 +106,10 @@ def test_attention_and_its_products_run_once_and_gate_and_up_twice(tmp_path: Pat
     for recompute in WAYS:
         model = model_of("llama", recompute, tmp_path, *WIDE)
         tokens, ctx, labels = batch(model, None)
-        with Watched() as watched:
+        with Calls() as calls:
             model(tokens, ctx, labels)[0].backward()
-        calls = watched.calls
-        products = sum(calls[name] for name in ("mm", "addmm", "rows_by_matrix"))
-        counts[recompute] = products, calls["_scaled_dot_product_flash_attention_for_cpu"]
+        products = sum(calls.of[name] for name in ("mm", "addmm", "rows_by_matrix"))
+        counts[recompute] = products, calls.of["_scaled_dot_product_flash_attention_for_cpu"]
     layers = 4
     plain, attended = counts[False]
     assert attended == layers

@@ -16,12 +16,13 @@ from kenotron.optim.stochastic_rounding import StochasticAdamW
 from support.rates import set_rate
 
 
-def run(model, optimizer, set_gradients, steps=5):
-    for step in range(steps):
+def train(model, optimizer, set_gradients, steps=range(5)):
+    """The weights after `steps` of this optimizer."""
+    for step in steps:
         set_gradients(model.parameters(), step)
         set_rate(optimizer, 1e-2 / (1 + step))
         optimizer.step()
-    return [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]
+    return list(model.parameters())
 
 
 def adamw_in_float64(model, set_gradients, decay_of, steps=5, beta1=0.9, beta2=0.95, eps=1e-8):
@@ -49,7 +50,7 @@ def test_adamw_is_the_papers_with_decay_only_where_it_should_be(tiny, section, s
     optimizer = build_optimizer(model.named_parameters(), config)
     assert isinstance(optimizer, StochasticAdamW) if stochastic else optimizer.defaults["fused"] is fused
     expected = adamw_in_float64(tiny(), set_gradients, lambda name: 0.0 if "norm" in name else 0.1)
-    for ours, formula in zip(run(model, optimizer, set_gradients), expected, strict=True):
+    for ours, formula in zip(train(model, optimizer, set_gradients), expected, strict=True):
         torch.testing.assert_close(ours.double(), formula, rtol=2e-6, atol=2e-7)
 
 
@@ -57,7 +58,7 @@ def test_adamw_is_the_papers_with_decay_only_where_it_should_be(tiny, section, s
 def test_sgd_follows_its_formula(tiny, section, set_gradients, nesterov):
     config = section({"name": "sgd", "momentum": 0.9, "nesterov": nesterov}, weight_decay=0.01)
     model, other = tiny(), tiny()
-    ours = run(model, build_optimizer(model.named_parameters(), config), set_gradients)
+    ours = train(model, build_optimizer(model.named_parameters(), config), set_gradients)
     weights = [p.detach().double() for p in other.parameters()]
     velocity = [torch.zeros_like(w) for w in weights]
     for step in range(5):
@@ -73,8 +74,8 @@ def test_sgd_follows_its_formula(tiny, section, set_gradients, nesterov):
 def test_any_optimizer_by_dotted_path_equals_itself(tiny, section, set_gradients):
     config = section({"name": "torch.optim.Adagrad", "kwargs": {"eps": 1e-6}}, weight_decay=0.02)
     model, other = tiny(), tiny()
-    ours = run(model, build_optimizer(model.named_parameters(), config), set_gradients)
-    theirs = run(other, torch.optim.Adagrad(other.parameters(), lr=1e-2, eps=1e-6, weight_decay=0.02), set_gradients)
+    ours = train(model, build_optimizer(model.named_parameters(), config), set_gradients)
+    theirs = train(other, torch.optim.Adagrad(other.parameters(), lr=1e-2, eps=1e-6, weight_decay=0.02), set_gradients)
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 

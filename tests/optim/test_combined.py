@@ -11,7 +11,7 @@ from kenotron.generation.load import load_for_generation
 from kenotron.interop import to_hf
 from kenotron.optim.build import build_optimizer
 from kenotron.optim.groups import set_learning_rates
-from support.rates import set_rate
+from optim.test_build_optimizer import train
 from support.tiny_run import equal_bits, exported, metrics, saved_weights, text_overrides, tiny_config, train_quietly
 
 RULES = {
@@ -25,19 +25,12 @@ def several(section):
     return section(param_groups=[{"pattern": name, "optimizer_factory": rule} for name, rule in RULES.items()])
 
 
-def steps(model, optimizer, set_gradients, count=3, first=0):
-    for step in range(first, first + count):
-        set_gradients(model.parameters(), step)
-        set_rate(optimizer, 1e-2 / (1 + step))
-        optimizer.step()
-
-
 def test_each_moves_its_own_as_it_would_alone(tiny, section, set_gradients):
     together = tiny()
-    steps(together, build_optimizer(together.named_parameters(), several(section)), set_gradients)
+    train(together, build_optimizer(together.named_parameters(), several(section)), set_gradients)
     for pattern, rule in {**RULES, "lm_head": {"name": "adamW"}}.items():
         alone = tiny()
-        steps(alone, build_optimizer(alone.named_parameters(), section(rule)), set_gradients)
+        train(alone, build_optimizer(alone.named_parameters(), section(rule)), set_gradients)
         expected = dict(alone.named_parameters())
         for name, parameter in together.named_parameters():
             if pattern in name:
@@ -75,7 +68,7 @@ def test_the_average_of_bf16_weights_moves_by_less_than_they_round(tiny, section
     optimizer = build_optimizer(model.named_parameters(), section(ema_decay=0.999))
     expected = None
     for step in range(30):
-        steps(model, optimizer, set_gradients, 1, first=step)
+        train(model, optimizer, set_gradients, [step])
         weight = model.lm_head.weight.detach().double()
         expected = weight.clone() if expected is None else 0.999 * expected + 0.001 * weight
     average = optimizer.state[model.lm_head.weight]["ema"]

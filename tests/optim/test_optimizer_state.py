@@ -8,8 +8,8 @@ from kenotron.config.errors import InputError
 from kenotron.optim.build import build_optimizer
 from kenotron.optim.state import init_state, load_numbers, state_tensors
 from kenotron.parallel.shards import shard_of
+from optim.test_build_optimizer import train
 from optim.test_combined import several
-from support.rates import set_rate
 
 
 class CountsInPython(torch.optim.Optimizer):
@@ -44,13 +44,6 @@ def config_of(section, factory):
     if factory["name"] == "several":
         return several(section)
     return section(factory, weight_decay=0.0 if "Counts" in factory["name"] else 0.1)
-
-
-def train(model, optimizer, set_gradients, steps):
-    for step in steps:
-        set_gradients(model.parameters(), step)
-        set_rate(optimizer, 1e-2 / (1 + step))
-        optimizer.step()
 
 
 @torch.no_grad()

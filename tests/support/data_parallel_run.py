@@ -38,7 +38,6 @@ class Layout:
     even: bool = True
     recompute: bool = False
     compile: bool = False
-    optimizer: str = "adamW"
     strategy: str | None = None
     cpu_offload: bool = False
     bucket_kb: int = 16  # KiB of gradients that stage 0 sums together; a projection has 4
@@ -100,8 +99,9 @@ class Collectives(TorchDispatchMode):
         self.names: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            self.names.append(func.overloadpacket.__name__)
+        name = func.overloadpacket.__name__
+        if func.namespace in ("c10d", "_c10d_functional") and "wait" not in name:
+            self.names.append(name)
         return func(*args, **(kwargs or {}))
 
 
@@ -138,8 +138,8 @@ def _note(name: str, *arguments: Any) -> None:
     mode.names.append(name)
 
 
-def optimizer_of(model: Decoder, layout: Layout) -> torch.optim.Optimizer:
-    section = {"optimizer_factory": {"name": layout.optimizer}, "zero_stage": None, "weight_decay": 0.1}
+def optimizer_of(model: Decoder) -> torch.optim.Optimizer:
+    section = {"optimizer_factory": {"name": "adamW"}, "zero_stage": None, "weight_decay": 0.1}
     section |= {"clip_grad": 1.0, "accumulate_grad_in_fp32": True, "learning_rate_scheduler": {"learning_rate": 0.01}}
     return build_optimizer(named_parameters(model), Optimizer.model_validate(section))
 
@@ -158,7 +158,7 @@ def train(rank: int, layout: Layout, sequences: int) -> Record:
     tp = dict(layout.degrees).get("tp", 1)
     mesh = build_mesh(dict(layout.degrees), layout.ranks, "cpu")
     model = build(layout, mesh)
-    optimizer = optimizer_of(model, layout)
+    optimizer = optimizer_of(model)
     record = Record([], [], {}, {}, [], {})
     for step in range(STEPS):
         total = torch.zeros(())

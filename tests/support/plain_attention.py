@@ -1,13 +1,17 @@
 """Attention by its definition, in the dtype of its inputs: the whole square of scores, a mask, a softmax."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 
-def numbers_of(cu_seqlens: tuple[int, ...], sequences: int) -> Tensor:
-    """The number of each token's document, ``[sequences, length]``."""
+def numbers_of(cu_seqlens: tuple[int, ...] | None, sequences: int) -> Tensor | None:
+    """The number of each token's document, ``[sequences, length]``; None: sequences are whole."""
+    if cu_seqlens is None:
+        return None
     tokens = torch.arange(cu_seqlens[-1])
     return torch.bucketize(tokens, torch.tensor(cu_seqlens), right=True).view(sequences, -1)
 
@@ -31,3 +35,21 @@ def plain_attention(
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     return scores.masked_fill(~seen, -math.inf).softmax(-1) @ v.repeat_interleave(group, 1)
+
+
+def relative_errors(
+    function: Callable[[Tensor, Tensor, Tensor], Tensor], tensors: list[Tensor], grad: Tensor, **options: Any
+) -> list[float]:
+    """Of (output, dq, dk, dv) against `plain_attention` with these options in float64.
+
+    dq and dk are 0 where each query sees one key: errors are relative to the upstream gradient there.
+    """
+    exact = [t.detach().double().requires_grad_() for t in tensors]
+    expected = plain_attention(*exact, **options)
+    expected.backward(grad.double())
+    out = function(*tensors)
+    assert (out.shape, out.dtype) == (tensors[0].shape, tensors[0].dtype)
+    out.backward(grad)
+    pairs = [(out.detach(), expected.detach())] + [(a.grad, b.grad) for a, b in zip(tensors, exact)]
+    floor = grad.double().norm() / 10
+    return [float((a.double() - b).norm() / b.norm().clamp(min=floor)) for a, b in pairs]
