@@ -9,7 +9,6 @@ from kenotron.kernels import products
 from kenotron.kernels.attention import Borders, attention
 from kenotron.kernels.bfloat16 import bfloat16_is_fast
 from kenotron.kernels.fused import use_kernels
-from kenotron.kernels.linear_cross_entropy import linear_cross_entropy
 from kenotron.kernels.products import in_fp32, linear, wide_rows_by_rows
 from kenotron.optim.muon import matmul_dtype
 
@@ -79,16 +78,3 @@ def test_torchs_own_kernels_and_other_devices_keep_it(emulated: None) -> None:
     assert not in_fp32(x.to("meta"), weight.to("meta"))
     with use_kernels("torch"):
         assert not in_fp32(x, weight)
-
-
-@pytest.mark.parametrize("several", [False, True])
-def test_the_loss_where_it_is_emulated_is_that_where_it_is_not(several: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    hidden, weight, labels = draw(96, 32), draw(200, 32), torch.arange(96) * 2
-    losses = []
-    for emulated in (False, True):
-        monkeypatch.setattr(products, "EMULATED", emulated)
-        inputs = [each.clone().requires_grad_() for each in (hidden, weight)]
-        loss, _ = linear_cross_entropy(*inputs, labels, scale=1 / 96, chunk_bytes=40 * 800 if several else None)
-        losses.append((loss.detach(), *torch.autograd.grad(loss, inputs)))
-    for one, other in zip(*losses, strict=True):
-        assert (one - other).abs().max() <= 0.02 * other.abs().max()

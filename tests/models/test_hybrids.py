@@ -9,7 +9,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_mamba import KEYS as MAMBAS
-from transformers import AutoConfig, AutoModelForCausalLM
+from test_mamba import config_of as config_with
 
 from kenotron.config import load
 from kenotron.config.errors import InputError, NotSupportedYet
@@ -17,8 +17,8 @@ from kenotron.interop.hf_config import architecture_from_hf, hf_config
 from kenotron.models import flops_per_token, named_parameters
 from kenotron.models.decoder import Decoder
 from kenotron.models.families.nemotron_h import KINDS, NemotronHArchitecture
-from support.families import SHAPES, SMALL_HYBRID, filled, hf_model, in_our_names_of, ours_of
-from support.tiny_llamas import expect_documents_apart, fresh_model, our_config, our_logits, random_tokens
+from support.families import filled, hf_model, in_our_names_of, ours_of
+from support.tiny_llamas import expect_documents_apart, fresh_model, our_logits, random_tokens
 
 KEYS = yaml.safe_load("""{is_nemotron_h_config: true, hybrid_override_pattern: 'M*-M', num_hidden_layers: 4,
     hidden_size: 32, intermediate_size: 48, num_attention_heads: 4, num_key_value_heads: 2, head_dim: 16,
@@ -30,18 +30,12 @@ PATTERN = "hybrid_override_pattern"
 
 def config_of(root: Path, **changes: Any) -> dict[str, Any]:
     """A whole config in YAML's keys, with these changes of a small hybrid."""
-    config = our_config(root)
-    config["model"]["model_config"] = KEYS | changes
-    return config
+    return config_with(root, **KEYS | changes)
 
 
 def pair_of(pattern: str, **changes: Any) -> tuple[Any, Decoder]:
     """A random model of transformers with layers of this pattern, and ours (with use_cache theirs wants attention)."""
-    shapes = SHAPES | SMALL_HYBRID | {"num_hidden_layers": len(pattern), "hybrid_override_pattern": pattern} | changes
-    theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model("nemotron_h", **shapes)).eval()
-    with torch.no_grad():
-        for parameter in theirs.parameters():
-            parameter.normal_(0.0, 0.25, generator=torch.Generator().manual_seed(0))
+    theirs = hf_model("nemotron_h", num_hidden_layers=len(pattern), hybrid_override_pattern=pattern, **changes)
     return theirs, ours_of(theirs)
 
 
@@ -131,9 +125,7 @@ def test_every_layer_writes_into_the_residual_stream_damped_by_depth(tmp_path: P
 @pytest.mark.parametrize("keys", [KEYS, MAMBAS["mamba"]], ids=["hybrid", "mamba"])
 @pytest.mark.parametrize("wide", [True, False])
 def test_hidden_states_between_layers_of_any_kind_are_fp32_where_the_config_says_so(wide, keys, tmp_path):
-    config = our_config(tmp_path)
-    config["model"]["model_config"] = keys | {"residual_in_fp32": wide}
-    model = fresh_model(config)
+    model = fresh_model(config_with(tmp_path, **keys | {"residual_in_fp32": wide}))
     model.set_compute_dtype(torch.bfloat16)
     seen = []
     for block in model.model.layers.values():

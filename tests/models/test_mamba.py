@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch._dynamo
 import yaml
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from kenotron.config import load
 from kenotron.config.errors import InputError
@@ -20,7 +19,7 @@ from kenotron.models import Context, build, flops_per_token, named_parameters
 from kenotron.models.blocks import mamba_init
 from kenotron.models.blocks.mamba import TimeSteps
 from kenotron.models.decoder import Decoder
-from support.families import SHAPES, filled, hf_model, in_our_names_of, ours_of
+from support.families import filled, hf_model, in_our_names_of, ours_of
 from support.tiny_llamas import fresh_model, our_config, our_logits, random_tokens
 
 HEADS = {"num_heads": 8, "head_dim": 8, "n_groups": 2, "state_size": 8}
@@ -162,12 +161,9 @@ def test_a_shard_is_filled_with_the_bits_of_the_whole(distribution: Any, monkeyp
 
 
 def test_bounds_of_time_steps_are_those_of_transformers() -> None:
-    config = AutoConfig.for_model("mamba2", **SHAPES | HEADS | {"time_step_limit": [0.3, 0.8]})
-    theirs = AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for parameter in theirs.parameters():
-            parameter.normal_(0.0, 0.25, generator=torch.Generator().manual_seed(0))
-    architecture = architecture_from_hf(config.to_dict() | {"architectures": ["Mamba2ForCausalLM"]}, "config.json")
+    theirs = hf_model("mamba2", time_step_limit=[0.3, 0.8])
+    config = theirs.config.to_dict() | {"architectures": ["Mamba2ForCausalLM"]}
+    architecture = architecture_from_hf(config, "config.json")
     tokens = random_tokens(2, 17)
     unlimited = architecture.model_copy(update={"time_step_limit": [0.0, None]})
     models = (Decoder(architecture), Decoder(unlimited))
@@ -178,8 +174,7 @@ def test_bounds_of_time_steps_are_those_of_transformers() -> None:
     assert not torch.allclose(free, expected, atol=1e-2)
     assert list(hf_config(architecture, "float32", 0).time_step_limit) == [0.3, 0.8]
     unpublished = {"time_step_limit", "num_attention_heads"}  # files of a Mamba have no such heads
-    content = {key: value for key, value in config.to_dict().items() if key not in unpublished}
-    content["architectures"] = ["Mamba2ForCausalLM"]
+    content = {key: value for key, value in config.items() if key not in unpublished}
     assert architecture_from_hf(content, "config.json").time_step_limit == [0.0, None]
 
 

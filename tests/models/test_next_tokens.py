@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+from test_families_equal_transformers import close
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -86,10 +87,6 @@ def context(positions: Tensor, **more: Any) -> Context:
 
 def labels_of(tokens: Tensor) -> Tensor:
     return F.pad(tokens[:, 1:], (0, 1), value=-100).flatten()
-
-
-def close(found: Tensor, expected: Tensor) -> None:
-    assert ((found - expected).abs().max() / expected.abs().max().clamp_min(1e-6)).item() < 1e-4
 
 
 def test_losses_and_gradients_are_those_of_transformers_layers() -> None:

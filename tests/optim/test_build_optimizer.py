@@ -8,19 +8,21 @@ import torch
 from torch import nn
 
 from kenotron.config.errors import InputError, NotSupportedYet
+from kenotron.config.optimizer import LearningRateScheduler
 from kenotron.optim.build import build_optimizer
 from kenotron.optim.custom import ELEMENTWISE
+from kenotron.optim.groups import set_learning_rates
 from kenotron.optim.muon import Muon, NorMuon
 from kenotron.optim.soap import Soap
 from kenotron.optim.stochastic_rounding import StochasticAdamW
-from support.rates import set_rate
 
 
 def train(model, optimizer, set_gradients, steps=range(5)):
     """The weights after `steps` of this optimizer."""
     for step in steps:
         set_gradients(model.parameters(), step)
-        set_rate(optimizer, 1e-2 / (1 + step))
+        rate = LearningRateScheduler(learning_rate=1e-2 / (1 + step), lr_decay_style="constant")
+        set_learning_rates(optimizer, rate, 1, 1)
         optimizer.step()
     return list(model.parameters())
 
