@@ -128,12 +128,6 @@ def test_epochs_are_shuffled_anew():
     assert (second == third).mean() < 0.02
 
 
-def test_a_source_goes_on_where_an_earlier_stage_stopped():
-    whole = Order([500], [7], Mixing([1.0])).locate(np.arange(400))[1]
-    later = Order([500], [7], Mixing([1.0], [150])).locate(np.arange(250))[1]
-    assert later.tolist() == whole[150:].tolist()
-
-
 @given(st.lists(st.integers(0, 10**12), min_size=1, max_size=40))
 @example([*range(BLOCK - 3, BLOCK + 3)])
 def test_places_do_not_depend_on_what_is_asked_with_them(positions):

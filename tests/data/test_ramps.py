@@ -60,11 +60,6 @@ def test_every_sample_is_of_the_step_that_takes_it(ramp: tuple[int, int, int, in
     assert [one.step_of(sample) for sample in range(one.samples)] == counted
 
 
-def test_a_stage_without_a_ramp_takes_the_global_batch() -> None:
-    one = stage(5, 8, None, 6)
-    assert [one.samples_before(step) for step in range(1, 11)] == [0, 0, 0, 0, 0, 6, 12, 18, 18, 18]
-
-
 def test_a_ramp_of_a_thousand_billion_samples_is_a_short_table() -> None:
     one = stage(1, 10**10, (256, 256, 10**12, 2048))
     assert len(one.levels) == 8

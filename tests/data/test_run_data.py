@@ -121,23 +121,6 @@ def test_a_stage_reads_on_where_an_earlier_one_stopped_in_the_same_data(texts):
         assert [rows(batches) for batches in one.loader()] == [rows(batches) for batches in two.loader()]
 
 
-def test_the_next_stage_is_opened_before_its_turn(texts, other_texts, monkeypatch):
-    from kenotron.data import run
-
-    seen = []
-    original = run.open_stage
-
-    def noted(sources, stage):
-        seen.append((stage.number, threading.current_thread() is threading.main_thread()))
-        return original(sources, stage)
-
-    monkeypatch.setattr(run, "open_stage", noted)
-    with opened({"text_files": str(texts)}, {"text_files": str(other_texts)}) as data:
-        data.batch(1)
-        data._opened[1].result(timeout=60)
-        assert seen == [(0, True), (1, False)]
-
-
 def test_what_is_wrong_with_the_next_stage_is_reported_long_before_it(texts, tmp_path):
     def start_and_wait_in_step_1():
         with opened({"text_files": str(texts)}, {"text_files": str(tmp_path / "missing")}) as data:
@@ -293,15 +276,6 @@ def test_a_cap_spreads_its_samples_over_the_whole_set(texts):
         assert ids == [n * whole // 5 for n in range(5)]
     with opened({"text_files": str(texts)}, limit_val_batches=2) as data:
         assert sum((batch.sample_ids >= 0).sum() for batch, *_ in data.validation()) == 8
-
-
-def test_several_sources_are_validated_together_each_token_once(texts, other_texts):
-    with opened(mixture(texts, 1, other_texts, 5)) as data:
-        splits = [source.cache.validation for source in data.stage_of(1).sources]
-        batches, size = list(data.validation()), sum(split.bytes for split in splits)
-        labels = sum((batch.labels != NO_LOSS).sum() for batch, *_ in batches)
-        assert labels == sum(len(split.tokens) for split in splits) - 2
-        assert size - 20 <= sum(size for _, size, _ in batches) < size
 
 
 def test_the_token_that_ends_documents_has_bytes_where_a_text_has_it_within(tmp_path):

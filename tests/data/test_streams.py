@@ -9,7 +9,7 @@ import shutil
 import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterator
-from itertools import count, zip_longest
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +152,7 @@ class ListTexts:
         return "lists"
 
 
-def shard_rules(texts: Any, buffer: int, shards: int, length: int = 3) -> ShardRules:
+def shard_rules(texts: Any, buffer: int, shards: int, length: int) -> ShardRules:
     """Every character of a document is its code as a token; 0 ends it."""
 
     def encode(documents: Any) -> Any:
@@ -184,52 +184,28 @@ def naive_tokens(rules: ShardRules, epochs: int) -> list[int]:
     return tokens
 
 
-documents = st.lists(st.text("abcdefgh", min_size=0, max_size=9), min_size=4, max_size=30)
-file_sizes = st.lists(st.lists(st.integers(0, 5), max_size=30), min_size=1, max_size=6)
+documents = st.lists(st.text("abcdefgh", min_size=0, max_size=9), max_size=30)
 
 
-@given(file_sizes, st.integers(1, 12), st.integers(1, 9), st.data())
-def test_every_document_is_read_once_before_one_is_read_again(
-    sizes: list[list[int]], buffer: int, length: int, data: st.DataObject
+@given(st.lists(documents, min_size=1, max_size=6), st.integers(1, 12), st.integers(1, 9), st.data())
+def test_a_reader_against_a_plain_loop_and_put_down_anywhere(
+    parts: list[list[str]], buffer: int, length: int, data: Any
 ) -> None:
-    """For files of any sizes, on any number of shards; a document is one character, several times."""
-    code = count(0x4E00)
-    texts = ListTexts([[chr(next(code)) * (size + 1) for size in file] for file in sizes])
-    rules = shard_rules(texts, buffer, data.draw(st.integers(1, len(sizes))), length)
-    kept = {t[0]: len(t) for file in texts.lists for t in file if not is_held_out(t, LIMIT)}
-    reader = StreamReader(rules)
-    if not kept:
-        with pytest.raises(InputError, match="no document to train on"):
-            reader.next()
-        return
-    tokens: list[int] = []
-    while len(tokens) < 3 * sum(size + 1 for size in kept.values()):
-        tokens += reader.next()[0][:-1].tolist()
-    documents = "".join(map(chr, tokens)).split(chr(0))[:-1]  # the last one may be cut
-    for first in range(0, 3 * len(kept), len(kept)):
-        epoch = documents[first : first + len(kept)]
-        assert len({text[0] for text in epoch}) == len(epoch)
-        assert all(len(text) == kept[text[0]] for text in epoch)
-
-
-@given(st.lists(documents, min_size=1, max_size=4), st.integers(1, 12), st.data())
-def test_a_reader_against_a_plain_loop_and_put_down_anywhere(parts: list[list[str]], buffer: int, data: Any) -> None:
     block = data.draw(st.sampled_from([1, 30, 1000]))
-    shards = data.draw(st.integers(1, len(parts)))
-    rules = shard_rules(ListTexts(parts), buffer, shards)
+    rules = shard_rules(ListTexts(parts), buffer, data.draw(st.integers(1, len(parts))), length)
     expected = naive_tokens(rules, 3)
     if not expected:
         with pytest.raises(InputError, match="no document to train on"):
             StreamReader(rules).next()
         return
-    windows = min((len(expected) - 1) // 3, 40)
+    windows = min((len(expected) - 1) // length, 40)
     shard, put_down = StreamReader(rules), data.draw(st.sets(st.integers(0, max(windows - 1, 0))))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("kenotron.data.sources.reader_shards.BLOCK_CHARACTERS", block)
         for window in range(windows):
             if window in put_down:
                 shard = StreamReader(rules, from_bytes(to_bytes(shard.position, {"a": 1}), {"a": 1}, "here"))
-            assert shard.next()[0].tolist() == expected[window * 3 : window * 3 + 4]
+            assert shard.next()[0].tolist() == expected[window * length : (window + 1) * length + 1]
             assert shard.position.emitted == window + 1
 
 

@@ -236,19 +236,6 @@ def test_a_batch_of_several_folders_is_what_each_gives_alone(tmp_path: Path, mas
 # ---- masks -------------------------------------------------------------------------------------------------
 
 
-def test_documents_are_masked_from_each_other_by_the_index(folder: Path) -> None:
-    ends = np.cumsum(LENGTHS)
-    with opened({"dataset_folder": str(folder)}, model__document_masking=True) as data:
-        for step in (1, 2, 3):
-            for batch in data.batch(step):
-                for row, labels, positions in zip(batch.tokens, batch.labels, batch.positions):
-                    of = np.searchsorted(ends, row % 1000, side="right")
-                    expected = [int(t % 1000 - max(row[0] % 1000, ends[d - 1] if d else 0)) for t, d in zip(row, of)]
-                    assert positions.tolist() == expected
-                    crossing = np.searchsorted(ends, row % 1000 + 1, side="right") != of
-                    assert labels.tolist() == np.where(crossing, NO_LOSS, row + 1).tolist()
-
-
 def test_without_return_positions_a_window_is_one_document(folder: Path) -> None:
     dataset = {"dataset_folder": str(folder), "return_positions": False}
     with opened(dataset, model__document_masking=True) as data:

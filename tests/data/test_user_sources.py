@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kenotron.config.errors import InputError
-from kenotron.data import NO_LOSS, Samples, TokenSource
+from kenotron.data import Samples, TokenSource
 from support.data_runs import opened, rows, write_texts
 
 
@@ -19,26 +19,12 @@ class Squares:
         return {"input_ids": [(i * self.scale + n) % 100 for n in range(self.size)]}
 
 
-class AtOnce:
-    def __init__(self, sequence_length, seed):
-        self.size = sequence_length + 1
-
-    def __len__(self):
-        return 1000
-
-    def samples(self, indices):
-        return (indices[:, None] + np.arange(self.size)).astype(np.uint16) % 500
-
-    def documents(self, indices):
-        return np.broadcast_to(np.arange(self.size) // 10, (len(indices), self.size))
-
-
 class Broken(Squares):
     def __getitem__(self, i):
         raise RuntimeError("boom")
 
 
-class BrokenAtOnce(AtOnce):
+class BrokenAtOnce(Squares):
     def samples(self, indices):
         raise KeyError("boom")
 
@@ -85,14 +71,6 @@ def test_a_source_of_ones_own_is_read_by_dotted_path():
         assert sorted(held) == sorted(3 * i % 100 for i in range(40, 50))
     with opened({"source": f"{__name__}.lists"}) as data:
         assert all(len(set(row)) == 1 for row in rows(data.batch(1)).values())
-
-
-def test_a_source_of_ones_own_may_answer_many_samples_at_once_with_documents():
-    with opened({"source": f"{__name__}.AtOnce"}, model__document_masking=True) as data:
-        for batch in data.batch(3):
-            assert ((batch.tokens[:, 1:] - batch.tokens[:, :-1]) % 500 == 1).all()
-            assert batch.documents.tolist() == [[t // 10 for t in range(32)]] * 2
-            assert (batch.labels[:, 9] == NO_LOSS).all()
 
 
 @pytest.mark.parametrize(

@@ -76,13 +76,6 @@ def test_megatron_by_its_layout_with_every_code(tmp_path: Path, dtype: str, spli
     assert content(files) == (IDS, ENDS)
 
 
-def test_litdata_by_its_layout(tmp_path: Path) -> None:
-    write_litdata(tmp_path)
-    files = open_token_files(tmp_path, "PATH")
-    assert [file.path.name for file in files] == ["chunk-0-0.bin", "chunk-0-1.bin"]
-    assert content(files) == (IDS, ENDS)
-
-
 def test_litdata_becomes_ds_in_the_order_of_its_index(tmp_path: Path) -> None:
     """Chunk 10 comes after chunk 2, whatever their names; ids of 8 bytes get 4."""
     (tmp_path / "in").mkdir()
