@@ -152,13 +152,6 @@ def test_merging(damage: Callable, shuffle: bool, victim: str) -> None:
             assert (folder / "out.ds").stat().st_size == size == 2 * made["tokens"]
 
 
-def test_an_array_of_the_other_byte_order_is_checked_as_the_numbers_it_holds(tmp_path: Path) -> None:
-    np.save(tmp_path / "a.npy", np.arange(83, dtype=">u2"))
-    assert open_folder(TokenPath("k", str(tmp_path)), 8, 83, 1).read(np.arange(10)).tokens.ravel()[-1] == 80
-    with pytest.raises(InputError, match=r"a.npy: token 80 at offset 80 is not below the vocabulary of 80"):
-        open_folder(TokenPath("k", str(tmp_path)), 8, 80, 1).read(np.arange(10))
-
-
 # ---- JSON --------------------------------------------------------------------------------------------------
 
 

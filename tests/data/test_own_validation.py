@@ -11,7 +11,7 @@ from kenotron.config.errors import InputError
 from kenotron.data import RunData
 from kenotron.data.stage_plan import check_paths
 from kenotron.prepare.download import data_requirements
-from support.data_runs import opened, rows, run_config, write_texts
+from support.data_runs import opened, run_config, write_texts
 
 LENGTH = 32
 
@@ -36,13 +36,6 @@ def test_all_of_a_text_is_validated_on_in_order(texts: Any, tmp_path: Path) -> N
         each = [data.tokenizer.backend.encode(file.read_text()).ids for file in sorted(own.iterdir())]
         tokens = [token for ids in each for token in [*ids, data.settings.eos]]
         assert labels_of(data) == [tokens[1:]]
-
-
-def test_the_training_data_are_the_same_with_any_validation_set(texts: Any, tmp_path: Path) -> None:
-    own = {"text_files": str(write_texts(tmp_path / "own", count=3, seed=1))}
-    with opened(texts) as one, opened(texts, val_datasets=[own]) as other:
-        for step in (1, 7):
-            assert rows(one.batch(step)) == rows(other.batch(step))
 
 
 def test_token_files_and_answers(texts: Any, tmp_path: Path) -> None:

@@ -95,16 +95,6 @@ def test_a_batch_that_does_not_divide_is_an_error():
         data.batch(1, 0, 3)
 
 
-def test_resuming_at_any_step_gives_what_running_through_gives(texts, other_texts):
-    stages = {"text_files": str(texts)}, {"text_files": str(other_texts)}
-    with opened(*stages) as data:
-        through = [rows(batches) for batches in data.loader()]
-    assert len(through) == 12
-    for start in (1, 5, 7, 12):
-        with opened(*stages, start_step=start) as data:
-            assert [rows(batches) for batches in data.loader(start)] == through[start - 1 :]
-
-
 def test_the_order_does_not_depend_on_where_the_files_lie(texts, tmp_path):
     moved = tmp_path / "elsewhere"
     shutil.copytree(texts, moved)
@@ -318,25 +308,6 @@ def test_of_a_folder_of_few_files_one_is_held_out_and_the_console_says_so(tmp_pa
         assert "the one with the smallest hash" in data.describe()[1]
 
 
-def test_what_a_small_folder_has_held_out_stays_held_out_when_files_are_added(tmp_path):
-    """In the run that continues, whose checkpoint names it; of the larger folder another one has the smallest hash."""
-    folder = write_texts(tmp_path / "few", count=4)
-    config = run_config({"text_files": str(folder)}, val_fraction=1e-12, val_samples=4)
-    with open_run(config, report=quiet) as data:
-        data.batch(1)
-        (before,), (held,) = data.held_out_hashes(), validation_texts(data)
-    assert before == f"{text_hash(held):016x}"
-    names = (f"new document {number} of nothing much\n" for number in itertools.count())
-    smaller = next(text for text in names if text_hash(text) < text_hash(held))
-    (folder / "smaller.txt").write_text(smaller)
-    with open_run(config, report=quiet) as data:
-        assert held in data.tokenizer.decode(data.stage_of(1).sources[0].cache.train.tokens)
-    with open_run(config, report=quiet, held_out=[before]) as data:
-        assert held not in data.tokenizer.decode(data.stage_of(1).sources[0].cache.train.tokens)
-        assert set(validation_texts(data)) == {held, smaller}
-        assert before in data.held_out_hashes()
-
-
 def three_of_five(folder):
     """Two small texts of which none is below the fraction, one with the document that the other would hold out."""
     texts = sorted((f"document {number} of a small corpus\n" * 30 for number in range(5)), key=text_hash)
@@ -394,19 +365,6 @@ def test_fingerprints_have_every_source_of_the_open_stages(texts, other_texts):
         assert set(data.fingerprints()) == {"tokenizer", str(texts), str(other_texts)}
     with opened(None) as data:
         assert data.fingerprints() == {}
-
-
-def test_the_tokenizer_of_a_checkpoint_is_not_trained_again(tmp_path):
-    folder = write_texts(tmp_path / "texts")
-    config = run_config({"text_files": str(folder)})
-    with open_run(config, 1, quiet) as data:
-        data.tokenizer.save(tmp_path / "checkpoint" / "tokenizer")
-        first = data.tokenizer.hash
-    (folder / "000.txt").write_text("zzzz " * 500)
-    with open_run(config, 5, quiet, tmp_path / "checkpoint" / "tokenizer") as data:
-        assert data.tokenizer.hash == data.fingerprints()["tokenizer"] == first
-    with open_run(config, 5, quiet, tmp_path / "no such folder") as data:
-        assert data.tokenizer.hash != first
 
 
 # ---- other sources -----------------------------------------------------------------------------------------

@@ -71,16 +71,6 @@ def test_another_format_keeps_ids_and_documents(dtype: str, docs: list) -> None:
         assert np.array_equal(file.ends, np.cumsum(lengths))  # type: ignore[arg-type]
 
 
-def test_a_merged_file_is_that_of_one_writer_byte_for_byte(tmp_path: Path) -> None:
-    documents = [[1, 70000], [], [3, 4, 5], []]
-    with TokenWriter(tmp_path / "a.ds", np.dtype("uint32")) as writer:
-        writer.write(*flat(documents))
-    write_megatron(tmp_path / "b", documents)
-    merge([str(tmp_path / "b.bin")], tmp_path / "c.ds")
-    for suffix in ("", ".index", ".metadata"):
-        assert Path(f"{tmp_path}/c.ds{suffix}").read_bytes() == Path(f"{tmp_path}/a.ds{suffix}").read_bytes()
-
-
 @given(docs=documents, start=st.integers(0, 70), length=st.integers(0, 70), size=st.integers(1, 9))
 def test_documents_between_and_blocks_by_a_plain_loop(docs: list, start: int, length: int, size: int) -> None:
     with TemporaryDirectory() as folder:
