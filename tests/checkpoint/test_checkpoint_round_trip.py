@@ -129,7 +129,6 @@ SHAPE = "'weight' has shape [2, 3] in the checkpoint"
         ({"weight": torch.ones(2, 3)}, "has 'b', which this run does not have"),
         ({"weight": torch.ones(3, 2), "b": torch.ones(4)}, f"{SHAPE} and [3, 2] in this run"),
         ({"weight": torch.ones(3, 2), "b": torch.ones(5)}, f"{SHAPE} and [3, 2] in this run, and 1 more"),
-        ({"weight": torch.ones(6), "b": torch.ones(4)}, f"{SHAPE} and [6] in this run"),
         (
             {"weight": torch.ones(2, 3).half(), "b": torch.ones(4)},
             "'weight' is float32 in the checkpoint and float16 in this run",
@@ -170,9 +169,3 @@ def test_a_state_that_json_would_change_is_refused_at_once(tmp_path: Path, state
         save_plain(tmp_path / "root", 1, {"w": torch.zeros(1)}, state=state)
     assert message in str(error.value)
     assert not (tmp_path / "root").exists()
-
-
-def test_a_dtype_without_a_name_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="tensors of dtype complex64 cannot be saved"):
-        save_plain(tmp_path, 1, {"w": torch.zeros(1, dtype=torch.complex64)})
-    assert [path.name for path in tmp_path.iterdir()] == [".lock"]

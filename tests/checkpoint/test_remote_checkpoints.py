@@ -128,14 +128,6 @@ def test_files_that_were_sent_are_not_sent_again(tmp_path: Path, monkeypatch: py
     assert changes == []
 
 
-def test_a_file_of_another_save_is_sent_again_though_it_is_as_long(tmp_path: Path) -> None:
-    save_step(tmp_path, 10, seed=99)
-    upload_killed_at(6, tmp_path)
-    save_step(tmp_path, 10)
-    upload(tmp_path)
-    assert complete() == {10: 10}
-
-
 def test_an_object_that_a_killed_upload_left_damaged_is_sent_again(tmp_path: Path, bucket: dict[str, Any]) -> None:
     save_step(tmp_path, 10)
     upload_killed_at(len(read_manifest(tmp_path / "10").files), tmp_path)
@@ -294,13 +286,6 @@ def test_an_argument_names_a_step_or_a_folder(tmp_path: Path) -> None:
     save_step(tmp_path, 20, seed=99)
     upload(tmp_path)
     assert read_manifest(local_copy(URL)).state["seed"] == 99
-
-
-def test_bytes_are_fetched_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kenotron.storage.stores.PART", 1000)
-    save_step(tmp_path, 10)
-    upload(tmp_path)
-    assert load_and_compare(RemoteCheckpoints(URL).fetch(10, tmp_path / "fetched")) == 10
 
 
 def test_commands_take_urls(tmp_path: Path, bucket: dict[str, Any]) -> None:

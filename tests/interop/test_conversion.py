@@ -14,7 +14,6 @@ from kenotron.checkpoint import folders, manifest
 from kenotron.config import load
 from kenotron.config.architecture import yaml_keys
 from kenotron.config.errors import InputError, NotSupportedYet
-from kenotron.data import load_tokenizer
 from kenotron.generation.load import load_for_generation
 from kenotron.interop import from_hf, initial_tensors, open_source, to_hf
 from kenotron.interop.sources import fitted
@@ -109,18 +108,6 @@ def test_a_tied_head_is_stored_once_and_a_second_copy_in_a_file_does_no_harm(tmp
     tokens = random_tokens(1, 8)
     model = load_for_generation(tmp_path / "ours").model
     assert torch.allclose(our_logits(model, tokens), hf_logits(theirs, tokens), atol=1e-4)
-
-
-def test_tokenizer_and_generation_config_say_the_same_end_of_text_as_training(ours, tmp_path, tokenizer):
-    from transformers import AutoTokenizer, GenerationConfig
-
-    to_hf(ours, tmp_path / "out")
-    theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
-    text = "def main(argument):\n    é 中文"
-    assert theirs(text)["input_ids"] == tokenizer.encode(text)
-    assert theirs.eos_token_id == tokenizer.eos_token_id == 0
-    assert GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id == 0
-    assert load_tokenizer(tmp_path / "out").hash == tokenizer.hash
 
 
 def test_keys_that_only_travel_reach_the_export(tmp_path):

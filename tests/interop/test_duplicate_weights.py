@@ -11,24 +11,12 @@ from safetensors.torch import load_file, save_file
 from kenotron.config.errors import InputError
 from kenotron.interop import tensor_names
 from kenotron.interop.sources import initial_tensors
-
-
-def save_llama(folder: Path, **options: str) -> None:
-    config = transformers.LlamaConfig(
-        vocab_size=64,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-    )
-    transformers.LlamaForCausalLM(config).save_pretrained(folder, **options)
+from support.tiny_llamas import hf_llama
 
 
 @pytest.mark.parametrize("change", [0.0, 1.0])
 def test_a_head_beside_a_tied_config_must_equal_the_embedding(tmp_path: Path, change: float) -> None:
-    save_llama(tmp_path)
+    hf_llama(tie_word_embeddings=True).save_pretrained(tmp_path)
     expect_compared(tmp_path, change)
 
 
@@ -55,7 +43,7 @@ def test_so_must_one_of_a_model_without_a_file_here(tmp_path: Path, change: floa
 
 def test_rows_beyond_the_first_group_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensor_names, "ROWS", 24)
-    save_llama(tmp_path)
+    hf_llama(tie_word_embeddings=True).save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
     head = tensors["model.embed_tokens.weight"].clone()
@@ -66,8 +54,8 @@ def test_rows_beyond_the_first_group_are_compared(tmp_path: Path, monkeypatch: p
 
 
 def test_an_index_beside_a_single_file_is_refused(tmp_path: Path) -> None:
-    save_llama(tmp_path / "two", max_shard_size="4KB")
-    save_llama(tmp_path / "one")
+    hf_llama().save_pretrained(tmp_path / "two", max_shard_size="4KB")
+    hf_llama().save_pretrained(tmp_path / "one")
     initial_tensors(tmp_path / "two")
     shutil.copy(tmp_path / "one/model.safetensors", tmp_path / "two")
     with pytest.raises(InputError, match=r"both model.safetensors and model.safetensors.index.json"):

@@ -153,38 +153,6 @@ def test_an_object_whose_tag_is_no_md5_is_read_back(tag: str, tmp_path: Path, st
         Store(store.url, RemoteData(tries=1)).upload("10/weights", tmp_path / "weights")
 
 
-@pytest.mark.slow
-def test_a_checkpoint_survives_a_flaky_network(tmp_path: Path, store: Store, server: Any) -> None:
-    """Every third request fails, each in another way."""
-    for step in (10, 20):
-        save_step(tmp_path / "here", step)
-    number = [0]
-
-    def breaks(handler: Any) -> bool:
-        number[0] += 1
-        ways = (lambda handler: answer(handler, 500), cut, lose)
-        return number[0] % 3 == 0 and ways[number[0] // 3 % 3](handler)
-
-    server.breaks = breaks
-    uploader = Uploader(tmp_path / "here", store.url, keep=Keep(1))
-    for _ in range(20):
-        uploader.upload_pending()
-        if not uploader.pending():
-            break
-    assert uploader.pending() == []
-    server.mend()
-    remote = RemoteCheckpoints(store.url)
-    assert [entry.step for entry in remote.all() if entry.manifest] == [20]
-    server.breaks = breaks
-    for _ in range(20):
-        try:
-            path = remote.fetch(20, tmp_path / "there")
-            break
-        except InputError:
-            pass
-    assert load_and_compare(path) == 20
-
-
 @pytest.mark.parametrize("url", ["file://{}/there", pytest.param("gs://robots/run", marks=pytest.mark.slow)])
 def test_a_folder_of_this_machine_and_googles_storage_are_stores(url: str, tmp_path: Path, request: Any) -> None:
     if url.startswith("gs"):

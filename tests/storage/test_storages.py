@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kenotron.config.errors import InputError
 from kenotron.data.formats import find_token_files, open_token_files
 from kenotron.storage import paths
 from kenotron.storage.paths import RemotePath, RemoteStat, as_path
@@ -73,11 +72,6 @@ def test_tokens_and_texts_of_a_registered_storage(vault: None) -> None:
     files = find_files("vault://texts", "text_files")
     assert [file.relative_to(as_path("vault://texts")).as_posix() for file in files] == ["a.jsonl", "deep/b.txt"]
     assert [chunk.text for chunk in FileDocuments("texts", files).documents()] == ["beep", "boop"]
-
-
-def test_without_it_the_scheme_is_unknown() -> None:
-    with pytest.raises(InputError, match="vault://: no such protocol"):
-        as_path("vault://texts")
 
 
 def test_token_files_of_a_url_come_in_the_order_of_a_local_copy(tmp_path: Path) -> None:
