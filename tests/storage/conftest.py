@@ -46,15 +46,8 @@ class _Handler(QuietHandler):
             upstream.request(self.command, self.path, body, dict(self.headers))
             answer = upstream.getresponse()
             data = answer.read()
-        self.send_response(answer.status)
-        for name, value in answer.getheaders():
-            if name.lower() not in ("transfer-encoding", "connection", "server", "date"):
-                self.send_header(name, value)
-        if not answer.getheader("Content-Length"):
-            self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(data)
+        hop = ("transfer-encoding", "connection", "server", "date")
+        self.answer(answer.status, data, {k: value for k, value in answer.getheaders() if k.lower() not in hop})
         upstream.close()
 
     do_HEAD = do_PUT = do_POST = do_DELETE = do_GET

@@ -36,10 +36,7 @@ def store(bucket: str, monkeypatch: pytest.MonkeyPatch) -> Store:
 
 def answer(handler: Any, status: int) -> bool:
     handler.rfile.read(int(handler.headers.get("Content-Length") or 0))
-    handler.send_response(status)
-    handler.send_header("Content-Length", "0")
-    handler.end_headers()
-    return True
+    return handler.answer(status)
 
 
 def cut(handler: Any) -> bool:

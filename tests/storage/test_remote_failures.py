@@ -39,7 +39,7 @@ def opened(url: str, **changes: Any) -> BlockArray:
     return found
 
 
-def failing(times: int, status: int = 500, body: bytes = b"", **headers: str) -> Callable[[Any], bool]:
+def failing(times: int, status: int = 500, body: bytes = b"", headers: Any = None) -> Callable[[Any], bool]:
     """The first `times` reads of bytes are answered with `status`."""
     left = [times]
 
@@ -47,13 +47,7 @@ def failing(times: int, status: int = 500, body: bytes = b"", **headers: str) ->
         if handler.command != "GET" or not handler.headers.get("Range") or left[0] == 0:
             return False
         left[0] -= 1
-        handler.send_response(status)
-        for name, value in headers.items():
-            handler.send_header(name.replace("_", "-"), value)
-        handler.send_header("Content-Length", str(len(body)))
-        handler.end_headers()
-        handler.wfile.write(body)
-        return True
+        return handler.answer(status, body, headers)
 
     return breaks
 
@@ -71,7 +65,7 @@ def test_two_failures_then_an_answer(server: Any, tokens: Any, capsys: pytest.Ca
 def test_a_server_may_ask_to_be_waited_for(server: Any, tokens: Any, asked: str, waited: Any, monkeypatch: Any) -> None:
     url, ids = tokens
     slept = waits_of(monkeypatch)
-    server.breaks = failing(1, 503, Retry_After=asked)
+    server.breaks = failing(1, 503, headers={"Retry-After": asked})
     np.testing.assert_array_equal(opened(url)[:], ids)
     assert slept == ([waited] if waited else [pytest.approx(0.01, rel=0.3)])
 

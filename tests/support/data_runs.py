@@ -102,6 +102,13 @@ def assert_same_batches(found: Sequence[TokenBatch], expected: Sequence[TokenBat
             np.testing.assert_array_equal(getattr(one, name), getattr(other, name), name)
 
 
+def assert_same_runs(here: dict[str, Any], there: dict[str, Any], start_step: int = 1, **changes: Any) -> None:
+    """Runs on these datasets have the same batches, and some of validation after those of 12 steps."""
+    local, remote = (batches_of(run_config(dataset, **changes), start_step) for dataset in (here, there))
+    assert len(local) > 2 * (13 - start_step)
+    assert_same_batches(remote, local)
+
+
 def rows(batches: Sequence[TokenBatch]) -> dict[int, list[int]]:
     """Number of each sample in the run → its tokens."""
     return {int(i): row.tolist() for batch in batches for i, row in zip(batch.sample_ids, batch.tokens)}

@@ -113,7 +113,7 @@ class _Handler(QuietHandler):
         self.server.blobs[digest] = data
         linked = {"X-Linked-Etag": f'"{digest}"', "X-Linked-Size": str(len(data)), "ETag": '"of the redirection"'}
         elsewhere = f"http://localhost:{self.server.server_address[1]}/cdn/{quote(digest)}"
-        self._answer(302, b"", linked | headers | {"Location": elsewhere})
+        self.answer(302, b"", linked | headers | {"Location": elsewhere})
 
     def _commit(self, name: str, revision: str) -> str:
         revisions = self.server.repositories[name]
@@ -121,27 +121,18 @@ class _Handler(QuietHandler):
 
     def _bytes(self, data: bytes, headers: dict[str, str]) -> None:
         if not (wanted := self.headers.get("Range")):
-            self._answer(200, data, headers | {"ETag": headers.get("ETag", '"the store\'s own"')})
+            self.answer(200, data, headers | {"ETag": headers.get("ETag", '"the store\'s own"')})
             return
         start, stop = (int(number) for number in wanted.removeprefix("bytes=").split("-"))
         part = data[start : stop + 1]
         if not part:
-            self._answer(416, b"", headers | {"Content-Range": f"bytes */{len(data)}"})
+            self.answer(416, b"", headers | {"Content-Range": f"bytes */{len(data)}"})
         else:
             place = f"bytes {start}-{start + len(part) - 1}/{len(data)}"
-            self._answer(206, part, {"ETag": '"the store\'s own"'} | headers | {"Content-Range": place})
+            self.answer(206, part, {"ETag": '"the store\'s own"'} | headers | {"Content-Range": place})
 
     def _json(self, answer: Any, status: int = 200, headers: dict[str, str] | None = None) -> None:
-        self._answer(status, json.dumps(answer).encode(), {"Content-Type": "application/json"} | (headers or {}))
-
-    def _answer(self, status: int, body: bytes, headers: dict[str, str]) -> None:
-        self.send_response(status)
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
+        self.answer(status, json.dumps(answer).encode(), {"Content-Type": "application/json"} | (headers or {}))
 
 
 def _blob(path: str, data: bytes) -> str:

@@ -1,6 +1,7 @@
 """A web server of a test: it serves from its construction to the end of its `with` block, in silence."""
 
 import threading
+from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
@@ -32,3 +33,13 @@ class QuietHandler(BaseHTTPRequestHandler):
 
     def log_message(self, *_: object) -> None:
         pass
+
+    def answer(self, status: int, body: bytes = b"", headers: Mapping[str, str] | None = None) -> bool:
+        """`headers` may say another length than the body's, as those of a HEAD do. Returns True: it is answered."""
+        self.send_response(status)
+        for name, value in ({"Content-Length": str(len(body))} | dict(headers or {})).items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+        return True
