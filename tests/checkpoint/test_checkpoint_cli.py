@@ -116,8 +116,6 @@ def test_a_wrong_path_is_an_input_error(root: Path, monkeypatch: pytest.MonkeyPa
         (("list", "."), r"^\. is not a checkpoint: it has folders of checkpoints: checkpoints$"),
         (("list", "checkpoints/10"), "^checkpoints/10 is a checkpoint; expected a folder of checkpoints$"),
         (("show", "checkpoints/15"), "checkpoints has 10, 20, 30"),
-        (("verify", "checkpoint"), r"no checkpoint at checkpoint: .* no 'checkpoint'; did you mean 'checkpoints'\?"),
-        (("verify", "checkpoints/15"), "checkpoints has 10, 20, 30"),
         (("prune", ".", "--keep-last", "1"), "it has folders of checkpoints: checkpoints$"),
     ):
         with pytest.raises(InputError, match=message):

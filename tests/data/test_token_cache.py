@@ -56,16 +56,6 @@ def test_it_holds_every_document_with_its_end_on_the_side_of_its_hash(folder, to
         assert len(split.tokens) == split.ends[-1]
 
 
-def test_several_processes_make_the_same_bytes_as_one(folder, tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr("kenotron.text.encode.BATCH_CHARACTERS", 1500)
-    alone = open_tokens(texts_in(folder), tokenizer, RULES, 0.3, 1, report=quiet)
-    monkeypatch.setenv("KENOTRON_CACHE", str(tmp_path / "other"))
-    together = open_tokens(texts_in(folder), tokenizer, RULES, 0.3, 2, report=quiet)
-    assert together.path != alone.path
-    for name in ("train.tokens", "train.ends", "validation.tokens", "validation.ends"):
-        assert (together.path / name).read_bytes() == (alone.path / name).read_bytes()
-
-
 def test_documents_are_cut_and_ended_by_the_rules(folder, tokenizer):
     cut = open_tokens(texts_in(folder), tokenizer, EncodeRules(7, 10), 0.0001, report=quiet)
     assert np.diff(cut.train.ends.astype(int)).tolist() == [11] * 38  # of 40 documents one is held out

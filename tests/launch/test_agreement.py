@@ -117,7 +117,6 @@ def test_a_network_interface_that_does_not_exist_is_a_line(monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("of_rank_1", "port", "code", "said"),
     [
-        (["parallelism.tp=2", "parallelism.dp=1"], 0, 2, "was started differently from rank 0: parallelism."),
         (["--fresh"], 0, 2, "was started differently from rank 0: --fresh is True and not False"),
         ([], 1, 1, "did not find all 2 ranks at localhost:"),
     ],

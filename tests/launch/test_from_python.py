@@ -16,20 +16,6 @@ from kenotron.config import Config, InputError
 from support.tiny_run import REPOSITORY, environment, losses, tiny_config, tiny_dict, tiny_yaml, train_quietly
 
 
-def test_load_takes_a_dict_a_path_or_its_name_alike(tmp_path: Path) -> None:
-    path = tiny_yaml(tmp_path)
-    assert kn.load(tiny_dict(tmp_path)) == kn.load(path) == kn.load(str(path))
-
-
-def test_two_runs_in_one_process_are_those_of_two_processes(tmp_path: Path) -> None:
-    dtypes = {"first": "bfloat16", "second": "float32", "third": "bfloat16"}
-    found = []
-    for name, dtype in dtypes.items():
-        train_quietly(config := tiny_config(tmp_path / name, f"model.dtype={dtype}"))
-        found.append(losses(config))
-    assert found[0] == found[2] != found[1]
-
-
 def test_the_functions_of_kenotron_work_whatever_was_imported_before() -> None:
     """The import of a module puts it in the place of the package's attribute of its name."""
     assert not [name for name in kn.__all__ if find_spec(f"kenotron.{name}")]

@@ -18,6 +18,7 @@ import yaml
 from kenotron.config import InputError
 from kenotron.launch import environment as share
 from kenotron.launch import launch, local
+from kenotron.launch.functions import function_path
 from support.nursery import Finished, Nursery
 from support.tiny_run import KENOTRON, environment, losses, tiny_config, tiny_dict, tiny_yaml, train_quietly
 
@@ -137,6 +138,13 @@ def test_no_rank_starts_for_a_run_that_has_finished(tmp_path: Path, monkeypatch:
     weights.write_bytes(weights.read_bytes()[:-1] + b"!")  # then it is not finished
     with pytest.raises(InputError, match=r"no checkpoint in .* is intact"):
         launch(tiny_config(tmp_path, *TWO))
+
+
+def test_a_function_that_another_process_cannot_import_is_refused() -> None:
+    def local() -> None: ...
+
+    with pytest.raises(ValueError, match="move it to the top of a module"):
+        function_path(local)
 
 
 def test_cores_are_shared_out_and_the_users_choice_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

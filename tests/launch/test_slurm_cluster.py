@@ -1,10 +1,8 @@
 """Runs as jobs of a real Slurm with two nodes: walltime, requeue, scancel, the loss of a node. `make test-slurm`."""
 
 import json
-import os
 import shlex
 import shutil
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +12,7 @@ import yaml
 
 from kenotron.checkpoint.folders import list_checkpoints
 from support.slurm_cluster import Cluster, available, cluster
-from support.tiny_run import KENOTRON, REPOSITORY, command, environment, losses, tiny_config, tiny_dict, train_quietly
+from support.tiny_run import REPOSITORY, command, losses, tiny_config, tiny_dict, train_quietly
 
 missing = available()
 pytestmark = [pytest.mark.slow, pytest.mark.slurm, pytest.mark.skipif(missing is not None, reason=str(missing))]
@@ -161,18 +159,3 @@ def test_the_example_runs_by_the_commands_of_its_readme(slurm: Cluster, tmp_path
     for line in shown:
         assert line.split(" | ")[0] + " | " in said
     assert "Saved checkpoint at checkpoints/slurm/60" in said
-
-
-def test_texts_are_tokenized_by_the_tasks_of_a_job(slurm: Cluster, tmp_path: Path) -> None:
-    lines = [json.dumps({"text": f"text number {n} " * 20}) + "\n" for n in range(90)]
-    (tmp_path / "texts.jsonl").write_text("".join(lines))
-    kenotron(tmp_path, "data", "train-tokenizer", "texts.jsonl", "--vocab-size", "300", "--output", "tokenizer")
-    tokenize = ("data", "tokenize", "texts.jsonl", "--tokenizer", "tokenizer", "--output")
-    kenotron(tmp_path, *tokenize, "here")
-    share = f"{shlex.join([*KENOTRON, *tokenize, 'there'])} --share $SLURM_PROCID/$SLURM_NTASKS"
-    job = ["sbatch", "--nodes=2", "--ntasks-per-node=1", f"--wrap=srun bash -c {shlex.quote(share)}"]
-    subprocess.run(job, cwd=tmp_path, env=environment(tmp_path, PYTHONPATH=str(REPOSITORY / "src")), check=True)
-    wait(lambda: (tmp_path / "there" / "manifest.json").exists(), 240, lambda: str(list((tmp_path).rglob("*"))))
-    for file in (tmp_path / "here").glob("*.ds*"):
-        assert (tmp_path / "there" / file.name).read_bytes() == file.read_bytes()
-    assert os.environ["SLURM_CONF"] == str(slurm.conf)

@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kenotron.data.formats import open_token_files
 from kenotron.data.formats.datatrove import TokenWriter
 from support.tiny_run import Shell
 
@@ -41,12 +40,3 @@ def test_inspect_reports_an_id_beyond_the_vocabulary(corpus: Path, shell: Shell)
     assert code == 2
     assert "a.ds: token 8 is 9, beyond the vocabulary of 9 (5 such tokens)" in err
     assert shell("data", "inspect", corpus, "--vocab-size", 10)[0] == 0
-
-
-def test_a_folder_is_read_in_order_of_path_without_hidden_folders_and_links_once(tmp_path: Path) -> None:
-    for name in ("b/1.ds", "a/deep/0.ds", ".unfinished/2.ds", "0.ds"):
-        with TokenWriter(tmp_path / "all" / name, np.dtype("uint16")) as writer:
-            writer.write(np.arange(3), np.array([3]))
-    (tmp_path / "all" / "z").symlink_to(tmp_path / "all" / "b")
-    found = [str(file.path.relative_to(tmp_path / "all")) for file in open_token_files(tmp_path / "all", "PATH")]
-    assert found == ["0.ds", "a/deep/0.ds", "b/1.ds"]
