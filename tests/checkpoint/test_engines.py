@@ -32,7 +32,7 @@ from kenotron.parallel.ranks import rank_and_size
 from kenotron.storage.native import find_compiler
 from support.checkpoint_states import load_and_compare, moments, weights, write_tokenizer
 from support.ranks import run_ranks
-from support.tiny_run import environment, slow_copies, tiny_config
+from support.tiny_run import environment, slow_copies, tiny_config, wait_until
 
 ROWS = 3000  # of the largest tensor: 384 kB
 SMALL_RING = "datastates with a small ring"  # of 64 KiB
@@ -100,10 +100,8 @@ def save(engine: Engine, root: Path, step: int) -> Any:
 
 
 def wait_for_the_end(pid: int) -> None:
-    deadline = time.monotonic() + 20
-    while Path(f"/proc/{pid}/stat").exists() and Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z":
-        assert time.monotonic() < deadline, "the writer lives on"
-        time.sleep(0.02)
+    state = Path(f"/proc/{pid}/stat")
+    wait_until(lambda: not state.exists() or state.read_text().split()[2] == "Z", 20, lambda: "the writer lives on")
 
 
 def spoil(state: dict[str, Any]) -> None:

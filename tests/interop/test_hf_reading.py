@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from kenotron.config.errors import InputError
@@ -16,44 +17,17 @@ from support.families import FAMILIES, hf_model
 from support.tiny_llamas import random_tokens
 
 # Keys of one family or another, with a value that changes what a model computes that reads them.
-KEYS_OF_OTHERS: dict[str, Any] = {
-    "attention_bias": True,
-    "attention_multiplier": 3.0,
-    "attn_logit_softcapping": 0.5,
-    "clip_qkv": 0.01,
-    "decoder_sparse_step": 2,
-    "embedding_multiplier": 3.0,
-    "final_logit_softcapping": 0.5,
-    "first_k_dense_replace": 2,
-    "head_dim": 64,
-    "hidden_activation": "gelu",
-    "is_causal": False,
-    "layer_types": ["sliding_attention", "full_attention"],
-    "logit_scale": 0.1,
-    "logits_scaling": 7.0,
-    "mlp_bias": True,
-    "mlp_only_layers": [1],
-    "moe_layer_freq": 2,
-    "no_rope_layers": [0, 1],
-    "norm_topk_prob": True,
-    "partial_rotary_factor": 0.5,
-    "qk_layernorm": True,
-    "qkv_bias": True,
-    "query_pre_attn_scalar": 3,
-    "residual_multiplier": 0.1,
-    "rope_interleave": False,
-    "rope_local_base_freq": 300.0,
-    "rotary_emb_base": 100,
-    "rotary_pct": 0.5,
-    "routed_scaling_factor": 3.0,
-    "scoring_func": "softmax",
-    "sliding_window": 5,
-    "tie_word_embeddings": True,
-    "use_bias": True,
-    "use_parallel_residual": False,
-    "use_qk_norm": True,
-    "use_sliding_window": True,
-}
+KEYS_OF_OTHERS: dict[str, Any] = yaml.safe_load("""
+    {attention_bias: true, attention_multiplier: 3.0, attn_logit_softcapping: 0.5, clip_qkv: 0.01,
+    decoder_sparse_step: 2, embedding_multiplier: 3.0, final_logit_softcapping: 0.5, first_k_dense_replace: 2,
+    head_dim: 64, hidden_activation: gelu, is_causal: false, layer_types: [sliding_attention, full_attention],
+    logit_scale: 0.1, logits_scaling: 7.0, mlp_bias: true, mlp_only_layers: [1], moe_layer_freq: 2,
+    no_rope_layers: [0, 1], norm_topk_prob: true, partial_rotary_factor: 0.5, qk_layernorm: true, qkv_bias: true,
+    query_pre_attn_scalar: 3, residual_multiplier: 0.1, rope_interleave: false, rope_local_base_freq: 300.0,
+    rotary_emb_base: 100, rotary_pct: 0.5, routed_scaling_factor: 3.0, scoring_func: softmax, sliding_window: 5,
+    tie_word_embeddings: true, use_bias: true, use_parallel_residual: false, use_qk_norm: true,
+    use_sliding_window: true}
+""")
 
 
 def content(which: str) -> dict[str, Any]:

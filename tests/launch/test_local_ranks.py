@@ -7,7 +7,6 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from kenotron.launch import environment as share
 from kenotron.launch import launch, local
 from kenotron.launch.functions import function_path
 from support.nursery import Finished, Nursery
-from support.tiny_run import KENOTRON, environment, losses, tiny_config, tiny_dict, tiny_yaml, train_quietly
+from support.tiny_run import KENOTRON, environment, losses, tiny_config, tiny_dict, tiny_yaml, train_quietly, wait_until
 
 # Two samples a rank where one process has four: the same global batch.
 pytestmark = pytest.mark.budget(20, reason="ranks are real processes here, and each imports torch for 3 s")
@@ -95,10 +94,7 @@ def test_sigterm_to_the_launcher_saves_on_all_ranks_and_is_a_success(tmp_path: P
     hook = "general.hooks=[support.user_parts.Leisurely]"
     child = nursery.start("train", tiny_yaml(tmp_path), *TWO, hook, "tokens.train_steps=1000", folder=tmp_path)
     metrics = tmp_path / "logs" / "tiny" / "metrics.jsonl"
-    until = time.monotonic() + 120
-    while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
-        assert time.monotonic() < until, "two steps were not done in two minutes"
-        time.sleep(0.05)
+    wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2, seconds=120)
     os.kill(child.pid, signal.SIGTERM)
     finished = child.wait()
     assert (finished.code, finished.stderr) == (0, "")

@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from chaos import run as chaos
 from kenotron.config.errors import RunFailed
 from kenotron.launch import launch, recovery
 from support.nursery import Finished, Nursery
-from support.tiny_run import Shell, numbers, tiny_config, tiny_yaml, train_quietly
+from support.tiny_run import Shell, numbers, tiny_config, tiny_yaml, train_quietly, wait_until
 
 pytestmark = pytest.mark.budget(25, reason="three processes and more, each of which imports torch for 3 s")
 
@@ -113,9 +112,7 @@ def test_a_signal_saves_and_stops_all_processes(tmp_path: Path, nursery: Nursery
     given = (*OVERRIDES, "tokens.train_steps=100000", "--spares", "1")
     child = nursery.start("train", tiny_yaml(tmp_path), *given, folder=tmp_path)
     log = tmp_path / "logs" / "tiny" / "metrics.jsonl"
-    until = time.monotonic() + 60
-    while not (log.exists() and log.read_bytes().count(b"\n") > 3) and time.monotonic() < until:
-        time.sleep(0.05)
+    wait_until(lambda: log.exists() and log.read_bytes().count(b"\n") > 3, seconds=60)
     os.kill(child.pid, signal.SIGTERM)
     finished = child.wait()
     assert finished.code == 0, finished.stderr

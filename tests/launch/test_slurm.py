@@ -24,7 +24,7 @@ from kenotron.launch.slurm.ranks import first_host, is_task_of_many, torchrun_va
 from kenotron.launch.slurm.script import Job, render
 from kenotron.launch.slurm.sites import BUILT_IN, Site, load_site
 from kenotron.launch.slurm.submitting import configs_of
-from support.tiny_run import REPOSITORY, Shell, tiny_config, tiny_yaml, train_quietly
+from support.tiny_run import REPOSITORY, Shell, tiny_config, tiny_yaml, train_quietly, wait_until
 
 # As srun of Slurm 22.05 sets them for the third of four tasks on two nodes.
 TASK = {"SLURM_JOB_ID": "41", "SLURM_STEP_ID": "0", "SLURM_PROCID": "2", "SLURM_LOCALID": "0", "SLURM_NODEID": "1"}
@@ -99,8 +99,8 @@ def run_script(script: str, stand_ins: Path, **environment: str) -> subprocess.P
 def reach_the_time_limit(job: Job, stand_ins: Path, **environment: str) -> None:
     """Run the job's script until Slurm's signal, and to its end."""
     process = run_script(render(job, Site()), stand_ins, WAIT="yes", **environment)
-    while not (stand_ins / "seen").exists() or not (stand_ins / "seen").read_text():
-        time.sleep(0.02)
+    seen = stand_ins / "seen"
+    wait_until(lambda: seen.exists() and seen.read_text(), seconds=20)
     time.sleep(0.2)  # srun's handler
     process.send_signal(10)  # SIGUSR1
     assert process.wait(20) == 0

@@ -4,7 +4,7 @@ import json
 import shlex
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,7 @@ import yaml
 
 from kenotron.checkpoint.folders import list_checkpoints
 from support.slurm_cluster import Cluster, available, cluster
-from support.tiny_run import REPOSITORY, command, losses, tiny_config, tiny_dict, train_quietly
+from support.tiny_run import REPOSITORY, command, losses, tiny_config, tiny_dict, train_quietly, wait_until
 
 missing = available()
 pytestmark = [pytest.mark.slow, pytest.mark.slurm, pytest.mark.skipif(missing is not None, reason=str(missing))]
@@ -46,13 +46,6 @@ def submitted(folder: Path, *overrides: str, options: tuple[str, ...] = (), seco
     return printed.split("job ")[1].split(":")[0]
 
 
-def wait(condition: Callable[[], bool], seconds: float, explain: Callable[[], str]) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, explain()
-        time.sleep(0.3)
-
-
 def output(folder: Path) -> str:
     return "\n".join(path.read_text() for path in folder.glob("logs/slurm/*/*.log"))
 
@@ -63,7 +56,7 @@ def steps(folder: Path) -> int:
 
 
 def completes(slurm: Cluster, job: str, folder: Path, seconds: float = 600) -> None:
-    wait(lambda: slurm.job_state(job) in ENDED, seconds, lambda: f"{slurm.job_state(job)}\n{output(folder)}")
+    wait_until(lambda: slurm.job_state(job) in ENDED, seconds, lambda: f"{slurm.job_state(job)}\n{output(folder)}")
     assert slurm.job_state(job) == "COMPLETED", output(folder)
 
 
@@ -103,10 +96,10 @@ def test_before_the_time_limit_the_run_is_saved_and_requeued_and_goes_on(
 
 def test_scancel_leaves_a_checkpoint_and_no_job(slurm: Cluster, tmp_path: Path) -> None:
     job = submitted(tmp_path, "tokens.train_steps=1000", seconds_a_step=0.3)
-    wait(lambda: steps(tmp_path) >= 3, 120, lambda: output(tmp_path))
+    wait_until(lambda: steps(tmp_path) >= 3, 120, lambda: output(tmp_path))
     kenotron(tmp_path, "cancel", job)
-    wait(lambda: slurm.job_state(job) == "CANCELLED", 60, lambda: slurm.job_state(job))
-    wait(lambda: bool(list_checkpoints(tmp_path / "checkpoints")), 30, lambda: output(tmp_path))
+    wait_until(lambda: slurm.job_state(job) == "CANCELLED", 60, lambda: slurm.job_state(job))
+    wait_until(lambda: bool(list_checkpoints(tmp_path / "checkpoints")), 30, lambda: output(tmp_path))
     (entry,) = list_checkpoints(tmp_path / "checkpoints")
     assert entry.problem is None
     assert entry.step >= 3
@@ -119,9 +112,9 @@ def test_after_the_loss_of_a_node_the_job_goes_on_from_its_last_checkpoint(
 ) -> None:
     overrides = ("tokens.train_steps=30", "checkpoints.checkpoint_interval=5")
     job = submitted(tmp_path, *overrides, seconds_a_step=0.5)
-    wait(lambda: (tmp_path / "checkpoints" / "10").exists(), 120, lambda: output(tmp_path))
+    wait_until(lambda: (tmp_path / "checkpoints" / "10").exists(), 120, lambda: output(tmp_path))
     slurm.kill_node("n2")
-    wait(lambda: slurm.job_state(job) != "RUNNING", 120, lambda: slurm.job_state(job))
+    wait_until(lambda: slurm.job_state(job) != "RUNNING", 120, lambda: slurm.job_state(job))
     slurm.start_node("n2")
     completes(slurm, job, tmp_path)
     assert written(tmp_path) == pytest.approx(expected, rel=1e-5)
@@ -140,7 +133,7 @@ def test_an_array_is_a_run_for_each_value(slurm: Cluster, tmp_path: Path) -> Non
     key = "optimizer.learning_rate_scheduler.learning_rate"
     kenotron(tmp_path, "submit", "tiny.yaml", "--gpus-per-node", "1", "--array", f"{key}=0.01,0.02", *FOUND_BY)
     runs = [tmp_path / "logs" / f"tiny-{number}" / "metrics.jsonl" for number in (0, 1)]
-    wait(lambda: all(run.exists() and len(run.read_text().splitlines()) == 3 for run in runs), 120, lambda: "")
+    wait_until(lambda: all(run.exists() and len(run.read_text().splitlines()) == 3 for run in runs), 120)
     rates = [json.loads(run.read_text().splitlines()[-1])["lr"] for run in runs]
     assert rates == pytest.approx([0.01, 0.02])
 

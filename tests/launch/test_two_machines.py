@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from support.tiny_run import REPOSITORY, losses, metrics, numbers, tiny_config, tiny_yaml, train_quietly
+from support.tiny_run import REPOSITORY, losses, metrics, numbers, tiny_config, tiny_yaml, train_quietly, wait_until
 from support.two_machines import Machines, available, two_machines
 
 missing = available()
@@ -59,10 +59,7 @@ def complete(started: list[subprocess.Popen[str]], folder: Path) -> None:
 
 
 def wait(condition: Callable[[], bool], seconds: float, folder: Path) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, said(folder, 1) + said(folder, 2)
-        time.sleep(0.1)
+    wait_until(condition, seconds, lambda: said(folder, 1) + said(folder, 2))
 
 
 @pytest.fixture(scope="module")

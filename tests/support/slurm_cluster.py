@@ -9,13 +9,13 @@ import shutil
 import signal
 import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from kenotron.launch.environment import end_with_parent
+from support.tiny_run import wait_until
 
 NODES = ("n1", "n2")
 CORES = 2
@@ -84,11 +84,11 @@ class Cluster:
         self.folder.chmod(0o755)
         paths = [f"--{name}={self.folder}/munge.{suffix}" for name, suffix in MUNGE_FILES.items()]
         self._run("munged", ["munged", "--foreground", "--force", f"--key-file={key}", *paths])
-        _until(lambda: (self.folder / "munge.socket").exists(), "munged", 10)
+        wait_until(lambda: (self.folder / "munge.socket").exists(), 10, lambda: "no munged")
         self._run("slurmctld", ["slurmctld", "-D", "-c"])
         for name in NODES:
             self.start_node(name)
-        _until(lambda: self.states() == ["idle", "idle"], "two idle nodes", 60)
+        wait_until(lambda: self.states() == ["idle", "idle"], 60, lambda: "no two idle nodes")
 
     def start_node(self, name: str) -> None:
         """Start the daemon of a node."""
@@ -163,14 +163,6 @@ def _free_ports(count: int) -> list[int]:
     for each in sockets:
         each.close()
     return ports
-
-
-def _until(condition: object, what: str, seconds: float) -> None:
-    assert callable(condition)
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, f"no {what} within {seconds} s"
-        time.sleep(0.2)
 
 
 def _descendants(process: int) -> list[int]:

@@ -37,6 +37,14 @@ Shell = Callable[..., tuple[int, str, str]]  # the fixture `shell`
 KENOTRON = [sys.executable, "-c", "from kenotron.cli import main; main()"]
 
 
+def wait_until(condition: Callable[[], object], seconds: float, explain: Callable[[], str] = str) -> None:
+    """Fails with what `explain` says if the condition does not hold within this time."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, explain()
+        time.sleep(0.05)
+
+
 def tiny_dict(folder: Path) -> dict[str, Any]:
     """Two layers of 16 on synthetic tokens; all files below `folder`."""
     return {
