@@ -188,9 +188,7 @@ documents = st.lists(st.text("abcdefgh", min_size=0, max_size=9), max_size=30)
 
 
 @given(st.lists(documents, min_size=1, max_size=6), st.integers(1, 12), st.integers(1, 9), st.data())
-def test_a_reader_against_a_plain_loop_and_put_down_anywhere(
-    parts: list[list[str]], buffer: int, length: int, data: Any
-) -> None:
+def test_a_reader_against_a_plain_loop_and_put_down_anywhere(parts: Any, buffer: int, length: int, data: Any) -> None:
     block = data.draw(st.sampled_from([1, 30, 1000]))
     rules = shard_rules(ListTexts(parts), buffer, data.draw(st.integers(1, len(parts))), length)
     expected = naive_tokens(rules, 3)

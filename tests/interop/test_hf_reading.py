@@ -94,9 +94,7 @@ def difference(changed: dict[str, Any], folder: Path) -> float | None:
         ("mistral", {"num_key_value_heads": None}, "num_key_value_heads"),
     ],
 )
-def test_a_key_that_transformers_reads_and_we_do_not_is_refused(
-    which: str, changes: dict[str, Any], said: str, tmp_path: Path
-) -> None:
+def test_a_key_that_transformers_reads_and_we_do_not_is_refused(which: str, changes: Any, said: str) -> None:
     with pytest.raises(InputError, match=said):
         print(architecture_from_hf(content(which) | changes, "config.json"))
 
@@ -110,9 +108,7 @@ def test_a_key_that_transformers_reads_and_we_do_not_is_refused(
         ("qwen2", {"layer_types": ["full_attention"] * 2}),
     ],
 )
-def test_nulls_and_keys_of_others_mean_what_they_mean_to_transformers(
-    which: str, changes: dict[str, Any], tmp_path: Path
-) -> None:
+def test_nulls_and_keys_of_others_mean_what_they_mean_to_transformers(which: str, changes: Any, tmp_path: Path) -> None:
     assert difference(content(which) | changes, tmp_path) == 0
 
 

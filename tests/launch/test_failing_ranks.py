@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -57,9 +58,7 @@ def errors(finished: Finished) -> list[str]:
     return [line for line in finished.stderr.splitlines() if line.startswith("error: ")]
 
 
-def test_a_rank_that_raises_ends_all_and_its_error_comes_first_with_its_traceback(
-    tmp_path: Path, nursery: Nursery
-) -> None:
+def test_a_rank_that_raises_ends_all_and_its_error_comes_first_with_its_traceback(tmp_path: Path, nursery: Any) -> None:
     finished, seconds = train(nursery, tmp_path, *on_rank_1("raise"))
     assert (finished.code, seconds < GRACE_S) == (1, True)
     lines = finished.stderr.splitlines()
@@ -158,9 +157,7 @@ def test_a_rank_that_waits_for_its_data_is_called_a_data_stall(workers: int, tmp
     assert re.match(reads, missing)
 
 
-def test_wrong_input_that_every_rank_finds_is_reported_once_and_is_exit_code_2(
-    tmp_path: Path, nursery: Nursery
-) -> None:
+def test_wrong_input_that_every_rank_finds_is_reported_once_and_is_exit_code_2(tmp_path: Path, nursery: Any) -> None:
     hook = "general.hooks=[support.user_parts.WrongInput]"
     finished = nursery.run("train", tiny_yaml(tmp_path), *TWO, hook, folder=tmp_path)
     assert (finished.code, finished.stderr) == (2, "error: general.hooks: expected another one, found this one\n")

@@ -4,6 +4,7 @@ import os
 import re
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -67,9 +68,7 @@ def test_whatever_fails_is_replaced(
 
 
 @pytest.mark.slow
-def test_a_fault_before_the_first_checkpoint_begins_again(
-    tmp_path: Path, nursery: Nursery, without_faults: list[list[object]]
-) -> None:
+def test_a_fault_before_the_first_checkpoint_begins_again(tmp_path: Path, nursery: Any, without_faults: Any) -> None:
     train_quietly(tiny_config(tmp_path, *SAVED))
     finished = train(nursery, tmp_path, fault(tmp_path, "SIGKILL", rank=0, step=2), "--fresh")
     assert finished.code == 0, finished.stderr

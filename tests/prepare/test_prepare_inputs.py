@@ -18,9 +18,7 @@ from kenotron.prepare.inputs import first_texts, open_input
         ("a.txt", {"config_name": "en"}, r"--config-name: .*a\.txt is neither a dataset of the hub"),
     ],
 )
-def test_what_an_input_does_not_have_is_refused(
-    name: str, options: dict[str, Any], message: str, tmp_path: Path
-) -> None:
+def test_what_an_input_does_not_have_is_refused(name: str, options: Any, message: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text("{}")
     with pytest.raises(InputError, match=message):
         open_input(str(tmp_path / name), **options)

@@ -163,9 +163,7 @@ def test_damaged_and_lost_blocks_are_fetched_again(tokens: Any, own_cache: Path,
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(20, 400), st.lists(st.tuples(st.integers(0, 30), st.integers(1, 120)), max_size=60))
-def test_the_cache_stays_below_its_cap(
-    tmp_path_factory: pytest.TempPathFactory, cap: int, writes: list[tuple[int, int]]
-) -> None:
+def test_the_cache_stays_below_its_cap(tmp_path_factory: Any, cap: int, writes: list[tuple[int, int]]) -> None:
     folder = tmp_path_factory.mktemp("store")
     stores = [BlockStore(folder, cap) for _ in range(2)]  # two processes
     for turn, (number, size) in enumerate(writes):
