@@ -113,14 +113,6 @@ main(["data", "inspect", {str(path)!r}])
     assert finished.stderr.startswith("Fatal Python error: Bus error")
 
 
-@pytest.mark.slow
-def test_a_crash_in_native_code_shows_where_the_rank_was(tmp_path: Path, nursery: Nursery) -> None:
-    finished, _ = train(nursery, tmp_path, *on_rank_1("SIGSEGV"))
-    assert finished.code == 1
-    assert finished.stderr.splitlines()[0] == "error: rank 1 was killed by SIGSEGV"
-    assert re.search(r"user_parts\.py.* in after_step", finished.stderr)
-
-
 def test_a_rank_that_hangs_is_named_with_the_collective_that_it_did_not_join(tmp_path: Path, nursery: Nursery) -> None:
     finished, seconds = train(nursery, tmp_path, *on_rank_1("sleep", "parallelism.timeout_seconds=5"))
     assert (finished.code, 4 < seconds < 5 + GRACE_S) == (1, True)
