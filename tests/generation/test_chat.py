@@ -77,19 +77,8 @@ def test_a_turn_that_does_not_fit_leaves_the_conversation_as_it_was(path):
 
 def test_the_command_reads_turns_from_a_pipe_and_prints_answers(path, shell, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("the cat\n\nreturn the mat\n"))
-    options = [
-        "--system",
-        "Be brief.",
-        "--max-new-tokens",
-        "12",
-        "--temperature",
-        "0.8",
-        "--top-p",
-        "0.9",
-        "--seed",
-        "4",
-    ]
-    code, out, err = shell("chat", path, *options)
+    options = ("--max-new-tokens", 12, "--temperature", 0.8, "--top-p", 0.9, "--seed", 4)
+    code, out, err = shell("chat", path, "--system", "Be brief.", *options)
     assert (code, err) == (0, "")
     loaded = load_for_generation(path)
     chat = Chat(loaded.model, loaded.tokenizer, system="Be brief.")

@@ -22,6 +22,7 @@ from kenotron.kernels.attentions.masked import eager
 from kenotron.models import Context
 from kenotron.models.foreign_model import ForeignModel
 from kenotron.text.tokenizer import load_tokenizer
+from support.checkpoint_states import flip_a_byte
 from support.tiny_llamas import (
     VARIANTS,
     hf_llama,
@@ -35,6 +36,7 @@ from support.tiny_llamas import (
 )
 
 NEW = 12
+GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}  # for transformers
 
 
 @pytest.fixture(scope="module")
@@ -70,11 +72,9 @@ def test_greedy_output_is_that_of_transformers_on_the_exported_model(variant, in
     to_hf(path, tmp_path / "hf")
     theirs = load_hf(tmp_path / "hf")
     prompts = prompts_of([9, 1, 14])  # `dynamic` grows past its 16 positions while it decodes
-    found = generate(
-        load_for_generation(path).model, None, prompts, SamplingOptions(max_new_tokens=NEW, stop_at_eos=False)
-    )
-    for prompt, completion in zip(prompts, found):
-        options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "use_cache": variant != "dynamic"}
+    ours, options = load_for_generation(path).model, SamplingOptions(max_new_tokens=NEW, stop_at_eos=False)
+    for prompt, completion in zip(prompts, generate(ours, None, prompts, options)):
+        options = GREEDY | {"use_cache": variant != "dynamic"}
         expected = theirs.generate(torch.tensor([prompt]), max_new_tokens=NEW, **options)
         assert completion.tokens == expected[0, len(prompt) :].tolist()
 
@@ -89,16 +89,8 @@ def test_penalty_and_log_probabilities_are_those_of_transformers(penalty, folder
     found = generate(model, None, prompts, options)
     assert [one.tokens for one in found] != [one.tokens for one in plain]
     for prompt, completion in zip(prompts, found):
-        expected = theirs.generate(
-            torch.tensor([prompt]),
-            max_new_tokens=NEW,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-            repetition_penalty=penalty,
-            return_dict_in_generate=True,
-            output_logits=True,
-        )
+        more = GREEDY | {"repetition_penalty": penalty, "return_dict_in_generate": True, "output_logits": True}
+        expected = theirs.generate(torch.tensor([prompt]), max_new_tokens=NEW, **more)
         assert completion.tokens == expected.sequences[0, len(prompt) :].tolist()
         scores = theirs.compute_transition_scores(expected.sequences, expected.logits, normalize_logits=True)
         assert torch.allclose(torch.tensor(completion.logprobs), scores[0], atol=1e-4)
@@ -106,10 +98,8 @@ def test_penalty_and_log_probabilities_are_those_of_transformers(penalty, folder
 
 def test_log_probabilities_come_for_the_tokens_that_were_drawn(model):
     prompts = prompts_of([5, 8])
-    found = generate(
-        model, None, prompts, SamplingOptions(max_new_tokens=4, temperature=1.5, top_k=9, logprobs=True), batch_size=1
-    )
-    for prompt, completion in zip(prompts, found):
+    options = SamplingOptions(max_new_tokens=4, temperature=1.5, top_k=9, logprobs=True)
+    for prompt, completion in zip(prompts, generate(model, None, prompts, options, batch_size=1)):
         text = torch.tensor([prompt + completion.tokens])
         exact = our_logits(model, text)[0].double().log_softmax(-1)
         expected = [float(exact[len(prompt) - 1 + place, token]) for place, token in enumerate(completion.tokens)]
@@ -134,23 +124,10 @@ def test_a_stop_string_ends_the_text_where_it_ends_transformers(model, tokenizer
         texts = [tokenizer.decode(whole.tokens[:end]) for end in range(17)]
         clear = [run for run in re.findall(f"[a-z]{{{1 + number % 3}}}", whole.text) if ends_whole(run, texts)]
         stops = [clear[len(clear) // 2], "never there"]
-        pieces = []
-        [found] = generate(
-            model,
-            tokenizer,
-            [prompt],
-            SamplingOptions(max_new_tokens=16, stop_at_eos=False, stop=stops),
-            stream=lambda _, piece, pieces=pieces: pieces.append(piece),
-        )
-        expected = theirs.generate(
-            torch.tensor([prompt]),
-            max_new_tokens=16,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-            stop_strings=stops,
-            tokenizer=their_tokenizer,
-        )
+        options, pieces = SamplingOptions(max_new_tokens=16, stop_at_eos=False, stop=stops), []
+        [found] = generate(model, tokenizer, [prompt], options, stream=lambda _, piece, to=pieces: to.append(piece))
+        more = GREEDY | {"stop_strings": stops, "tokenizer": their_tokenizer}
+        expected = theirs.generate(torch.tensor([prompt]), max_new_tokens=16, **more)
         assert found.tokens == expected[0, len(prompt) :].tolist()
         assert found.text == whole.text[: whole.text.index(stops[0])] == "".join(pieces)
         assert found.stopped_by == "stop"
@@ -172,16 +149,13 @@ def test_a_batch_gives_every_prompt_what_it_gets_alone(model, in_float64, length
     assert generate(model, None, prompts, options, batch_size=batch_size) == alone
 
 
-def test_a_row_that_ends_leaves_the_others_as_they_were(model):
+def test_a_row_that_ends_leaves_the_others_as_they_were(model, monkeypatch):
     """Rows of one batch end at different steps, and those that go on give the same tokens."""
     prompts = prompts_of([5, 3, 8, 6])
     free = generate(model, None, prompts, SamplingOptions(max_new_tokens=NEW, stop_at_eos=False))
-    model.config = model.config.model_copy(update={"eos_token_id": free[1].tokens[4]})
-    try:
-        stopped = generate(model, None, prompts, SamplingOptions(max_new_tokens=NEW))
-    finally:
-        model.config = model.config.model_copy(update={"eos_token_id": 0})
     eos = free[1].tokens[4]
+    monkeypatch.setattr(model, "config", model.config.model_copy(update={"eos_token_id": eos}))
+    stopped = generate(model, None, prompts, SamplingOptions(max_new_tokens=NEW))
     for before, after in zip(free, stopped):
         expected = before.tokens[: before.tokens.index(eos) + 1] if eos in before.tokens else before.tokens
         assert after.tokens == expected
@@ -222,16 +196,12 @@ def test_where_angles_follow_the_length_every_token_is_that_of_transformers_on_t
             text.append(token)
 
 
-def test_end_of_text_is_the_tokenizers_and_is_not_shown(model, tokenizer):
+def test_end_of_text_is_the_tokenizers_and_is_not_shown(model, tokenizer, monkeypatch):
     prompts = ["def main"]
     [free] = generate(model, tokenizer, prompts, SamplingOptions(max_new_tokens=NEW, stop_at_eos=False))
-    fake_end = free.tokens[3]
-    tokenizer.eos_token_id = fake_end
-    try:
-        [stopped] = generate(model, tokenizer, prompts, SamplingOptions(max_new_tokens=NEW))
-    finally:
-        tokenizer.eos_token_id = 0
-    length = free.tokens.index(fake_end) + 1
+    monkeypatch.setattr(tokenizer, "eos_token_id", free.tokens[3])
+    [stopped] = generate(model, tokenizer, prompts, SamplingOptions(max_new_tokens=NEW))
+    length = free.tokens.index(free.tokens[3]) + 1
     assert stopped.tokens == free.tokens[:length]
     assert stopped.stopped_by == "eos"
     assert stopped.text == tokenizer.decode(free.tokens[: length - 1])
@@ -368,7 +338,6 @@ def test_a_model_under_fsdp_generates_what_the_plain_one_does_and_trains_on(fold
 
 def training_loss(model):
     from kenotron.kernels.attention import attention
-    from kenotron.models import Context
 
     tokens = torch.arange(4)
     loss, _ = model(tokens, Context((1, 4), tokens, attention), tokens)
@@ -386,10 +355,8 @@ def test_a_compiled_model_generates_uncompiled(folder, model):
 
     for block in compiled.model.layers.values():
         block.compile(backend=backend)
-    prompts = prompts_of([5, 9])
-    assert generate(compiled, None, prompts, SamplingOptions(max_new_tokens=4)) == generate(
-        model, None, prompts, SamplingOptions(max_new_tokens=4)
-    )
+    prompts, options = prompts_of([5, 9]), SamplingOptions(max_new_tokens=4)
+    assert generate(compiled, None, prompts, options) == generate(model, None, prompts, options)
     assert compilations == []
     training_loss(compiled)
     assert compilations, "training steps still compile"
@@ -402,9 +369,7 @@ def test_a_hugging_face_folder_is_read_as_it_is(tmp_path, tokenizer):
     assert config.architecture.vocab_size == 300
     ids = read.encode("the cat")
     [completion] = generate(model, read, ["the cat"], SamplingOptions(max_new_tokens=NEW, stop_at_eos=False))
-    expected = theirs.generate(
-        torch.tensor([ids]), max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0
-    )
+    expected = theirs.generate(torch.tensor([ids]), max_new_tokens=NEW, **GREEDY)
     assert completion.tokens == expected[0, len(ids) :].tolist()
 
 
@@ -419,9 +384,6 @@ def test_weights_take_the_configs_dtype_or_the_one_asked_for(tmp_path):
 
 def test_a_damaged_checkpoint_is_named(tmp_path):
     path = save_ours(our_model(tmp_path), tmp_path / "checkpoints")
-    file = next((path / "model").glob("*.safetensors"))
-    data = bytearray(file.read_bytes())
-    data[-100] ^= 4
-    file.write_bytes(data)
+    file = flip_a_byte(next((path / "model").glob("*.safetensors")))
     with pytest.raises(InputError, match=f"{file.name} is damaged"):
         load_for_generation(path)

@@ -21,6 +21,7 @@ from kenotron.generation.load import load_for_generation
 from support.tiny_llamas import our_model, save_ours, small_tokenizer
 
 RUN_GENERATE = Path(__file__).parents[2] / "run_generate.py"
+NO_EFFECT = "changes nothing at temperature 0, which is greedy; set a temperature, such as 1.0"
 
 
 @pytest.fixture(scope="module")
@@ -36,18 +37,18 @@ def loaded(path):
 
 
 def test_json_gives_an_object_a_prompt_and_line(shell, path, loaded):
-    options = ("--max-new-tokens", 6, "--temperature", 0.9, "--top-k", 50, "--top-p", 0.9, "--seed", 4)
-    code, out, _ = shell("generate", path, "--prompt", "def", "--prompt", "é 中", *options, "--json")
+    """Those of the library's two functions."""
+    options = ("--max-new-tokens", 6, "--temperature", 0.9, "--top-k", 50, "--top-p", 0.9, "--seed", 4, "--no-eos-stop")
+    drawn = {"max_new_tokens": 6, "temperature": 0.9, "top_k": 50, "top_p": 0.9, "seed": 4, "stop_at_eos": False}
+    code, out, _ = shell("generate", path, "--prompt", "é 中", "--prompt-tokens", "70,71", *options, "--json")
     found = [json.loads(line) for line in out.splitlines()]
-    expected = generate(
-        loaded.model,
-        loaded.tokenizer,
-        ["def", "é 中"],
-        SamplingOptions(max_new_tokens=6, temperature=0.9, top_k=50, top_p=0.9, seed=4),
-    )
+    expected = generate(loaded.model, loaded.tokenizer, ["é 中", [70, 71]], SamplingOptions(**drawn))
     assert code == 0
     assert found == [as_printed(completion) for completion in expected]
     assert list(found[0]) == ["prompt", "text", "tokens", "stopped_by"]
+    assert [as_printed(each) for each in kn.generate(path.parent, ["é 中", [70, 71]], **drawn)] == found
+    (single,) = kn.generate(str(path), "é 中", batch_size=1, dtype="float32", **drawn)
+    assert as_printed(single) == found[0]
 
 
 def as_printed(completion):
@@ -63,21 +64,12 @@ def test_stop_strings_penalty_min_p_and_log_probabilities_are_options(shell, pat
     assert code == 0
     assert [json.loads(line) for line in out.splitlines()] == [as_printed(completion) for completion in expected]
     assert {one.stopped_by for one in expected} & {"stop"}
-    assert [as_printed(one) for one in kn.generate(path, ["def", "cat"], max_new_tokens=8, **options)] == [
-        json.loads(line) for line in out.splitlines()
-    ]
+    assert kn.generate(path, ["def", "cat"], max_new_tokens=8, **options) == expected
     seeds = shell("--ckpt-path", path, *prompts, *common, *given, "--logprobs", command=run_generate)
     assert seeds == (0, out, "")
 
 
-def test_kn_generate_gives_what_the_command_prints(shell, path):
-    options = ("--max-new-tokens", 6, "--temperature", 0.9, "--top-k", 50, "--top-p", 0.9, "--seed", 4, "--no-eos-stop")
-    drawn = {"max_new_tokens": 6, "temperature": 0.9, "top_k": 50, "top_p": 0.9, "seed": 4, "stop_at_eos": False}
-    _, out, _ = shell("generate", path, "--prompt", "def", "--prompt-tokens", "70,71", *options, "--json")
-    printed = [json.loads(line) for line in out.splitlines()]
-    assert [as_printed(each) for each in kn.generate(path.parent, ["def", [70, 71]], **drawn)] == printed
-    (single,) = kn.generate(str(path), "def", batch_size=1, dtype="float32", **drawn)
-    assert as_printed(single) == printed[0]
+def test_a_prompt_of_kn_generate_that_is_neither_text_nor_ids_is_named(path):
     for wrong in (70, ["a"]):
         with pytest.raises(InputError, match="prompt 1: expected a text or a list of token ids, found "):
             kn.generate(path, [wrong])
@@ -126,10 +118,7 @@ def test_an_early_end_is_said_on_stderr(shell, path):
         (["--logprobs"], "--logprobs: needs --json, as plain text has no place for them"),
         (["--prompt-file", "nowhere.txt"], "--prompt-file: cannot read nowhere.txt: No such file or directory"),
         (["--prompt-tokens", "1,two"], "--prompt-tokens: expected ids such as 1,17,4, found '1,two'"),
-        (
-            ["--top-p", "0.9"],
-            "top_p: changes nothing at temperature 0, which is greedy; set a temperature, such as 1.0",
-        ),
+        (["--top-p", "0.9"], f"top_p: {NO_EFFECT}"),
         (["--tp", 3], "--tp: expected a divisor of num_attention_heads 4, found 3"),
         (["--pp", 3], "--pp: expected at most num_hidden_layers 2 stages, found 3"),
         (["--ep", 2], "--ep: expected 1: the family llama has no experts; found 2"),
@@ -230,5 +219,4 @@ def test_two_replicas_share_out_the_prompts_of_stdin_and_rank_0_prints_all(shell
 
 @pytest.mark.slow
 def test_what_is_wrong_on_all_ranks_is_reported_once(shell, path):
-    message = "top_p: changes nothing at temperature 0, which is greedy; set a temperature, such as 1.0"
-    assert shell("generate", path, "--pp", 2, "--top-p", 0.9) == (2, "", f"error: {message}\n")
+    assert shell("generate", path, "--pp", 2, "--top-p", 0.9) == (2, "", f"error: top_p: {NO_EFFECT}\n")

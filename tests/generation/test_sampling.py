@@ -6,16 +6,9 @@ from dataclasses import fields
 import numpy as np
 import pytest
 import torch
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import (
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
 import kenotron as kn
 from kenotron.cli import chat as chat_command
@@ -36,27 +29,26 @@ logit_rows = st.lists(st.integers(-8, 8).map(lambda n: n / 2), min_size=2, max_s
 )
 def test_the_cuts_are_those_of_transformers_in_its_order(row, temperature, top_k, top_p, min_p):
     logits = torch.tensor([row])
-    theirs = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
+    found = cut(logits, SamplingOptions(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p))
+    assert torch.equal(found, cut_by_transformers(logits, temperature, top_k, top_p, min_p))
+
+
+def cut_by_transformers(logits, temperature, top_k, top_p, min_p=0.0):
+    theirs = transformers.LogitsProcessorList([transformers.TemperatureLogitsWarper(temperature)])
     if top_k:
-        theirs.append(TopKLogitsWarper(top_k))
+        theirs.append(transformers.TopKLogitsWarper(top_k))
     if top_p < 1:
-        theirs.append(TopPLogitsWarper(top_p))
+        theirs.append(transformers.TopPLogitsWarper(top_p))
     if min_p:
-        theirs.append(MinPLogitsWarper(min_p))
-    expected = theirs(torch.zeros(1, 1, dtype=torch.long), logits.clone())
-    assert torch.equal(
-        cut(logits, SamplingOptions(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)), expected
-    )
+        theirs.append(transformers.MinPLogitsWarper(min_p))
+    return theirs(torch.zeros(1, 1, dtype=torch.long), logits.clone())
 
 
 @given(logit_rows, st.lists(st.integers(0, 1), min_size=1, max_size=5), st.sampled_from([0.5, 1.0, 1.2, 3.0]))
 def test_the_repetition_penalty_is_that_of_transformers(row, text, penalty):
     logits = torch.tensor([row, row[::-1]])
-    texts = [text, [0]]
-    expected = [
-        RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([ids]), logits[number : number + 1].clone())
-        for number, ids in enumerate(texts)
-    ]
+    texts, theirs = [text, [0]], transformers.RepetitionPenaltyLogitsProcessor(penalty)
+    expected = [theirs(torch.tensor([ids]), logits[row : row + 1].clone()) for row, ids in enumerate(texts)]
     assert torch.equal(penalized(logits, texts, penalty), torch.cat(expected))
     greedy = next_tokens(logits, SamplingOptions(repetition_penalty=penalty), [0, 1], [9, 9], texts)
     assert greedy == torch.cat(expected).argmax(-1).tolist()
@@ -71,27 +63,13 @@ def test_log_probabilities_are_those_of_the_float64_formula_without_cuts_or_temp
     assert np.isnan(log_probabilities(logits, [NOT_FINITE, 0, 29, 7])[0])
 
 
-def distribution(logits, temperature, top_k, top_p):
-    """Probabilities in float64, by the definition: sort, keep k, keep the fewest that reach p."""
-    scores = np.asarray(logits, dtype=np.float64) / temperature
-    order = np.argsort(-scores, kind="stable")
-    if top_k:
-        order = order[:top_k]
-    p = np.exp(scores[order] - scores.max())
-    p /= p.sum()
-    needed = int(np.searchsorted(np.cumsum(p), top_p)) + 1 if top_p < 1 else len(p)
-    result = np.zeros(len(scores))
-    result[order[:needed]] = p[:needed] / p[:needed].sum()
-    return result
-
-
 @pytest.mark.parametrize(("temperature", "top_k", "top_p"), [(1.3, 0, 0.8), (0.9, 6, 0.9)])
-def test_drawn_tokens_have_the_frequencies_of_the_float64_formula(temperature, top_k, top_p):
+def test_drawn_tokens_have_the_frequencies_of_transformers_cuts(temperature, top_k, top_p):
     logits = torch.tensor([[2.0, -1.0, 0.5, 1.5, 0.0, -2.0, 1.1, 0.2, -0.4, 0.9]])
     draws = 20_000
     sampling = SamplingOptions(temperature=temperature, top_k=top_k, top_p=top_p, seed=3)
     drawn = next_tokens(logits.expand(draws, -1), sampling, range(draws), [7] * draws)
-    expected = distribution(logits[0], temperature, top_k, top_p)
+    expected = cut_by_transformers(logits.double(), temperature, top_k, top_p)[0].softmax(-1).numpy()
     found = np.bincount(drawn, minlength=10) / draws
     assert (found[expected == 0] == 0).all()
     deviation = np.sqrt(expected * (1 - expected) / draws)
