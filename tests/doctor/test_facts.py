@@ -31,35 +31,21 @@ def test_what_nvidia_smi_prints_is_read() -> None:
 
 
 def test_settings_show_nothing_private() -> None:
-    found = settings(
-        {
-            "NCCL_DEBUG": "WARN",
-            "HF_TOKEN": "hf_secret",
-            "KENOTRON_API_KEY": "secret",
-            "AWS_SECRET_ACCESS_KEY": "secret",
-            "USER": "ada",
-            "HOSTNAME": "ada-laptop",
-            "KENOTRON_CACHE": "/home/ada/cache",
-            "TORCH_HOME": "~/torch",
-            "CUDA_PATH": "C:\\Users\\ada",
-            "NCCL_COMM_ID": "ada-laptop:4000",
-            "GLOO_SOCKET_IFNAME": "eth0",
-            "UCX_NET": "10.0.0.7",
-            "LD_PRELOAD": "/home/ada/lib/libjemalloc.so.2",
-            "NCCL_LONG": "x" * 500,
-        }
-    )
-    assert found == {
-        "NCCL_DEBUG": "WARN",
-        "KENOTRON_CACHE": "(a path)",
-        "TORCH_HOME": "(a path)",
-        "CUDA_PATH": "(a path)",
-        "NCCL_COMM_ID": "(an address)",
-        "GLOO_SOCKET_IFNAME": "eth0",
-        "UCX_NET": "(an address)",
-        "LD_PRELOAD": "libjemalloc.so.2",
-        "NCCL_LONG": "x" * 120 + "…",
+    shown = {
+        "NCCL_DEBUG": ("WARN", "WARN"),
+        "KENOTRON_CACHE": ("/home/ada/cache", "(a path)"),
+        "TORCH_HOME": ("~/torch", "(a path)"),
+        "CUDA_PATH": ("C:\\Users\\ada", "(a path)"),
+        "NCCL_COMM_ID": ("ada-laptop:4000", "(an address)"),
+        "GLOO_SOCKET_IFNAME": ("eth0", "eth0"),
+        "UCX_NET": ("10.0.0.7", "(an address)"),
+        "LD_PRELOAD": ("/home/ada/lib/libjemalloc.so.2", "libjemalloc.so.2"),
+        "NCCL_LONG": ("x" * 500, "x" * 120 + "…"),
     }
+    private = {"HF_TOKEN": "hf_secret", "KENOTRON_API_KEY": "secret", "AWS_SECRET_ACCESS_KEY": "secret"}
+    private |= {"USER": "ada", "HOSTNAME": "ada-laptop"}
+    found = settings(private | {name: value for name, (value, _) in shown.items()})
+    assert found == {name: text for name, (_, text) in shown.items()}
 
 
 def test_messages_of_errors_name_no_folder_machine_or_user(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,8 +90,8 @@ def raises() -> None:
     raise ImportError("libcudart.so.13: cannot open shared object file")
 
 
-def ranks_of(environment: list[str]) -> dict[str, str | None]:
-    return {name: os.environ.get(name) for name in environment}
+def values_of(variables: list[str]) -> dict[str, str | None]:
+    return {name: os.environ.get(name) for name in variables}
 
 
 def test_what_hangs_crashes_or_raises_elsewhere_is_one_line_here(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,9 +110,8 @@ def test_what_hangs_crashes_or_raises_elsewhere_is_one_line_here(monkeypatch: py
 def test_a_job_s_ranks_are_not_those_of_what_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("SLURM_PROCID", "3")
-    found = call_limited(
-        ranks_of, ["RANK", "SLURM_PROCID", "OMP_NUM_THREADS"], seconds=60, environment={"OMP_NUM_THREADS": "2"}
-    )
+    names, threads = ["RANK", "SLURM_PROCID", "OMP_NUM_THREADS"], {"OMP_NUM_THREADS": "2"}
+    found = call_limited(values_of, names, seconds=60, environment=threads)
     assert found == {"RANK": None, "SLURM_PROCID": None, "OMP_NUM_THREADS": "2"}
 
 

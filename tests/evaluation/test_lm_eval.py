@@ -11,22 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tokenizers.processors import TemplateProcessing
 
 import kenotron as kn
+from evaluation.test_harness import SHAPE, log_likelihood
 from kenotron.evaluation.harness import results_of
-from kenotron.generation.load import load_for_generation
 from kenotron.interop import to_hf
 from kenotron.text.tokenizer import TextTokenizer
 from support.evaluation_tasks import TASKS, write_tasks
 from support.notebook import DOCS
-from support.tiny_llamas import our_logits, our_model, save_ours, small_tokenizer
+from support.tiny_llamas import our_model, save_ours, small_tokenizer
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm_eval is not installed")
 pytest.importorskip("accelerate", reason="lm_eval is installed without its extra hf")
 pytestmark = pytest.mark.slow
-SHAPE = {"max_position_embeddings": 128}
 QUESTIONS = [
     {"question": "return the cat that", "choices": ["sat", "main", "on the mat"], "answer": 0},
     {"question": "def main", "choices": ["(argument):", "é", "中文 naïve"], "answer": 0},
@@ -34,15 +32,21 @@ QUESTIONS = [
 TEXTS = [{"text": "def main(argument):\n    return the cat\n"}, {"text": "naïve é 中文; the mat sat on the cat"}]
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of random weights, large enough that likelihoods of choices are far apart."""
-    folder = tmp_path_factory.mktemp("lm_eval")
-    return save_ours(our_model(folder, **SHAPE), folder / "checkpoints", small_tokenizer(), **SHAPE)
+def lm_evaluate(exported: Path, tasks: Path, names: list[str], **options: Any) -> dict[str, Any]:
+    """What lm_eval's own backend finds in tasks of a folder."""
+    found: dict[str, Any] = lm_eval.simple_evaluate(
+        model="hf",
+        model_args={"pretrained": str(exported), "dtype": "float32"},
+        tasks=names,
+        task_manager=lm_eval.tasks.TaskManager(include_path=str(tasks), include_defaults=False),
+        device="cpu",
+        **options,
+    )
+    return found
 
 
-def evaluated(model: Path, folder: Path) -> dict[str, Any]:
-    """What lm_eval makes of the tasks that docs/evaluation.md prints, on our questions and texts."""
+def write_tasks_of_the_page(folder: Path) -> None:
+    """The tasks that docs/evaluation.md prints, on our questions and texts."""
     page = (DOCS / "evaluation.md").read_text(encoding="utf-8")
     files = re.findall(r"```yaml\n# (tasks/\S+\.yaml)\n(.*?)```", page, re.DOTALL)
     assert [name for name, _ in files] == ["tasks/my_choices.yaml", "tasks/my_texts.yaml"]
@@ -51,40 +55,24 @@ def evaluated(model: Path, folder: Path) -> dict[str, Any]:
         (folder / name).write_text(text.replace("data/", f"{folder}/"), encoding="utf-8")
     for name, rows in (("questions", QUESTIONS), ("texts", TEXTS)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    found: dict[str, Any] = lm_eval.simple_evaluate(
-        model="hf",
-        model_args={"pretrained": str(model), "dtype": "float32"},
-        tasks=["my_choices", "my_texts"],
-        task_manager=lm_eval.tasks.TaskManager(include_path=str(folder / "tasks"), include_defaults=False),
-        device="cpu",
-        log_samples=True,
-    )
-    return found
 
 
-def log_likelihood(checkpoint: Path, context: str | None, text: str) -> float:
-    """By Kénotron from the checkpoint in fp32: of `text` after `context`, or after the end-of-text token."""
-    model, tokenizer, _ = load_for_generation(checkpoint, "float32", "cpu")
-    assert tokenizer is not None
-    assert tokenizer.eos_token_id is not None
-    before = [tokenizer.eos_token_id] if context is None else tokenizer.encode(context)
-    ids = [*before, *tokenizer.encode(text)] if context is None else tokenizer.encode(context + text)
-    logs = our_logits(model, torch.tensor([ids]))[0].double().log_softmax(-1)
-    return math.fsum(float(logs[place - 1, ids[place]]) for place in range(len(before), len(ids)))
-
-
-def test_log_likelihoods_of_a_local_task_are_ours(checkpoint: Path, tmp_path: Path) -> None:
+def test_log_likelihoods_of_a_local_task_are_ours(tmp_path: Path) -> None:
+    """Of random weights, large enough that likelihoods of choices are far apart."""
+    checkpoint = save_ours(our_model(tmp_path, **SHAPE), tmp_path / "checkpoints", small_tokenizer(), **SHAPE)
     to_hf(checkpoint, tmp_path / "exported")
-    found = evaluated(tmp_path / "exported", tmp_path)
+    write_tasks_of_the_page(tmp_path)
+    found = lm_evaluate(tmp_path / "exported", tmp_path / "tasks", ["my_choices", "my_texts"], log_samples=True)
 
-    right = 0
+    right, encode = 0, small_tokenizer().encode
     for row, sample in zip(QUESTIONS, found["samples"]["my_choices"], strict=True):
-        expected = [log_likelihood(checkpoint, row["question"], f" {choice}") for choice in row["choices"]]
+        texts, border = [f"{row['question']} {choice}" for choice in row["choices"]], len(encode(row["question"]))
+        expected = [log_likelihood(checkpoint, encode(text), border) for text in texts]
         assert [response[0][0] for response in sample["resps"]] == pytest.approx(expected, abs=1e-4, rel=0)
         right += expected.index(max(expected)) == row["answer"]
     assert found["results"]["my_choices"]["acc,none"] == right / len(QUESTIONS)
 
-    wholes = [log_likelihood(checkpoint, None, row["text"]) for row in TEXTS]
+    wholes = [log_likelihood(checkpoint, [0, *encode(row["text"])], 1) for row in TEXTS]  # after the end of text
     responses = [sample["resps"][0][0] for sample in found["samples"]["my_texts"]]
     assert [one if isinstance(one, float) else one[0] for one in responses] == pytest.approx(wholes, abs=1e-4, rel=0)
     size = sum(len(row["text"].encode()) for row in TEXTS)
@@ -104,19 +92,11 @@ def with_start_of_text() -> TextTokenizer:
 @pytest.mark.parametrize("examples", [None, 2])
 @pytest.mark.parametrize("tokenizer", [small_tokenizer, with_start_of_text])
 def test_all_metrics_are_those_of_its_own_backend(tokenizer: Any, examples: int | None, tmp_path: Path) -> None:
-    shape = {"max_position_embeddings": 128}
-    checkpoint = save_ours(our_model(tmp_path, **shape), tmp_path / "checkpoints", tokenizer(), **shape)
+    checkpoint = save_ours(our_model(tmp_path, **SHAPE), tmp_path / "checkpoints", tokenizer(), **SHAPE)
     to_hf(checkpoint, tmp_path / "exported")
     folder = write_tasks(tmp_path)
-    found = lm_eval.simple_evaluate(
-        model="hf",
-        model_args={"pretrained": str(tmp_path / "exported"), "dtype": "float32"},
-        tasks=list(TASKS),
-        num_fewshot=examples,
-        bootstrap_iters=1000,
-        task_manager=lm_eval.tasks.TaskManager(include_path=str(folder), include_defaults=False),
-        device="cpu",
-    )
+    options = {"num_fewshot": examples, "bootstrap_iters": 1000}
+    found = lm_evaluate(tmp_path / "exported", folder, list(TASKS), **options)
     theirs = results_of(found)
     ours = kn.evaluate(checkpoint, list(TASKS), include_path=folder, num_fewshot=examples)
     assert theirs.keys() == ours.keys() == TASKS.keys()

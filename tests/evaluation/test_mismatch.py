@@ -31,9 +31,8 @@ def in_bf16(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "overrides", [(), ("model.model_config.family=mixtral", "model.model_config.num_local_experts=4")]
 )
 def test_in_fp32_all_are_near(tmp_path: Path, overrides: tuple[str, ...]) -> None:
-    found = find_mismatch(
-        trained(tmp_path, "model.init_method={std: 0.5}", *overrides), texts=4, tokens=500, report=print
-    )
+    checkpoint = trained(tmp_path, "model.init_method={std: 0.5}", *overrides)
+    found = find_mismatch(checkpoint, texts=4, tokens=500, report=print)
     assert [each.side for each in found.distances] == ["training", "decoding", "transformers in float32"]
     assert [len(text) for text in found.texts] == [31] * 4  # what the model reads at once, less the first
     assert len({tuple(text) for text in found.texts}) == 4
@@ -96,13 +95,11 @@ def test_the_side_that_is_wrong_is_named(
 def test_a_checkpoint_is_compared_alone(in_bf16: Path, shell: Shell) -> None:
     code, text, said = shell("compare", in_bf16, "--hf")
     assert code == 0
-    assert text.splitlines()[0] == (
-        "Log-probabilities of 248 tokens, drawn by decoding, beside those of transformers in float32:"
-    )
+    first = "Log-probabilities of 248 tokens, drawn by decoding, beside those of transformers in float32:"
+    assert text.splitlines()[0] == first
     assert text.splitlines()[-1].startswith("They agree: rounding explains ")
-    assert said.splitlines() == [
-        *("decoding 8 texts", "training's forward pass", "transformers in float32", "transformers in bfloat16")
-    ]
+    sides = ["decoding 8 texts", "training's forward pass", "transformers in float32", "transformers in bfloat16"]
+    assert said.splitlines() == sides
     code, _, error = shell("compare", in_bf16, "parallelism.tp=2", "--hf")
     assert (code, error) == (2, "error: --hf: expected a checkpoint alone, found 2 arguments\n")
     code, _, error = shell("compare", "my.yaml")

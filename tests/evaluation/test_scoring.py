@@ -11,7 +11,7 @@ import torch
 from kenotron.config import load
 from kenotron.evaluation import scoring
 from kenotron.evaluation.scoring import Pair, longest_input
-from support.tiny_llamas import SHAPES, VARIANTS, our_config, our_logits, our_model
+from support.tiny_llamas import SHAPES, VARIANTS, fresh_model, our_config, our_logits, our_model
 
 log_likelihoods = partial(scoring.log_likelihoods, report=print)
 PAIRS: list[Pair] = [
@@ -36,10 +36,8 @@ def expected(model: torch.nn.Module, context: Any, continuation: Any) -> float:
 @pytest.mark.parametrize("variant", ["grouped_query", "tied", "dynamic", "yarn"])
 def test_each_is_what_the_sequence_alone_says(variant: str, batch_size: int, tmp_path: Path) -> None:
     model = our_model(tmp_path, **VARIANTS[variant])
-    found = log_likelihoods(model, PAIRS, batch_size)
-    assert [each.log_likelihood for each in found] == pytest.approx(
-        [expected(model, *pair) for pair in PAIRS], abs=2e-5, rel=0
-    )
+    found = [each.log_likelihood for each in log_likelihoods(model, PAIRS, batch_size)]
+    assert found == pytest.approx([expected(model, *pair) for pair in PAIRS], abs=2e-5, rel=0)
 
 
 MAMBA = {"is_mamba2_config": True, "num_heads": 8, "head_dim": 8, "n_groups": 2, "state_size": 4, "chunk_size": 4}
@@ -49,8 +47,6 @@ def test_packed_sequences_of_a_recurrent_model_begin_afresh(tmp_path: Path) -> N
     shape = {name: SHAPES[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers")}
     config = our_config(tmp_path)
     config["model"]["model_config"] = shape | MAMBA
-    from support.tiny_llamas import fresh_model
-
     model = fresh_model(config).eval()
     assert longest_input(load(config).model.decoder) == 2048
     found = log_likelihoods(model, PAIRS, 64)

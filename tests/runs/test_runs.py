@@ -14,12 +14,11 @@ from typing import Any
 import pytest
 
 import kenotron as kn
-from kenotron.config.errors import RunFailed
 from kenotron.runs.logged import read_run
 from kenotron.runs.report import POINTS, report_page
 from kenotron.runs.summary import summary_of
 from support.browser import drawn
-from support.tiny_run import Shell, tiny_config, train_quietly
+from support.tiny_run import Shell, text_overrides, tiny_config, train_quietly
 
 
 def written(folder: Path, lines: list[dict[str, Any]], history: list[dict[str, Any]] = ()) -> Path:  # type: ignore[assignment]
@@ -43,38 +42,22 @@ def data_of(page: str) -> list[dict[str, Any]]:
     return json.loads(found[1])  # type: ignore[no-any-return]
 
 
-class Fails(kn.Hook):
-    def after_step(self, run: kn.Run, result: Any) -> None:
-        if run.step == 3:
-            raise RunFailed("step 3: the disk is full")
-
-
-class Stops(kn.Hook):
-    def after_step(self, run: kn.Run, result: Any) -> None:
-        if run.step == 2:
-            run.stop("enough")
-
-
 def test_the_folder_of_a_run_tells_how_it_started_and_ended(tmp_path: Path) -> None:
     """Stopped after step 2, continued and failed in step 3, continued and finished."""
     overrides = ("tokens.train_steps=4", "checkpoints.checkpoint_interval=1")
-    train_quietly(tiny_config(tmp_path, *overrides, f"general.hooks=[{__name__}.Stops]"))
+    stops = "general.hooks=[{path: support.user_parts.StopAt, kwargs: {step: 2}}]"
+    fails = "general.hooks=[{path: support.user_parts.OnRank, kwargs: {what: raise, rank: 0, step: 3}}]"
+    train_quietly(tiny_config(tmp_path, *overrides, stops))
     folder = tmp_path / "logs" / "tiny"
     assert summary_of(read_run(folder)).state == "stopped"
-    with pytest.raises(RunFailed):
-        train_quietly(tiny_config(tmp_path, *overrides, f"general.hooks=[{__name__}.Fails]"))
+    with pytest.raises(RuntimeError, match=(reason := "this hook is broken on one rank")):
+        train_quietly(tiny_config(tmp_path, *overrides, fails))
     failed = summary_of(read_run(folder))
-    assert (failed.state, failed.reason, failed.step, failed.end) == ("failed", "step 3: the disk is full", 3, 4)
+    assert (failed.state, failed.reason, failed.step, failed.end) == ("failed", reason, 3, 4)
     train_quietly(tiny_config(tmp_path, *overrides))
     events = [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
-    assert [(each["event"], each["iteration"]) for each in events] == [
-        ("start", 0),
-        ("stopped", 2),
-        ("start", 2),
-        ("failed", 3),
-        ("start", 2),
-        ("finished", 4),
-    ]
+    expected = ["start 0", "stopped 2", "start 2", "failed 3", "start 2", "finished 4"]
+    assert [f"{each['event']} {each['iteration']}" for each in events] == expected
     assert events[1]["reason"] == "enough"
     assert events[2]["from"] == str(tmp_path / "checkpoints" / "2")
     weights = 64 * 16 + 2 * (2 * 16 * 16 + 2 * 8 * 16 + 3 * 16 * 24 + 2 * 16) + 16
@@ -99,16 +82,13 @@ def test_a_run_needs_no_installed_distribution(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_run_that_is_silent_for_long_was_killed(tmp_path: Path) -> None:
-    folder = written(tmp_path / "a", steps(3), [{"iteration": 0, "event": "start", "last_step": 9}])
+    started = [{"iteration": 0, "event": "start", "last_step": 9}]
+    folder = written(tmp_path / "a", steps(3), started)
     assert summary_of(read_run(folder)).state == "running"
     long_ago = time.time() - 121
     os.utime(folder / "metrics.jsonl", (long_ago, long_ago))
     assert summary_of(read_run(folder)).state == "killed"
-    slow = written(
-        tmp_path / "slow",
-        steps(3, elapsed_time_per_iteration_ms=60_000.0),
-        [{"iteration": 0, "event": "start", "last_step": 9}],
-    )
+    slow = written(tmp_path / "slow", steps(3, elapsed_time_per_iteration_ms=60_000.0), started)
     os.utime(slow / "metrics.jsonl", (long_ago, long_ago))
     assert summary_of(read_run(slow)).state == "running"  # two steps of a minute each
 
@@ -153,15 +133,10 @@ def test_the_run_of_the_working_folder_has_its_name(
 
 
 def test_the_page_has_every_step_of_a_short_run_and_what_differs_between_runs(tmp_path: Path, shell: Shell) -> None:
-    rates = (0.01, 0.02)
-    overrides = ("tokens.train_steps=3", "checkpoints.save_final_state=true")
-    folders = []
-    for number, rate in enumerate(rates):
-        config = tiny_config(
-            tmp_path / str(number), f"optimizer.learning_rate_scheduler.learning_rate={rate}", *overrides
-        )
-        train_quietly(config)
-        folders.append(Path(config.logging.log_dir) / config.general.run)
+    rate = "optimizer.learning_rate_scheduler.learning_rate="
+    for name in ("0.01", "0.02"):
+        train_quietly(tiny_config(tmp_path / name, rate + name))
+    folders = [tmp_path / name / "logs" / "tiny" for name in ("0.01", "0.02")]
     code, out, _ = shell("report", *folders, "-o", tmp_path / "x.html")
     assert (code, out) == (0, f"Page: {tmp_path / 'x.html'}\n")
     page = (tmp_path / "x.html").read_text(encoding="utf-8")
@@ -223,8 +198,6 @@ def test_text_of_a_run_cannot_end_the_script_of_the_page(tmp_path: Path) -> None
 
 
 def test_completions_are_kept_beside_the_metrics(tmp_path: Path) -> None:
-    from support.tiny_run import text_overrides
-
     overrides = (*text_overrides(tmp_path), "logging.sample_prompts=[the]", "checkpoints.checkpoint_interval=2")
     train_quietly(tiny_config(tmp_path, *overrides, "tokens.train_steps=2"))
     train_quietly(tiny_config(tmp_path, *overrides, "tokens.train_steps=3"))
