@@ -167,6 +167,11 @@ def saved_weights(path: Path, folder: str = "model") -> dict[str, Tensor]:
     return reading.read_tensors(path, folder=folder)
 
 
+def same_saved(one: Path, other: Path, folder: str = "model") -> bool:
+    """Whether two checkpoints have the same tensors with the same bits."""
+    return equal_bits(saved_weights(one, folder), saved_weights(other, folder))
+
+
 def exported(folder: Path) -> dict[str, Tensor]:
     """The tensors of a Hugging Face folder."""
     from safetensors.torch import load_file

@@ -1,8 +1,6 @@
 """Runs that save in the background: what they save and resume is what the engine `torch` makes of them."""
 
 import errno
-import resource
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +11,7 @@ from kenotron.checkpoint.engines.synchronous import SynchronousEngine
 from kenotron.checkpoint.folders import list_checkpoints, newest_complete, verify
 from kenotron.config import InputError
 from kenotron.config.errors import RunFailed
-from support.tiny_run import (
-    equal_bits,
-    losses,
-    saved_weights,
-    slow_copies,
-    tiny_config,
-    train_and_listen,
-    train_quietly,
-)
+from support.tiny_run import losses, same_saved, slow_copies, tiny_config, train_and_listen, train_quietly
 
 EVERY_STEP = "checkpoints.checkpoint_interval=1"
 
@@ -45,35 +35,19 @@ def test_a_run_resumes_as_with_the_synchronous_engine(engine: str, tmp_path: Pat
     for step in range(1, 7):
         paths = [tmp_path / name / "checkpoints" / str(step) for name in ("parts", "whole")]
         for folder in ("model", "optimizer"):
-            assert equal_bits(*(saved_weights(path, folder) for path in paths)), f"{folder} of step {step}"
+            assert same_saved(*paths, folder), f"{folder} of step {step}"
     # and the engine `torch` goes on from what it saved
     other = train_quietly(tiny_config(tmp_path / "parts", EVERY_STEP, "tokens.train_steps=7"))
     assert other.step == 7
 
 
-class FullDisk(kn.Hook):
-    """From step `first` to `last` no file of a checkpoint may grow beyond 20 kB."""
-
-    priority = -40
-
-    def __init__(self, first: int, last: int) -> None:
-        self.steps = range(first, last + 1)
-
-    def after_step(self, run: Any, result: Any) -> None:
-        while not run.checkpoints.engine.settled():
-            time.sleep(0.01)
-        limits = (20_000 if run.step in self.steps else resource.RLIM_INFINITY, resource.RLIM_INFINITY)
-        resource.prlimit(run.checkpoints.engine.writer.process.pid, resource.RLIMIT_FSIZE, limits)
-
-
-def full_disk(folder: Path, first: int, last: int) -> Any:
-    kwargs = f"{{first: {first}, last: {last}}}"
-    hook = f"general.hooks=[{{path: {__name__}.FullDisk, kwargs: {kwargs}}}]"
+def full_disk(folder: Path, step: int) -> Any:
+    hook = f"general.hooks=[{{path: training.test_local_checkpoints.LittleRoomAt, kwargs: {{steps: [{step}]}}}}]"
     return engine_config(folder, "datastates", "tokens.train_steps=4", hook)
 
 
 def test_a_save_that_fails_in_the_background_is_an_error_in_the_log_and_the_run_goes_on(tmp_path: Path) -> None:
-    run, said = train_and_listen(full_disk(tmp_path, 2, 2))
+    run, said = train_and_listen(full_disk(tmp_path, 2))
     assert run.step == 4
     assert f"Checkpoint {tmp_path}/checkpoints/2 was not saved: cannot write " in said
     assert [entry.step for entry in list_checkpoints(tmp_path / "checkpoints")] == [1, 3, 4]
@@ -81,7 +55,7 @@ def test_a_save_that_fails_in_the_background_is_an_error_in_the_log_and_the_run_
 
 def test_a_last_save_that_fails_in_the_background_fails_the_run(tmp_path: Path) -> None:
     with pytest.raises(RunFailed, match=r"step 4: cannot write .*earlier checkpoints are as they were"):
-        train_quietly(full_disk(tmp_path, 4, 4))
+        train_quietly(full_disk(tmp_path, 4))
     assert newest_complete(tmp_path / "checkpoints") == tmp_path / "checkpoints" / "3"
 
 

@@ -1,4 +1,4 @@
-"""Checkpoint engines on two ranks, and runs whose checkpoints another number of ranks resumes."""
+"""Checkpoint engines on two ranks."""
 
 import resource
 from pathlib import Path
@@ -13,59 +13,19 @@ from kenotron.checkpoint.engines.client import WRITING
 from kenotron.checkpoint.folders import list_checkpoints, verify
 from kenotron.config.errors import RunFailed
 from support.layout_runs import train_here
-from support.ranks import ROUNDING, run_ranks
-from support.tiny_run import equal_bits, exported, losses, saved_weights, slow_copies, tiny_config, train_quietly
+from support.ranks import run_ranks
+from support.tiny_run import equal_bits, exported, losses, same_saved, saved_weights, slow_copies, tiny_config
 
 TWO_RANKS = ("parallelism.dp=2", "tokens.micro_batch_size=2", "optimizer.zero_stage=1")
 ASYNC = pytest.param("async", marks=pytest.mark.slow)
 
 
-def engine_config(folder: Path, engine: str, *more: str) -> Any:
-    return tiny_config(folder, f"checkpoints.checkpointing_engine={engine}", "checkpoints.checkpoint_interval=1", *more)
-
-
 def train_on_rank(rank: int, folder: Path, engine: str, *more: str) -> Any:
     """One of two ranks; copies begin late in the step after a save."""
+    saves = (f"checkpoints.checkpointing_engine={engine}", "checkpoints.checkpoint_interval=1")
     with pytest.MonkeyPatch.context() as patch:
         slow_copies(patch)
-        return train_here(engine_config(folder, engine, *TWO_RANKS, *more))
-
-
-def quiet_on_rank(*given: Any) -> None:
-    train_on_rank(*given)  # what it returns stays there
-
-
-def resumed(folder: Path, engine: str) -> dict[str, tuple[list[float], dict[str, torch.Tensor]]]:
-    """Losses and last weights of two runs: three steps on two ranks and two on one, and the other way round."""
-    found = {}
-    for name, first_on_two in (("2 then 1", True), ("1 then 2", False)):
-        for steps, on_two in ((3, first_on_two), (5, not first_on_two)):
-            until = f"tokens.train_steps={steps}"
-            if on_two:
-                run_ranks(2, quiet_on_rank, folder / name, engine, until)
-            else:
-                train_quietly(engine_config(folder / name, engine, "optimizer.zero_stage=1", until))
-        path = folder / name / "checkpoints" / "5"
-        assert verify(path) == []
-        found[name] = losses(tiny_config(folder / name)), saved_weights(path) | saved_weights(path, "optimizer")
-    return found
-
-
-@pytest.fixture(scope="module")
-def with_torch(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return resumed(tmp_path_factory.mktemp("torch"), "torch")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("engine", ["async", "datastates"])
-def test_another_number_of_ranks_goes_on(engine: str, with_torch: Any, tmp_path: Path, monkeypatch: Any) -> None:
-    slow_copies(monkeypatch)
-    whole = train_quietly(tiny_config(tmp_path / "whole", "tokens.train_steps=5")).config
-    for name, (found, state) in resumed(tmp_path, engine).items():
-        expected, expected_state = with_torch[name]
-        assert found == expected, name
-        assert equal_bits(state, expected_state), name
-        assert found == pytest.approx(losses(whole), rel=ROUNDING), name
+        return train_here(tiny_config(folder, *saves, *TWO_RANKS, *more))
 
 
 class OfEachRank(kn.Hook):
@@ -171,17 +131,22 @@ def test_a_full_disk_on_one_rank_costs_all_ranks_one_checkpoint_and_no_step(engi
     assert len(losses(tiny_config(tmp_path / "amid"))) == 4
 
 
+ENGINES = {"torch": "false", "async": "false", "datastates": "true"}  # whether it exports
+
+
 def train_and_export_on_rank(rank: int, folder: Path) -> None:
-    for engine, export in (("torch", "false"), ("datastates", "true")):
+    for engine, export in ENGINES.items():
         train_on_rank(rank, folder / engine, engine, "tokens.train_steps=2", f"checkpoints.export_hf={export}")
 
 
 @pytest.mark.slow
-def test_an_export_has_the_weights_of_its_step_also_of_the_save_in_flight_at_the_end(tmp_path: Path) -> None:
-    """Weights change while the copies and exports of the steps before are made."""
+def test_each_engine_saves_and_exports_the_tensors_of_the_step(tmp_path: Path) -> None:
+    """They change while the copies and exports of the steps before are made; the last save is in flight at the end."""
     run_ranks(2, train_and_export_on_rank, tmp_path)
     for step in ("1", "2"):
-        expected = saved_weights(tmp_path / "torch" / "checkpoints" / step)
-        path = tmp_path / "datastates" / "checkpoints" / step
-        assert equal_bits(saved_weights(path), expected)
-        assert equal_bits(exported(path / "hf"), expected)
+        expected, *others = (tmp_path / engine / "checkpoints" / step for engine in ENGINES)
+        for path in others:
+            assert verify(path) == []
+            assert same_saved(path, expected)
+            assert same_saved(path, expected, "optimizer")
+        assert equal_bits(exported(others[-1] / "hf"), saved_weights(expected))

@@ -15,7 +15,7 @@ from kenotron.training.loss_scale import LossScale
 from kenotron.training.step import StepResult, train_step
 from support.layout_runs import Problem, prepared, problem_of_family, steps
 from support.ranks import run_ranks
-from support.tiny_run import equal_bits, metrics, saved_weights, tiny_config, train_and_listen, train_quietly
+from support.tiny_run import metrics, same_saved, tiny_config, train_and_listen, train_quietly
 from support.user_parts import Gradients
 
 HALF = "model.dtype=float16"
@@ -82,8 +82,7 @@ def test_a_resumed_run_has_the_scale_that_it_had(tmp_path: Path, monkeypatch: py
     train_quietly(tiny_config(tmp_path / "parts", *steps, stop))
     monkeypatch.setattr(loss_scale, "INITIAL", 1.0)
     train_quietly(tiny_config(tmp_path / "parts", *steps))
-    one, other = (saved_weights(tmp_path / name / "checkpoints" / "12") for name in ("whole", "parts"))
-    assert equal_bits(one, other)
+    assert same_saved(*(tmp_path / name / "checkpoints" / "12" for name in ("whole", "parts")))
 
 
 @pytest.mark.parametrize("family", ["mixtral", "deepseek_v3"])

@@ -16,15 +16,6 @@ from kenotron.observers.profiler import MemorySnapshot
 from support.tiny_run import tiny_config, train_quietly
 
 
-class FailsInStep(kn.Hook):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def after_step(self, run: kn.Run, result: Any) -> None:
-        if run.step == self.step:
-            raise ValueError("broken")
-
-
 class OnAGpu(MemorySnapshot):
     """Takes the device for a GPU."""
 
@@ -43,12 +34,10 @@ def test_a_snapshot_is_written_once(fails_in: int, steps: int, expected: int, tm
     recorded: list[Any] = []
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **given: recorded.append(given))
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda file: Path(file).write_bytes(b"snapshot"))
-    hooks = (
-        f"{{path: {__name__}.OnAGpu, kwargs: {{path: {tmp_path}/memory}}}}, "
-        f"{{path: {__name__}.FailsInStep, kwargs: {{step: {fails_in}}}}}"
-    )
-    config = tiny_config(tmp_path, f"tokens.train_steps={steps}", f"general.hooks=[{hooks}]")
-    with pytest.raises(ValueError, match="broken") if fails_in < steps else nullcontext():
+    on_a_gpu = f"{{path: {__name__}.OnAGpu, kwargs: {{path: {tmp_path}/memory}}}}"
+    fails = f"{{path: support.user_parts.OnRank, kwargs: {{what: raise, rank: 0, step: {fails_in}}}}}"
+    config = tiny_config(tmp_path, f"tokens.train_steps={steps}", f"general.hooks=[{on_a_gpu}, {fails}]")
+    with pytest.raises(RuntimeError, match="this hook is broken") if fails_in < steps else nullcontext():
         train_quietly(config)
     assert [file.name for file in (tmp_path / "memory").iterdir()] == [f"tiny-step{expected}-rank0.pickle"]
     assert recorded == [{"max_entries": MemorySnapshot.EVENTS}, {"enabled": None}]

@@ -88,12 +88,6 @@ def test_a_good_step_between_starts_the_count_anew(tmp_path: Path) -> None:
     assert "(4 skipped so far)" in said
 
 
-def test_none_allowed_stops_at_the_first(tmp_path: Path) -> None:
-    config = tiny_config(tmp_path, poison([1]), "optimizer.skip_nonfinite_steps=0")
-    with pytest.raises(RunFailed, match="step 1: "):
-        train_quietly(config)
-
-
 def test_a_poisoned_weight_stops_the_run_with_exit_code_1_and_one_line(shell: Shell, tmp_path: Path) -> None:
     hook = "general.hooks=[{path: support.user_parts.PoisonWeight, kwargs: {step: 2}}]"
     steps = ("optimizer.skip_nonfinite_steps=3", "tokens.train_steps=50")
