@@ -14,6 +14,7 @@ from support.tiny_run import equal_bits, losses, tiny_config, train_quietly, wei
 
 KEY = "general.deterministic=true"
 VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
+LINE = r"^general\.deterministic: put_ does not have a deterministic implementation on this device; set the key to f"
 
 
 def settings() -> tuple[object, ...]:
@@ -55,10 +56,7 @@ def test_it_is_set_while_a_run_trains_and_gives_the_same_bits(tmp_path: Path, mo
 
 def test_an_operator_without_an_order_ends_the_run_in_one_line(tmp_path: Path) -> None:
     hooks = f"general.hooks=[{__name__}.Unordered]"
-    line = (
-        r"^general\.deterministic: put_ does not have a deterministic implementation on this device; set the key to f"
-    )
-    with pytest.raises(RunFailed, match=line):
+    with pytest.raises(RunFailed, match=LINE):
         train_quietly(tiny_config(tmp_path / "with", KEY, hooks))
     assert settings()[0] == 0
     train_quietly(tiny_config(tmp_path / "without", hooks))

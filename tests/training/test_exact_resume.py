@@ -5,7 +5,6 @@ import hashlib
 import os
 import random
 import re
-import shutil
 import signal
 import subprocess
 import time
@@ -20,18 +19,15 @@ from kenotron.observers.signals import Signals
 from kenotron.text.hash_split import text_hash
 from kenotron.training.run import Run
 from soak import run as soak
-from support.checkpoint_states import flip_a_byte
 from support.nursery import Nursery
 from support.tiny_run import (
     KENOTRON,
     Shell,
     environment,
-    equal_bits,
     metrics,
     saved_weights,
     text_overrides,
     tiny_config,
-    tiny_dict,
     tiny_yaml,
     train_quietly,
 )
@@ -100,7 +96,6 @@ def same_run(folder: Path, other: Path) -> None:
     assert story(folder) == story(other)
     last = Path("checkpoints") / str(STEPS)
     assert digest(folder / last) == digest(other / last)
-    assert equal_bits(saved_weights(folder / last), saved_weights(other / last))
     moments = saved_weights(folder / last, "optimizer")
     assert {str(tensor.dtype) for tensor in saved_weights(folder / last).values()} == {"torch.float32"}
     assert len(moments) > len(saved_weights(folder / last))  # a validation just before the save hides nothing
@@ -255,21 +250,10 @@ def test_a_second_signal_leaves_at_once_with_exit_code_130(nursery: Nursery, tmp
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which a run has ended after step 4, with checkpoints at 2 and 4."""
+    """The YAML of a run that has ended after step 3."""
     folder = tmp_path_factory.mktemp("stopped")
-    with contextlib.chdir(folder):
-        train_quietly(tiny_config(Path(), "tokens.train_steps=4", "checkpoints.checkpoint_interval=2"))
-    return folder
-
-
-@pytest.fixture
-def stopped_at_4(stopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The YAML of the same run, of 6 steps."""
-    shutil.copytree(stopped, tmp_path, dirs_exist_ok=True)
-    monkeypatch.chdir(tmp_path)
-    plain = tiny_dict(Path())
-    sections = {"tokens": {"train_steps": 6}, "checkpoints": {"checkpoint_interval": 2}}
-    return tiny_yaml(Path(), **{name: plain[name] | changes for name, changes in sections.items()}).absolute()
+    train_quietly(tiny_config(folder))
+    return tiny_yaml(folder)
 
 
 @pytest.mark.parametrize(
@@ -277,49 +261,18 @@ def stopped_at_4(stopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     [
         ("optimizer.weight_decay=0.2", "optimizer.weight_decay is 0.1 there and 0.2 in this config"),
         ("general.seed=8", "general.seed is 7 there and 8"),
-        ("model.model_config.hidden_size=32", "model.model_config.hidden_size"),
         ("tokens.batch_accumulation_per_replica=2", "tokens.batch_accumulation_per_replica"),
         ("data_stages.0.data.seed=4", "data_stages.0.data.seed"),
         ("model.dtype=bfloat16", "model.dtype"),
     ],
 )
-def test_a_changed_key_is_another_run_and_named(override: str, key: str, stopped_at_4: Path, shell: Shell) -> None:
-    code, _, line = shell("train", stopped_at_4, override)
+def test_a_changed_key_is_another_run_and_named(override: str, key: str, stopped: Path, shell: Shell) -> None:
+    code, _, line = shell("train", stopped, "tokens.train_steps=6", override)
     assert code == 2
     assert re.fullmatch(f"error: .*{re.escape(key)}.*\n", line)
     assert "--fresh" in line
     assert "checkpoints.checkpoints_path" in line
-    assert len(story(stopped_at_4.parent)) == 4  # nothing was touched
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        (),  # train_steps was raised from 4 to 6
-        ("tokens.micro_batch_size=1", "tokens.batch_accumulation_per_replica=4"),
-        ("logging.log_level=warning", "checkpoints.checkpoint_interval=3", "parallelism.tp_mode=all_reduce"),
-    ],
-)
-def test_the_same_run_goes_on(overrides: tuple[str, ...], stopped_at_4: Path, shell: Shell) -> None:
-    """With more steps, another split or other intervals."""
-    folder = stopped_at_4.parent
-    code, said, errors = shell("train", stopped_at_4, *overrides)
-    assert (code, errors) == (0, "")
-    quiet = "logging.log_level=warning" in overrides
-    assert ("Loaded weights, optimizer, data position, schedule, step of" in said) != quiet
-    assert [step["iteration"] for step in story(folder)] == [1, 2, 3, 4, 5, 6]
-    assert (folder / "checkpoints" / "latest.txt").read_text().strip() == "6"
-
-
-def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_it_used(stopped_at_4: Path, shell: Shell) -> None:
-    folder = stopped_at_4.parent
-    victim = flip_a_byte(next((folder / "checkpoints" / "4" / "model").glob("*.safetensors")))
-    code, said, errors = shell("train", stopped_at_4)
-    assert (code, errors) == (0, "")
-    warnings = [line for line in said.splitlines() if line.startswith("warning: ")]
-    assert any("checkpoints/4" in line and victim.name in line for line in warnings), warnings
-    assert "Training from step 3 to " in said
-    assert [step["iteration"] for step in story(folder)] == [1, 2, 3, 4, 5, 6]
+    assert len(story(stopped.parent)) == 3  # nothing was touched
 
 
 def test_a_document_that_was_validated_on_is_not_trained_on_once_files_were_added(tmp_path: Path) -> None:

@@ -69,15 +69,11 @@ def rehearsed(request: pytest.FixtureRequest) -> Callable[[str], Any]:
 @pytest.mark.parametrize("case", CASES)
 def test_the_host_waits_once_a_step(case: str, rehearsed: Callable[[str], Any]) -> None:
     """And nothing is computed in float64."""
-    steps = rehearsed(case)
-    assert isinstance(steps, list), steps
-    assert steps[1:] == [ONCE, ONCE]
+    assert rehearsed(case)[1:] == [ONCE, ONCE]
 
 
 def test_experts_on_other_ranks_cost_one_wait_a_layer_and_micro_batch(rehearsed: Callable[[str], Any]) -> None:
-    steps = rehearsed(EXPERTS_APART)
-    assert isinstance(steps, list), steps
-    assert steps[1:] == [ONCE | {"kernels.experts:counts_on_host reads": 4 * 2}] * 2
+    assert rehearsed(EXPERTS_APART)[1:] == [ONCE | {"kernels.experts:counts_on_host reads": 4 * 2}] * 2
 
 
 @pytest.mark.parametrize("case", OFFLOADED)

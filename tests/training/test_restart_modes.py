@@ -337,13 +337,9 @@ def test_nanotrons_keys_are_modes(tmp_path: Path) -> None:
 
 def test_another_optimizer_or_batch_is_refused_before_the_model_is_built(parent: Config, tmp_path: Path) -> None:
     lion = "optimizer.param_groups=[{pattern: mlp, optimizer_factory: {name: lion}}]"
-    batch = "tokens.micro_batch_size=8"
+    batch, sgd = "tokens.micro_batch_size=8", "optimizer.optimizer_factory={name: sgd}"
     for mode, override, message in (
-        (
-            "transfer",
-            "optimizer.optimizer_factory={name: sgd}",
-            r"optimizer_factory.name is adamW in .* and sgd in this config.*model_only",
-        ),
+        ("transfer", sgd, r"optimizer_factory.name is adamW in .* and sgd in this config.*model_only"),
         ("transfer", lion, r"param_groups.0.optimizer_factory.name is .absent. in .* and lion in"),
         ("transfer", "optimizer.ema_decay=0.9", r"ema_decay is None in .* and 0\.9 in this config.*model_only"),
         ("model_data", batch, r"16 samples in 4 steps, but this config's global batch of 8 makes that 32"),

@@ -1,5 +1,6 @@
 """Secrets in the environment are in nothing that is written or printed, and a config holds none."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -59,41 +60,27 @@ WITH_PASSWORD = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("key", "url"),
-    [
-        ("checkpoints.checkpoints_path", WITH_PASSWORD[1]),
-        ("data_stages.0.data.dataset", WITH_PASSWORD[0]),
-        ("tokenizer.tokenizer_name_or_path", WITH_PASSWORD[2]),
-    ],
-)
-def test_a_config_with_a_password_is_refused(tmp_path: Path, shell: Shell, url: str, key: str) -> None:
-    """Without repeating it."""
-    value = f"{{dataset_folder: [{url}]}}" if key.endswith("dataset") else url
-    code, said, errors = shell("train", tiny_yaml(tmp_path), f"{key}={value}")
-    assert code == 2
-    assert key in errors
-    assert "a URL with a user or password; credentials come from the environment" in errors
-    assert SECRET not in errors + said
-    assert not (tmp_path / "logs").exists()
-
-
 THROUGH_PATHLIB = str(Path(WITH_PASSWORD[1]))
 
 
 @pytest.mark.parametrize(
-    ("section", "key", "value"),
+    ("key", "value"),
     [
-        ("data_stages.0.data.dataset", "hf_dataset_or_datasets", f"{{'{WITH_PASSWORD[0]}': 0.5, b: 0.5}}"),
-        ("checkpoints", "checkpoints_path", THROUGH_PATHLIB),
-        ("checkpoints", "resume_checkpoint_path", THROUGH_PATHLIB),
+        ("checkpoints.checkpoints_path", WITH_PASSWORD[1]),
+        ("checkpoints.checkpoints_path", THROUGH_PATHLIB),
+        ("checkpoints.resume_checkpoint_path", THROUGH_PATHLIB),
+        ("data_stages.0.data.dataset.dataset_folder", f"[{WITH_PASSWORD[0]}]"),
+        ("data_stages.0.data.dataset.hf_dataset_or_datasets", f"{{'{WITH_PASSWORD[0]}': 0.5, b: 0.5}}"),
+        ("tokenizer.tokenizer_name_or_path", WITH_PASSWORD[2]),
     ],
 )
-def test_nor_with_one_in_a_mix_or_from_pathlib(tmp_path: Path, section: str, key: str, value: str) -> None:
-    override = f"{section}={{{key}: {value}}}" if section.startswith("data") else f"{section}.{key}={value}"
-    with pytest.raises(InputError, match=f"{key}: a URL with a user or password") as caught:
-        tiny_config(tmp_path, override)
-    assert SECRET not in str(caught.value)
+def test_a_config_with_a_password_is_refused(tmp_path: Path, shell: Shell, key: str, value: str) -> None:
+    """Without repeating it."""
+    code, said, errors = shell("train", tiny_yaml(tmp_path), f"{key}={value}")
+    assert code == 2
+    assert re.search(rf"{key}(\.0)?: a URL with a user or password; credentials come from the environment", errors)
+    assert SECRET not in errors + said
+    assert not (tmp_path / "logs").exists()
 
 
 @pytest.mark.parametrize("url", WITH_PASSWORD)

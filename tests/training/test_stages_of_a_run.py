@@ -61,7 +61,9 @@ def stages(*given: dict[str, Any]) -> str:
 
 
 OTHER = {"dataset": {"source": "support.user_parts.counting", "kwargs": {"start": 5}}}
+OTHER_DOWN = stages({}, {"data": OTHER})
 THIRD = {"name": "third", "start_training_step": 6, "data": OTHER}
+EARLY = THIRD | {"start_training_step": 5}
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +84,7 @@ def resumed(stopped: Path, tmp_path: Path, at: int, *overrides: str) -> tuple[An
 @pytest.mark.parametrize(
     ("edited", "named"),
     [
-        (stages({}, {"data": OTHER}), "'down'"),
+        (OTHER_DOWN, "'down'"),
         (stages({}, {}, THIRD), "'third'"),
         (stages().split(', {"name": "down"')[0] + "]", "'down'"),
         (stages({}, {"sequence_length": 8}), "'down'"),
@@ -102,15 +104,9 @@ def test_a_stage_that_begins_later_may_be_edited(stopped: Path, tmp_path: Path, 
     ("edited", "message"),
     [
         (stages({"data": OTHER}), r"data_stages.0.data.dataset.* of stage 'up' is"),
-        (
-            stages({}, {"data": OTHER}),
-            r"data_stages.1.data.dataset.source of stage 'down' is 'support.user_parts.counting_down' ",
-        ),
+        (OTHER_DOWN, r"data_stages.1.data.dataset.source of stage 'down' is 'support.user_parts.counting_down' "),
         (stages({}, {"start_training_step": 6}), r"a stage begins at step 4 in the run and not in this config"),
-        (
-            stages({}, {}, THIRD | {"start_training_step": 5}),
-            r"a stage begins at step 5 not in the run but in this config",
-        ),
+        (stages({}, {}, EARLY), r"a stage begins at step 5 not in the run but in this config"),
         (stages({}, {"sequence_length": 8}), r"data_stages.1.sequence_length of stage 'down' is 16 there and 8 in"),
     ],
 )

@@ -20,6 +20,7 @@ from support.tiny_run import Shell, losses, tiny_config, train_and_listen, train
 URL = "memory://robots/run"
 Machine = Callable[..., Config]
 REMOTE = (f"checkpoints.checkpoints_path={URL}", "checkpoints.checkpoint_interval=2", "tokens.train_steps=4")
+OTHER_RUN = f"{URL} holds the checkpoints of a different run from .*; name another URL, or if it is the same run, copy"
 
 
 @pytest.fixture(autouse=True)
@@ -201,10 +202,7 @@ def test_a_store_of_another_run_is_refused(machine: Machine, tmp_path: Path, buc
     train_quietly(machine("a"))
     other = train_quietly(local_run(tmp_path / "b")).config
     before = {name: file.getvalue() for name, file in bucket.items()}
-    message = (
-        f"{URL} holds the checkpoints of a different run from .*; name another URL, or if it is the same run, copy"
-    )
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(InputError, match=OTHER_RUN):
         train_quietly(local_run(tmp_path / "b", UPLOADED, "checkpoints.keep_last=1", "tokens.train_steps=8"))
     code, _, errors = shell("checkpoint", "upload", other.checkpoint_folder, URL)
     assert code
@@ -212,12 +210,12 @@ def test_a_store_of_another_run_is_refused(machine: Machine, tmp_path: Path, buc
     assert {name: file.getvalue() for name, file in bucket.items()} == before
     own = other.checkpoint_folder / ".run"
     own.unlink()  # as of a folder whose files were copied by `*`, or of an average
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(InputError, match=OTHER_RUN):
         check_same_run(RemoteCheckpoints(URL), other.checkpoint_folder, None)
     third = local_run(tmp_path / "c", "tokens.train_steps=1")  # no step of it is in the store
     train_quietly(third)
     (third.checkpoint_folder / ".run").unlink()
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(InputError, match=OTHER_RUN):
         check_same_run(RemoteCheckpoints(URL), third.checkpoint_folder, None)
     own.write_bytes(before["/robots/run/.run"])  # as the message says
     train_quietly(local_run(tmp_path / "b", UPLOADED, "tokens.train_steps=6"))

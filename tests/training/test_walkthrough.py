@@ -70,13 +70,6 @@ def messages(walked: Walked) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def iterations(messages: list[str]) -> list[dict[str, str]]:
-    """The fields of the iteration lines, as printed."""
-    lines = [message for message in messages if message.startswith("iteration: ")]
-    return [dict(field.split(": ", 1) for field in line.split(" | ")) for line in lines]
-
-
-@pytest.fixture(scope="module")
 def steps(walked: Walked) -> Steps:
     """The objects of metrics.jsonl."""
     (path,) = (walked[0] / "logs").glob("*/metrics.jsonl")
@@ -105,13 +98,11 @@ def test_the_model_has_12368_parameters(walked, messages: list[str]) -> None:
 
 
 @pytest.mark.slow
-def test_the_learning_rate_printed_and_written_is_the_seeds(iterations: list[dict[str, str]], steps: Steps) -> None:
+def test_numbers_of_steps_printed_and_written_are_the_seeds(messages: list[str], steps: Steps) -> None:
+    lines = [message for message in messages if message.startswith("iteration: ")]
+    iterations = [dict(field.split(": ", 1) for field in line.split(" | ")) for line in lines]
     assert [fields["lr"] for fields in iterations] == LEARNING_RATES.split()
     assert [float(f"{step['lr']:.3g}") for step in steps] == [float(rate) for rate in LEARNING_RATES.split()]
-
-
-@pytest.mark.slow
-def test_consumed_tokens_count_two_sequences_of_256_a_step(iterations: list[dict[str, str]], steps: Steps) -> None:
     assert [fields["consumed_tokens"] for fields in iterations] == CONSUMED.split()
     assert [step["consumed_tokens"] for step in steps] == [512 * (k + 1) for k in range(15)]
     assert {fields["global_batch_size"] for fields in iterations} == {"2"}
@@ -191,18 +182,12 @@ def test_the_seeds_two_configs_differ_in_the_layout_alone() -> None:
 
 
 @pytest.fixture
-def examples(tmp_path: Path) -> Path:
-    """A folder with the examples in it, as the root of the repository has."""
+def forked(tmp_path: Path, hub_home: Path, nursery: Nursery) -> Run:
+    """`torchrun` in a folder with the examples, as the repository's root; its ranks are forks of one process."""
     ignored = shutil.ignore_patterns("checkpoints", "logs", "__pycache__")
     shutil.copytree(REPOSITORY / "examples", tmp_path / "examples", ignore=ignored)
-    return tmp_path
-
-
-@pytest.fixture
-def forked(examples: Path, hub_home: Path, nursery: Nursery) -> Run:
-    """`torchrun` in `examples`, whose ranks are forks of one process."""
-    env = settings(examples, hub_home)
-    return lambda script, *given, ranks=1: nursery.torchrun(script, *given, ranks=ranks, folder=examples, env=env)
+    env = settings(tmp_path, hub_home)
+    return lambda script, *given, ranks=1: nursery.torchrun(script, *given, ranks=ranks, folder=tmp_path, env=env)
 
 
 @pytest.mark.slow

@@ -12,22 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from kenotron.checkpoint import durable
 from kenotron.config import InputError
 from support.nursery import Nursery
+from support.tiny_llamas import hf_llama, save_hf
 from support.tiny_run import (
-    equal_bits,
-    losses,
     metrics,
-    saved_weights,
+    numbers,
+    same_saved,
     text_overrides,
     tiny_config,
     tiny_yaml,
     train_and_listen,
     train_quietly,
-    weights,
 )
 from training.test_exact_resume import wait_for_steps
 
@@ -72,27 +70,11 @@ def test_a_run_that_failed_lets_its_folder_go(tmp_path: Path) -> None:
 # ---- architectures by reference ----------------------------------------------------------------------------
 
 
-def hf_folder(folder: Path) -> Path:
-    """A Hugging Face model's folder with its shapes alone."""
-    folder.mkdir()
-    values: dict[str, Any] = yaml.safe_load("""{architectures: [LlamaForCausalLM], model_type: llama, hidden_size: 16,
-        intermediate_size: 24, num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2,
-        vocab_size: 64, max_position_embeddings: 32, rms_norm_eps: 1.0e-05, bos_token_id: 1, eos_token_id: 2,
-        hidden_act: silu, tie_word_embeddings: true}""")
-    (folder / "config.json").write_text(json.dumps(values))
-    return folder
-
-
 def test_a_run_whose_shapes_come_from_a_hugging_face_folder_goes_on_exactly(tmp_path: Path) -> None:
-    shapes = f"model.model_config={{hf: '{hf_folder(tmp_path / 'hf')}'}}"
-    elsewhere = f"checkpoints.checkpoints_path={tmp_path / 'whole'}"
-    whole = tiny_config(tmp_path, shapes, "tokens.train_steps=6", "general.run=whole", elsewhere)
-    expected = weights(train_quietly(whole))
-    train_quietly(tiny_config(tmp_path, shapes, "tokens.train_steps=3"))
-    config = tiny_config(tmp_path, shapes, "tokens.train_steps=6")
-    run = train_quietly(config)
-    assert losses(config) == losses(whole)
-    assert equal_bits(weights(run), expected)
+    shapes = f"model.model_config={{hf: '{save_hf(hf_llama(), tmp_path / 'hf')}'}}"
+    for name, steps in (("whole", 6), ("parts", 3), ("parts", 6)):
+        train_quietly(tiny_config(tmp_path / name, shapes, f"tokens.train_steps={steps}"))
+    assert numbers(tmp_path / "parts") == numbers(tmp_path / "whole")
 
 
 # ---- other people's checkpoints ----------------------------------------------------------------------------
@@ -115,8 +97,7 @@ def test_an_imported_checkpoint_is_resumed_from_at_step_0(imported: Path, tmp_pa
     _, said = train_and_listen(config)
     assert "Loaded weights, data position, schedule, step of" in said
     assert [step["iteration"] for step in metrics(config)] == [1, 2, 3]
-    start, trained = saved_weights(tmp_path / "checkpoints" / "0"), tmp_path / "trained" / "checkpoints" / "3"
-    assert equal_bits(start, saved_weights(trained))
+    assert same_saved(tmp_path / "checkpoints" / "0", tmp_path / "trained" / "checkpoints" / "3")
     muon = "optimizer.optimizer_factory={name: muon}"  # what its config.yaml says of optimizers is a placeholder
     _, said = train_and_listen(tiny_config(tmp_path / "muon", resume, muon))
     assert "Resumed with" not in said
