@@ -23,17 +23,7 @@ from kenotron.models import Context
 from kenotron.models.foreign_model import ForeignModel
 from kenotron.text.tokenizer import load_tokenizer
 from support.checkpoint_states import flip_a_byte
-from support.tiny_llamas import (
-    VARIANTS,
-    hf_llama,
-    load_hf,
-    our_logits,
-    our_model,
-    random_tokens,
-    save_hf,
-    save_ours,
-    small_tokenizer,
-)
+from support.tiny_llamas import VARIANTS, load_hf, our_logits, our_model, random_tokens, save_ours, small_tokenizer
 
 NEW = 12
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}  # for transformers
@@ -360,17 +350,6 @@ def test_a_compiled_model_generates_uncompiled(folder, model):
     assert compilations == []
     training_loss(compiled)
     assert compilations, "training steps still compile"
-
-
-def test_a_hugging_face_folder_is_read_as_it_is(tmp_path, tokenizer):
-    theirs = hf_llama(tie_word_embeddings=True)
-    save_hf(theirs, tmp_path / "hf", tokenizer)
-    model, read, config = load_for_generation(tmp_path / "hf")
-    assert config.architecture.vocab_size == 300
-    ids = read.encode("the cat")
-    [completion] = generate(model, read, ["the cat"], SamplingOptions(max_new_tokens=NEW, stop_at_eos=False))
-    expected = theirs.generate(torch.tensor([ids]), max_new_tokens=NEW, **GREEDY)
-    assert completion.tokens == expected[0, len(ids) :].tolist()
 
 
 def test_weights_take_the_configs_dtype_or_the_one_asked_for(tmp_path):

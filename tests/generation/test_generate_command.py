@@ -2,16 +2,13 @@
 
 import io
 import json
-import runpy
 import socket
 import sys
-from pathlib import Path
 
 import pytest
 
 import kenotron as kn
 from kenotron.cli import rank0
-from kenotron.cli.generate import BUILT_IN_PROMPTS
 from kenotron.cli.nanotron_scripts import run_generate
 from kenotron.config import InputError
 from kenotron.config.parallelism import Parallelism
@@ -20,7 +17,6 @@ from kenotron.generation.layout import choose_layout
 from kenotron.generation.load import load_for_generation
 from support.tiny_llamas import our_model, save_ours, small_tokenizer
 
-RUN_GENERATE = Path(__file__).parents[2] / "run_generate.py"
 NO_EFFECT = "changes nothing at temperature 0, which is greedy; set a temperature, such as 1.0"
 
 
@@ -136,14 +132,6 @@ def test_the_seeds_command_is_the_same_thing(shell, path, monkeypatch):
     seeds = shell("--ckpt-path", f"{path}/", "--tp", 1, "--pp", 1, "--use-cache", command=run_generate)
     assert seeds == shell("generate", path, "--max-new-tokens", 128)
     assert seeds[0] == 0
-
-
-def test_the_seeds_script_runs(path, capfd, monkeypatch):
-    monkeypatch.setattr(sys, "argv", [str(RUN_GENERATE), "--ckpt-path", str(path), "--max-new-tokens", "3"])
-    with pytest.raises(SystemExit) as exit_:
-        runpy.run_path(str(RUN_GENERATE), run_name="__main__")
-    assert not exit_.value.code
-    assert capfd.readouterr().out.startswith(BUILT_IN_PROMPTS[0])
 
 
 @pytest.mark.parametrize(

@@ -103,22 +103,18 @@ def test_a_parser_of_the_seeds_lines_reads_ours(watched) -> None:
 def test_metrics_are_numbers_of_their_step(watched) -> None:
     steps = metrics(watched[0])
     assert steps[0]["consumed_tokens"] == 64
-    # Rates are of this step's own time.
+    hidden, kv, width, length, layers, inner, vocab = 16, 2, 4, 16, 2, 24, 64
+    attention = 2 * hidden * (4 + 2 * kv) * width + 4 * length * hidden + 2 * hidden * hidden
+    token = layers * (attention + 6 * hidden * inner) + 2 * hidden * vocab
+    # Rates are of this step's own time, and FLOPs those of three forward passes.
     for step in steps:
         assert all(isinstance(value, int | float) for value in step.values())
         seconds = step["elapsed_time_per_iteration_ms"] / 1000
         assert step["tokens_per_sec"] == pytest.approx(64 / seconds)
         assert step["model_tflops_per_gpu"] == pytest.approx(step["hardware_tflops_per_gpu"])
+        assert step["model_tflops_per_gpu"] == pytest.approx(3 * token * step["tokens_per_sec"] / 1e12)
         assert step["data_wait_ms"] <= step["elapsed_time_per_iteration_ms"]
         assert 0 < step["matmul_share_causal"] < step["matmul_share"] < 1
-
-
-def test_tflops_are_three_forward_passes_over_the_steps_time(watched) -> None:
-    hidden, kv, width, length, layers, inner, vocab = 16, 2, 4, 16, 2, 24, 64
-    attention = 2 * hidden * (4 + 2 * kv) * width + 4 * length * hidden + 2 * hidden * hidden
-    token = layers * (attention + 6 * hidden * inner) + 2 * hidden * vocab
-    for step in metrics(watched[0]):
-        assert step["model_tflops_per_gpu"] == pytest.approx(3 * token * step["tokens_per_sec"] / 1e12)
 
 
 def test_recomputation_counts_for_the_hardware_and_not_for_the_model(tmp_path: Path) -> None:

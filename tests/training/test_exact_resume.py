@@ -7,6 +7,7 @@ import random
 import re
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,17 +21,7 @@ from kenotron.text.hash_split import text_hash
 from kenotron.training.run import Run
 from soak import run as soak
 from support.nursery import Nursery
-from support.tiny_run import (
-    KENOTRON,
-    Shell,
-    environment,
-    metrics,
-    saved_weights,
-    text_overrides,
-    tiny_config,
-    tiny_yaml,
-    train_quietly,
-)
+from support.tiny_run import Shell, environment, metrics, text_overrides, tiny_config, tiny_yaml, train_quietly
 
 STEPS = 12
 ENDLESS = "tokens.train_steps=1000000"
@@ -96,9 +87,6 @@ def same_run(folder: Path, other: Path) -> None:
     assert story(folder) == story(other)
     last = Path("checkpoints") / str(STEPS)
     assert digest(folder / last) == digest(other / last)
-    moments = saved_weights(folder / last, "optimizer")
-    assert {str(tensor.dtype) for tensor in saved_weights(folder / last).values()} == {"torch.float32"}
-    assert len(moments) > len(saved_weights(folder / last))  # a validation just before the save hides nothing
 
 
 @pytest.mark.cases(1)
@@ -160,7 +148,7 @@ def test_a_signal_to_all_processes_while_blocks_are_compiled_is_seen(tmp_path: P
     """As a scheduler sends it: to the whole process group, those that compile too."""
     overrides = ("model.compile=true", "model.model_config.num_hidden_layers=1", "tokens.train_steps=100000")
     run = subprocess.Popen(
-        [*KENOTRON, "train", tiny_yaml(tmp_path), *overrides],
+        [sys.executable, "-m", "kenotron", "train", tiny_yaml(tmp_path), *overrides],
         env=environment(tmp_path, TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache")),
         stdout=subprocess.PIPE,
         text=True,

@@ -13,22 +13,14 @@ from kenotron.config.errors import InputError, RunFailed
 from kenotron.generation.load import load_for_generation
 from kenotron.interop import background_export, to_hf
 from support.tiny_llamas import hf_logits, load_hf, our_logits
-from support.tiny_run import (
-    equal_bits,
-    exported,
-    saved_weights,
-    text_overrides,
-    tiny_config,
-    train_and_listen,
-    train_quietly,
-)
+from support.tiny_run import equal_bits, exported, saved_weights, text_overrides, tiny_config, train_and_listen
 
 EXPORT = "checkpoints.export_hf=true"
 
 
 def test_every_checkpoint_has_its_export_and_goes_with_it(tmp_path: Path) -> None:
     keys = ("checkpoints.checkpoint_interval=1", "checkpoints.keep_last=2", *text_overrides(tmp_path))
-    train_quietly(tiny_config(tmp_path, EXPORT, "model.dtype=bfloat16", *keys))
+    train_and_listen(tiny_config(tmp_path, EXPORT, "model.dtype=bfloat16", *keys))
     steps = sorted(path.name for path in (tmp_path / "checkpoints").iterdir() if path.is_dir())
     assert steps == ["2", "3"]
     for step in steps:
@@ -51,13 +43,13 @@ def test_the_next_start_makes_up_for_an_export_that_failed(tmp_path: Path, monke
     with pytest.raises(
         RunFailed, match=r"step 2: checkpoints\.export_hf: cannot write .*2/hf: No space left on device"
     ):
-        train_quietly(tiny_config(tmp_path, *keys))
+        train_and_listen(tiny_config(tmp_path, *keys))
     second = tmp_path / "checkpoints" / "2"
     assert folders.verify(second) == []
     assert not list(second.glob("hf*"))
     monkeypatch.undo()
     (second / "hf.tmp-0123abcd").mkdir()  # what a killed process left
-    train_quietly(tiny_config(tmp_path, *keys))
+    train_and_listen(tiny_config(tmp_path, *keys))
     assert [path.name for path in second.glob("hf*")] == ["hf"]
     for step in ("2", "3"):
         path = tmp_path / "checkpoints" / step
@@ -69,7 +61,7 @@ def test_an_export_is_made_up_for_at_a_newer_local_checkpoint_and_after_the_end(
     keys = (EXPORT, "checkpoints.checkpoint_interval=2", "tokens.train_steps=4", local)
     dies = "general.hooks=[{path: support.user_parts.OnRank, kwargs: {what: raise, rank: 0, step: 4}}]"
     with pytest.raises(RuntimeError, match="this hook is broken"):
-        train_quietly(tiny_config(tmp_path, *keys, dies))
+        train_and_listen(tiny_config(tmp_path, *keys, dies))
     second = tmp_path / "checkpoints" / "2"
     shutil.rmtree(second / "hf")  # the process was killed before it was complete
     _, said = train_and_listen(tiny_config(tmp_path, *keys))
@@ -84,7 +76,7 @@ def test_an_export_is_made_up_for_at_a_newer_local_checkpoint_and_after_the_end(
 
 def test_what_transformers_has_no_class_for_is_refused_before_the_first_step(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"checkpoints\.export_hf: attention_bias: false: Hugging Face's Qwen2 has"):
-        train_quietly(tiny_config(tmp_path, EXPORT, "model.model_config.is_qwen2_config=true"))
+        train_and_listen(tiny_config(tmp_path, EXPORT, "model.model_config.is_qwen2_config=true"))
     assert not list((tmp_path / "checkpoints").glob("*/manifest.json"))
 
 
@@ -158,5 +150,5 @@ def test_the_last_export_that_fails_in_the_background_fails_the_run(tmp_path: Pa
     (tmp_path / "checkpoints" / "go").touch()
     said = "the process ended with exit code 1: AssertionError: no memory; the checkpoint is complete"
     with pytest.raises(RunFailed, match=rf"^step 3: checkpoints\.export_hf: {said}$"):
-        train_quietly(tiny_config(tmp_path, *BEHIND))
+        train_and_listen(tiny_config(tmp_path, *BEHIND))
     assert folders.verify(tmp_path / "checkpoints" / "3") == []

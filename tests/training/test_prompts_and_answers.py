@@ -7,10 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kenotron.interop import to_hf
-from support.data_runs import bytes_of
 from support.hub_cache import make_tokenizer_repository
-from support.tiny_run import equal_bits, exported, losses, metrics, saved_weights, tiny_config, train_quietly
+from support.tiny_run import losses, metrics, saved_weights, tiny_config, train_quietly
 
 ROWS = [{"prompt": f"word{a} word{b} ", "completion": f"word{a + b} word{b}"} for a in range(9) for b in range(9)]
 DATASET = "data_stages.0.data.dataset"
@@ -47,16 +45,3 @@ def test_the_loss_is_that_of_the_answers_of_each_example_alone(tmp_path: Path) -
                 count += 3
     assert count == metrics(config)[0]["real_tokens"]
     assert losses(config)[0] == pytest.approx(total / count, rel=1e-6)
-
-
-def test_what_is_exported_is_that_of_a_run_on_plain_text(tmp_path: Path) -> None:
-    """Byte for byte where both have the same weights, before the first step; after the last one, what was saved."""
-    given, found = overrides(tmp_path), []
-    plain = f"{DATASET}={{text_files: {tmp_path}/rows.jsonl, text_column_name: prompt}}"
-    for name, dataset in (("answers", given[0]), ("text", plain)):
-        train_quietly(tiny_config(tmp_path / name, *given[1:], dataset))
-        found.append(bytes_of(to_hf(tmp_path / name / "checkpoints" / "0", tmp_path / name / "hf").path))
-    assert found[0] == found[1]
-    assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(found[0])
-    last = to_hf(tmp_path / "answers" / "checkpoints" / "1", tmp_path / "last", dtype="float32").path
-    assert equal_bits(exported(last), saved_weights(tmp_path / "answers" / "checkpoints" / "1"))
