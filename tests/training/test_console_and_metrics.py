@@ -54,15 +54,10 @@ def iteration_lines(said: str) -> list[str]:
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory: pytest.TempPathFactory) -> tuple[object, str]:
     """A run of 8 steps with a save after step 6, and what it said."""
-    config = tiny_config(
-        tmp_path_factory.mktemp("watched"),
-        "tokens.train_steps=8",
-        "checkpoints.checkpoint_interval=6",
-        "logging.tensorboard=true",
-        "tokens.val_check_interval=4",
-        "tokens.limit_val_batches=2",
-        "logging.format=nanotron",
-    )
+    steps = ("tokens.train_steps=8", "checkpoints.checkpoint_interval=6")
+    validation = ("tokens.val_check_interval=4", "tokens.limit_val_batches=2")
+    logs = ("logging.tensorboard=true", "logging.format=nanotron")
+    config = tiny_config(tmp_path_factory.mktemp("watched"), *steps, *validation, *logs)
     _, said = train_and_listen(config)
     return config, said
 

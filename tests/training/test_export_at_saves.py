@@ -40,9 +40,8 @@ def test_the_next_start_makes_up_for_an_export_that_failed(tmp_path: Path, monke
 
     monkeypatch.setattr("safetensors.torch.save_file", full)
     keys = (EXPORT, "checkpoints.checkpoint_interval=2")
-    with pytest.raises(
-        RunFailed, match=r"step 2: checkpoints\.export_hf: cannot write .*2/hf: No space left on device"
-    ):
+    said = r"step 2: checkpoints\.export_hf: cannot write .*2/hf: No space left on device"
+    with pytest.raises(RunFailed, match=said):
         train_and_listen(tiny_config(tmp_path, *keys))
     second = tmp_path / "checkpoints" / "2"
     assert folders.verify(second) == []

@@ -111,8 +111,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
 
 @pytest.fixture(scope="module")
 def parent(tmp_path_factory: pytest.TempPathFactory) -> Config:
-    config = train_quietly(tiny_config(tmp_path_factory.mktemp("parent"), *RUN)).config
-    return config
+    return train_quietly(tiny_config(tmp_path_factory.mktemp("parent"), *RUN)).config
 
 
 def checkpoint_of(config: Config, step: int = AT) -> Path:

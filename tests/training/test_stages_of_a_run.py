@@ -130,14 +130,9 @@ def test_every_source_is_measured_by_itself_and_the_total_is_theirs(tmp_path: Pa
         folder.mkdir()
         write_texts(folder)
     parts = ", ".join(f"{{weight: {weight}, text_files: '{folder}'}}" for weight, folder in zip((3, 1), folders))
-    overrides = (
-        *text_overrides(tmp_path)[1:],
-        f"data_stages.0.data.dataset={{mixture: [{parts}]}}",
-        "tokens.val_check_interval=2",
-        "tokens.limit_val_batches=-1",
-        "tokens.val_fraction=0.1",
-        "model.model_config.z_loss_enabled=true",  # no part of val_loss
-    )
+    mixture, z_loss = f"data_stages.0.data.dataset={{mixture: [{parts}]}}", "model.model_config.z_loss_enabled=true"
+    validation = ("tokens.val_check_interval=2", "tokens.limit_val_batches=-1", "tokens.val_fraction=0.1")
+    overrides = (*text_overrides(tmp_path)[1:], mixture, *validation, z_loss)  # the z-loss is no part of val_loss
     for steps in (3, 5):
         run = train_quietly(tiny_config(tmp_path, *overrides, f"tokens.train_steps={steps}"))
     order = run.data.stage_of(1).order
