@@ -67,6 +67,11 @@ def test_the_package_stays_small() -> None:
     assert sum(lines_of_code(path.read_text()) for path in (REPOSITORY / "src").rglob("*.py")) <= 36_000
 
 
+def test_the_tests_stay_small() -> None:
+    """Counted likewise, with the mutants: a test that a stronger one implies goes."""
+    assert sum(lines_of_code(path.read_text()) for path in (REPOSITORY / "tests").rglob("*.py")) <= 42_000
+
+
 def lines_of_code(source: str) -> int:
     stripped = enumerate(map(str.strip, source.split("\n")), start=1)
     lines = {number for number, line in stripped if line and not line.startswith("#")}

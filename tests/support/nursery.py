@@ -80,7 +80,8 @@ class Nursery:
 
     def __exit__(self, *_: object) -> None:
         self.pipe.close()
-        self.process.join(timeout=60)
+        self.process.kill()  # with the child that a test which failed has left
+        self.process.join()
 
     def start(
         self,
