@@ -5,7 +5,6 @@ import re
 import shlex
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,17 @@ import yaml
 
 from kenotron.cli.nanotron_scripts import run_train
 from support.nursery import Nursery
-from support.tiny_run import KENOTRON, REPOSITORY, Shell, command, environment, tiny_dict, tiny_yaml, write_texts
+from support.tiny_run import (
+    KENOTRON,
+    REPOSITORY,
+    Shell,
+    command,
+    environment,
+    tiny_dict,
+    tiny_yaml,
+    wait_until,
+    write_texts,
+)
 
 
 def of_python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -219,10 +228,7 @@ def test_ctrl_c_before_the_first_step_is_said(tmp_path: Path, nursery: Nursery) 
     """While the data are opened, which may take an hour, only the command line reports anything."""
     slow = "data_stages.0.data.dataset={source: support.user_parts.slowly}"
     child = nursery.start("train", tiny_yaml(tmp_path), slow, folder=tmp_path)
-    until = time.monotonic() + 120
-    while not (tmp_path / "opening").exists():
-        assert time.monotonic() < until, "no data were opened in two minutes"
-        time.sleep(0.05)
+    wait_until((tmp_path / "opening").exists, 120, lambda: "no data were opened in two minutes")
     os.kill(child.pid, signal.SIGINT)
     finished = child.wait()
     assert (finished.code, finished.stderr) == (130, "interrupted\n")

@@ -15,7 +15,7 @@ import yaml
 from kenotron.checkpoint.folders import verify
 from support.hub_cache import offline_environment
 from support.nursery import Finished, Nursery
-from support.tiny_run import REPOSITORY, equal_bits, saved_weights
+from support.tiny_run import REPOSITORY, same_saved
 
 BUCKET, URL = "robots", "s3://robots/temp/config_tiny_llama_with_s3_upload"
 SETTINGS = "datastates:\n  host_cache_size: 16\n  parser_threads: 2\n  pin_host_cache: true\n"
@@ -79,7 +79,7 @@ def test_the_engine_s_settings_in_checkpoints_and_weights_of_another_run(
     assert finished.stderr == ""
     for step in ("2", "4"):
         trained_lazily(tmp_path / "checkpoints" / step, finished)
-    assert equal_bits(saved_weights(tmp_path / "checkpoints" / "0"), saved_weights(tmp_path / "pretrained/tiny/4"))
+    assert same_saved(tmp_path / "checkpoints" / "0", tmp_path / "pretrained/tiny/4")
 
 
 @pytest.fixture

@@ -21,7 +21,16 @@ from kenotron.text.hash_split import text_hash
 from kenotron.training.run import Run
 from soak import run as soak
 from support.nursery import Nursery
-from support.tiny_run import Shell, environment, metrics, text_overrides, tiny_config, tiny_yaml, train_quietly
+from support.tiny_run import (
+    Shell,
+    environment,
+    metrics,
+    text_overrides,
+    tiny_config,
+    tiny_yaml,
+    train_quietly,
+    wait_until,
+)
 
 STEPS = 12
 ENDLESS = "tokens.train_steps=1000000"
@@ -120,11 +129,12 @@ def test_runs_killed_with_every_engine_lose_nothing_that_was_announced(capsys: p
 
 def wait_for_steps(folder: Path, count: int) -> None:
     """Until metrics.jsonl has `count` lines."""
-    deadline = time.monotonic() + 60
     path = folder / "logs" / "tiny" / "metrics.jsonl"
-    while not path.exists() or len(path.read_text().splitlines()) < count:
-        assert time.monotonic() < deadline, "no step was done in a minute"
-        time.sleep(0.005)
+
+    def done() -> bool:
+        return path.exists() and len(path.read_text().splitlines()) >= count
+
+    wait_until(done, 60, lambda: "no step was done in a minute")
 
 
 @pytest.mark.cases(1)
@@ -134,8 +144,7 @@ def test_a_source_that_hangs_keeps_no_run_from_saving(workers: int, nursery: Nur
     more = ("tokens.train_steps=50", f"data_stages.0.data.num_loading_workers={workers}")
     child = nursery.start("train", tiny_yaml(tmp_path), source, *more, folder=tmp_path)
     wait_for_steps(tmp_path, 2)
-    while not (tmp_path / "hanging").exists():
-        time.sleep(0.01)
+    wait_until((tmp_path / "hanging").exists, 60, lambda: "the source was not asked for the step")
     os.kill(child.pid, signal.SIGUSR1)
     finished = child.wait()
     assert (finished.code, finished.stderr) == (0, "")
