@@ -10,6 +10,7 @@ import yaml
 from kenotron.config.errors import InputError
 from kenotron.models import flops_per_token
 from kenotron.models.decoder import Decoder
+from kenotron.models.families.deepseek_v3 import DeepseekV3Architecture
 from kenotron.models.families.llama import Llama, LlamaArchitecture
 from kenotron.models.families.mistral import MistralArchitecture
 from kenotron.models.part import ModelPart
@@ -54,6 +55,15 @@ def test_a_window_costs_the_keys_that_its_queries_see(window: int) -> None:
         model = Decoder(MistralArchitecture(**GROUPED, sliding_window=window))
     seen = sum(min(query + 1, window) for query in range(256)) / 256 if window < 256 else 256 / 2
     assert flops_per_token(model, 256, causal=True) == pytest.approx(by_hand(GROUPED, 0) + 5 * 2 * 2 * seen * 96)
+
+
+@pytest.mark.parametrize(("causal", "keys"), [(True, 128), (False, 256)])
+def test_latent_attention_costs_the_widths_of_scores_and_of_values(causal: bool, keys: int) -> None:
+    widths = {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 20}
+    with torch.device("meta"):
+        model = Decoder(DeepseekV3Architecture(**GROUPED, **widths))  # as many key-value heads as heads, in latent form
+    square = flops_per_token(model, 256, causal) - flops_per_token(model, 0, causal)
+    assert square == 5 * 2 * 6 * (16 + 8 + 20) * keys
 
 
 def test_padding_of_the_vocabulary_costs_nothing() -> None:
