@@ -278,6 +278,9 @@ def test_an_argument_names_a_step_or_a_folder(tmp_path: Path) -> None:
         find(f"{URL}/30")
     with pytest.raises(InputError, match="no such protocol"):
         find("memroy://robots/run")
+    for latest, step in ((b"10\n", 10), (b"30", 20)):  # step 30 is not there
+        RemoteCheckpoints(URL).store.put("latest.txt", latest)
+        assert find(URL)[1] == step
     copy = local_copy(URL)
     assert copy == tmp_path / "cache" / "checkpoints" / "memory" / "robots" / "run" / "20"
     assert not list((copy / "optimizer").glob("*.safetensors"))

@@ -29,6 +29,11 @@ class BrokenAtOnce(Squares):
         raise KeyError("boom")
 
 
+class OneTooFew(Squares):
+    def samples(self, indices):
+        return np.zeros((len(indices) - 1, self.size), np.int64)
+
+
 class OfKnownSize(TokenSource):
     """Says of itself how much there is, and what the console shows."""
 
@@ -82,6 +87,10 @@ def test_a_source_of_ones_own_is_read_by_dotted_path():
         (
             "BrokenAtOnce",
             r"dataset\.source: test_user_sources\.BrokenAtOnce\.samples\(\[.*\]\) raised KeyError: 'boom'",
+        ),
+        (
+            "OneTooFew",
+            r"OneTooFew\[\d+\]: expected 33 integer ids \(sequence_length \+ 1\), found int64 of shape \(3, 33\)",
         ),
         ("Squares", r"unexpected keyword argument 'colour'"),
     ],

@@ -94,6 +94,7 @@ def test_with_every_checkpoint_damaged_none_is_replaced(machine: Machine, bucket
 
 def test_local_damage_is_mended_from_the_store(machine: Machine, whole: list[float]) -> None:
     config = train_quietly(machine("a")).config
+    assert "Fetching" not in train_and_listen(machine("a"))[1]  # what is here already
     flip_a_byte(next((config.checkpoint_folder / "4" / "model").glob("*.safetensors")))
     config = machine("a", "tokens.train_steps=6")
     assert f"Fetching {URL}/4: " in train_and_listen(config)[1]
