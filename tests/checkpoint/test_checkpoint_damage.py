@@ -111,9 +111,10 @@ def test_a_file_that_is_cut_after_it_was_checked_is_an_error_not_a_crash(tmp_pat
 
 
 def test_several_damaged_checkpoints_are_each_named_in_one_line(root: Path, tmp_path: Path) -> None:
-    for step in (10, 20, 30, 40):
+    for step in (5, 10, 20, 30, 40):
         save_step(tmp_path, step)
-    (tmp_path / "40" / "manifest.json").unlink()
+    for step in (5, 40):  # 5 is older than the one that is found
+        (tmp_path / str(step) / "manifest.json").unlink()
     (tmp_path / "30" / "model" / "rank0.safetensors").unlink()
     os.truncate(tmp_path / "20" / "config.yaml", 3)
     lines: list[str] = []
@@ -138,6 +139,7 @@ def test_a_damaged_checkpoint_is_saved_anew(tmp_path: Path) -> None:
         save_step(tmp_path, 20, seed=2)
         assert newest_complete(tmp_path) == tmp_path / "20"
         assert load_and_compare(tmp_path / "20") == 2
+    assert {path.name for path in tmp_path.iterdir()} - {"10", "20", "latest.txt"} == {".lock"}
 
 
 class Executes:

@@ -145,7 +145,7 @@ def test_without_keep_last_everything_stays(tmp_path: Path) -> None:
 def test_the_newest_complete_checkpoint_stays_when_newer_ones_are_damaged(tmp_path: Path) -> None:
     for step in (10, 20, 30, 40):
         save_tiny(tmp_path, step)
-    (tmp_path / "30" / "manifest.json").write_text("")
+    (tmp_path / "30" / "manifest.json").write_text("[]")
     (tmp_path / "40" / "config.yaml").unlink()
     assert [path.name for path in prune(tmp_path, Keep(1))] == ["10"]
     assert newest_complete(tmp_path) == tmp_path / "20"

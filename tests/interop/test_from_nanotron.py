@@ -92,11 +92,15 @@ def test_without_masters_the_weights_are_those_of_the_model(tmp_path):
 
 
 def test_without_an_optimizer_the_weights_come_alone_and_it_is_said(tmp_path):
+    """And that the batch is not the one with which the samples were counted."""
     config = nanotron_config(tmp_path)
-    write_nanotron(tmp_path / "theirs", config, random_state(config)[0])
+    theirs = write_nanotron(tmp_path / "theirs", config, random_state(config)[0])
+    edit(CONFIG, "micro_batch_size: 4", "micro_batch_size: 2")(theirs)
     said = []
     saved = from_nanotron(tmp_path / "theirs", tmp_path / "ours", report=said.append)
-    assert "begins with a fresh one" in said[-1]
+    assert "begins with a fresh one" in said[-2]
+    counted = "8 samples were consumed in 2 steps, and the config's global batch of 2 makes that 4: "
+    assert said[-1].startswith(counted)
     assert not (saved.path / "optimizer").exists()
 
 

@@ -13,6 +13,7 @@ from kenotron.checkpoint.checkpoints import Checkpoints
 from kenotron.checkpoint.local import run_folders
 from kenotron.config import InputError
 from kenotron.launch.training import name_before_start
+from support import user_parts
 from support.checkpoint_states import flip_a_byte
 from support.tiny_run import (
     equal_bits,
@@ -94,9 +95,16 @@ def test_a_checkpoint_that_is_not_there_is_an_error_that_names_it(tmp_path: Path
         train_quietly(config)
 
 
-def test_another_architecture_is_an_error_that_names_the_tensor(earlier: Any, tmp_path: Path) -> None:
+def test_another_architecture_is_an_error_that_names_the_tensor(
+    earlier: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what hooks hold is let go, as after any run."""
+    closed: list[int] = []
+    monkeypatch.setattr(user_parts.Recorder, "on_close", lambda self, run: closed.append(run.step))
+    changes = ("model.model_config.intermediate_size=32", "general.hooks=[support.user_parts.Recorder]")
     with pytest.raises(InputError, match=r"model\.layers\.\d.*mlp.*weight"):
-        train_quietly(start_from(earlier, tmp_path, "model.model_config.intermediate_size=32"))
+        train_quietly(start_from(earlier, tmp_path, *changes))
+    assert closed == [0]
 
 
 # ---- what is saved, and kept -------------------------------------------------------------------------------

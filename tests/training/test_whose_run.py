@@ -221,6 +221,11 @@ def test_another_tokenizer_under_the_same_name_is_another_run(tmp_path: Path) ->
     shutil.copytree(tmp_path / "second" / "3" / "tokenizer", named)
     with pytest.raises(InputError, match=r"tokenizer: .* is not the tokenizer of .*checkpoints/3 \(hash"):
         train_quietly(tiny_config(tmp_path, *overrides, "tokens.train_steps=6"))
+    source = f"checkpoints.resume_checkpoint_path={tmp_path / 'checkpoints' / '3'}"
+    elsewhere = tmp_path / "transfer"
+    _, said = train_and_listen(tiny_config(elsewhere, *overrides, source, "checkpoints.load_mode=transfer"))
+    (warning,) = [line for line in said.splitlines() if "has changed since" in line]  # none of the text: it begins anew
+    assert warning.startswith("warning: tokenizer has changed since")
 
 
 # ---- small words of warning --------------------------------------------------------------------------------
