@@ -110,15 +110,6 @@ def test_a_tied_head_is_stored_once_and_a_second_copy_in_a_file_does_no_harm(tmp
     assert torch.allclose(our_logits(model, tokens), hf_logits(theirs, tokens), atol=1e-4)
 
 
-def test_keys_that_only_travel_reach_the_export(tmp_path):
-    travelling = {"initializer_range": 0.07, "pad_token_id": 3, "use_cache": False, "pretraining_tp": 2}
-    path = save_ours(our_model(tmp_path), tmp_path / "checkpoints", **travelling, max_position_embeddings=77)
-    to_hf(path, tmp_path / "out")
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert {key: config[key] for key in travelling} == travelling
-    assert config["max_position_embeddings"] == 77
-
-
 def test_an_import_is_a_whole_checkpoint_with_a_config_that_loads(hf_folder, tmp_path):
     saved = from_hf(hf_folder, tmp_path / "ours")
     assert saved.path == tmp_path / "ours" / "0"
@@ -200,16 +191,6 @@ def test_a_damaged_checkpoint_is_not_exported_and_nothing_is_left(ours, tmp_path
     data[-5] ^= 1
     file.write_bytes(data)
     with pytest.raises(InputError, match=f"{file.name} is damaged"):
-        to_hf(ours, tmp_path / "out")
-    assert not list(tmp_path.glob("out*"))
-
-
-def test_an_export_that_fails_leaves_nothing(ours, tmp_path, monkeypatch):
-    def full(*_, **__):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("safetensors.torch.save_file", full)
-    with pytest.raises(InputError, match=r"cannot write .*out: No space left on device"):
         to_hf(ours, tmp_path / "out")
     assert not list(tmp_path.glob("out*"))
 

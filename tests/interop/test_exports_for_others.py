@@ -280,11 +280,6 @@ def train(folder: Path, model: Path, start: Path, tokenizer: Path | None) -> Pat
     return folder / "checkpoints" / "1" / "hf"
 
 
-def test_a_conversion_keeps_how_the_model_generates(instruct: Path, tmp_path: Path) -> None:
-    to_hf(instruct.with_name("imported"), tmp_path / "out")
-    expect_instruct(tmp_path / "out")
-
-
 @pytest.mark.parametrize("start", ["instruct", "imported", "tokens alone"])
 def test_a_run_that_starts_from_a_model_keeps_how_it_generates(start: str, instruct: Path, tmp_path: Path) -> None:
     imported = instruct.with_name("imported")

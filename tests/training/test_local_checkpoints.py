@@ -193,12 +193,6 @@ def test_a_run_that_is_shortened_to_less_than_its_local_checkpoint_ends_where_it
     assert durable_steps(tmp_path) == [4, 6]
 
 
-def test_steps_at_which_a_checkpoint_of_either_kind_is_due(tmp_path: Path) -> None:
-    checkpoints = config(tmp_path, durable=6, local=4).checkpoints
-    assert [step for step in range(1, 13) if checkpoints.saves_at(step)] == [4, 6, 8, 12]
-    assert [step for step in range(1, 13) if tiny_config(tmp_path).checkpoints.saves_at(step)] == []
-
-
 # ---- faults of the local folder ----------------------------------------------------------------------------
 
 

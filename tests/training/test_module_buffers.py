@@ -148,13 +148,6 @@ def test_ranks_take_those_of_the_first_one(tmp_path: Path) -> None:
     assert one[:-1] == pytest.approx(expected.tolist(), rel=1e-6)
 
 
-def test_another_run_starts_from_them(tmp_path: Path) -> None:
-    train_quietly(configure(tmp_path))
-    checkpoints = tmp_path / "checkpoints"
-    with prepared(configure(tmp_path / "next", f"model.init_method={{path: {checkpoints / '3'}}}"), Mesh()) as run:
-        assert equal_bits(run.model.saved_buffers(), buffers(tmp_path, 3))
-
-
 @pytest.mark.parametrize(
     ("module", "said"),
     [

@@ -83,18 +83,6 @@ def test_a_damaged_checkpoint_of_another_run_is_refused(folder: str, earlier: An
         train_quietly(config)
 
 
-def test_a_folder_of_checkpoints_means_its_newest(earlier: Any, tmp_path: Path) -> None:
-    folder = f"checkpoints.resume_checkpoint_path={earlier.checkpoints.checkpoints_path}"
-    config = train_quietly(tiny_config(tmp_path, RATES, "tokens.train_steps=10", folder)).config
-    assert [step["iteration"] for step in metrics(config)] == [9, 10]
-
-
-def test_a_checkpoint_that_is_not_there_is_an_error_that_names_it(tmp_path: Path) -> None:
-    config = tiny_config(tmp_path, f"checkpoints.resume_checkpoint_path={tmp_path}/nowhere/10")
-    with pytest.raises(InputError, match="nowhere/10"):
-        train_quietly(config)
-
-
 def test_another_architecture_is_an_error_that_names_the_tensor(
     earlier: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
