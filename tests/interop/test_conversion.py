@@ -1,12 +1,15 @@
-"""Folders in, folders out: shards, ties, tokenizers, and clear words for what cannot be converted."""
+"""Folders in, folders out: shards, ties, logits, memory, and clear words for what cannot be converted."""
 
 import json
 import resource
 import shutil
+import subprocess
+import sys
 from unittest.mock import Mock
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 import kenotron as kn
@@ -15,12 +18,13 @@ from kenotron.config import load
 from kenotron.config.architecture import yaml_keys
 from kenotron.config.errors import InputError, NotSupportedYet
 from kenotron.generation.load import load_for_generation
-from kenotron.interop import from_hf, initial_tensors, open_source, to_hf
+from kenotron.interop import from_hf, initial_tensors, open_source, tensor_names, to_hf
 from kenotron.interop.sources import fitted
 from kenotron.models import named_parameters
 from kenotron.models.families.deepseek_v3 import DeepseekV3Architecture
 from kenotron.models.families.llama import LlamaArchitecture
 from support.tiny_llamas import (
+    VARIANTS,
     hf_llama,
     hf_logits,
     load_hf,
@@ -31,6 +35,7 @@ from support.tiny_llamas import (
     save_ours,
     small_tokenizer,
 )
+from support.tiny_run import environment
 
 
 @pytest.fixture(scope="module")
@@ -272,3 +277,134 @@ def test_an_architecture_of_ours_has_no_field_that_transformers_would_miss(ours,
     training_only = {"family", "is_llama_config", "_attn_implementation", "z_loss_enabled", "z_loss_coefficient"}
     baked_into_weights = {"rope_interleaved"}
     assert yaml_keys(LlamaArchitecture) - training_only - baked_into_weights <= carried
+
+
+# Both directions, every variant: our logits and transformers' agree to 1e-4 of the logit scale, in fp32.
+
+LENGTH = 40  # beyond the `dynamic` variant's max_position_embeddings and every variant's original context
+
+
+def assert_close(found, expected):
+    assert expected.std() > 0.1, "logits too flat to tell anything"
+    assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_hugging_face_model_imported_gives_its_logits(variant, tmp_path):
+    theirs = hf_llama(**VARIANTS[variant])
+    save_hf(theirs, tmp_path / "hf")
+    from_hf(tmp_path / "hf", tmp_path / "checkpoints")
+    model, tokenizer, config = load_for_generation(tmp_path / "checkpoints", dtype="float32")
+    tokens = random_tokens(2, LENGTH)
+    assert tokenizer is None
+    assert config.architecture.tie_word_embeddings == (variant == "tied")
+    assert_close(our_logits(model, tokens), hf_logits(theirs, tokens))
+
+
+@pytest.mark.cases(6)
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_checkpoint_exported_gives_its_logits_in_transformers(variant, interleaved, tmp_path):
+    changes = VARIANTS[variant] | {"rope_interleaved": interleaved}
+    ours = our_model(tmp_path, **changes)
+    save_ours(ours, tmp_path / "checkpoints", **changes)
+    to_hf(tmp_path / "checkpoints" / "10", tmp_path / "hf", dtype="float32")
+    tokens = random_tokens(2, LENGTH)
+    assert_close(hf_logits(load_hf(tmp_path / "hf"), tokens), our_logits(ours, tokens))
+
+
+# Weights that a folder holds twice are compared, and none is dropped in silence.
+
+
+@pytest.fixture
+def several_groups_of_rows(monkeypatch):
+    monkeypatch.setattr(tensor_names, "ROWS", 24)
+
+
+@pytest.mark.parametrize("change", [0.0, 1.0])
+@pytest.mark.usefixtures("several_groups_of_rows")
+def test_a_head_beside_a_tied_config_must_equal_the_embedding(tmp_path, change):
+    hf_llama(tie_word_embeddings=True).save_pretrained(tmp_path)
+    expect_compared(tmp_path, change)
+
+
+def expect_compared(folder, change):
+    """A head that is the embedding with `change` added to its last number: refused, unless that is 0."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    embedding = tensors["model.embed_tokens.weight"]
+    head = embedding.clone()
+    head[-1, -1] += change
+    save_file(tensors | {"lm_head.weight": head}, file, metadata={"format": "pt"})
+    if not change:
+        assert torch.equal(initial_tensors(folder)["model.embed_tokens.weight"], embedding)
+        return
+    with pytest.raises(InputError, match=r"tie_word_embeddings.*'lm_head.weight' differs from 'model.embed_tokens.w"):
+        dict(initial_tensors(folder))
+
+
+@pytest.mark.parametrize("change", [0.0, 1.0])
+@pytest.mark.usefixtures("several_groups_of_rows")
+def test_so_must_one_of_a_model_without_a_file_here(tmp_path, change):
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "tie_word_embeddings": True, "pad_token_id": None}
+    transformers.OlmoForCausalLM(transformers.OlmoConfig(**sizes, **heads)).save_pretrained(tmp_path)
+    expect_compared(tmp_path, change)
+
+
+def test_an_index_beside_a_single_file_is_refused(tmp_path):
+    hf_llama().save_pretrained(tmp_path / "two", max_shard_size="4KB")
+    hf_llama().save_pretrained(tmp_path / "one")
+    initial_tensors(tmp_path / "two")
+    shutil.copy(tmp_path / "one/model.safetensors", tmp_path / "two")
+    with pytest.raises(InputError, match=r"both model.safetensors and model.safetensors.index.json"):
+        initial_tensors(tmp_path / "two")
+
+
+# Converting a model takes the memory of two of its shards, whatever its size.
+
+SHARD = 16 << 20
+SHAPE = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 24, "vocab_size": 8192}
+
+# The process's own memory at its highest within each conversion, less that before it: mapped files are not its own.
+MEASURE = """
+import json, re, sys, threading
+from pathlib import Path
+from kenotron.interop import from_hf, to_hf
+
+def peak(convert):
+    seen, over = [own()], threading.Event()
+    def look():
+        while not over.wait(0.001):
+            seen.append(own())
+    thread = threading.Thread(target=look)
+    thread.start()
+    convert()
+    over.set()
+    thread.join()
+    return max(seen) - seen[0]
+
+def own():
+    return 1024 * int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+
+small, large, shard = sys.argv[1:]
+from_hf(small, "warm")
+to_hf("warm/0", "warm-again")
+grown = [peak(lambda: from_hf(large, "ours")), peak(lambda: to_hf("ours/0", "again", max_shard_size=int(shard)))]
+print(json.dumps(grown))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="peaks are read from /proc")
+def test_both_ways_take_no_more_than_two_shards(tmp_path):
+    hf_llama().save_pretrained(tmp_path / "small")
+    hf_llama(**SHAPE).save_pretrained(tmp_path / "large", max_shard_size=SHARD)
+    shards = list((tmp_path / "large").glob("*.safetensors"))
+    assert len(shards) > 6
+    command = [sys.executable, "-c", MEASURE, str(tmp_path / "small"), str(tmp_path / "large"), str(SHARD)]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for grown in json.loads(done.stdout.splitlines()[-1]):
+        assert grown < 2 * max(path.stat().st_size for path in shards)
+    assert len(list((tmp_path / "again").glob("*.safetensors"))) > 6

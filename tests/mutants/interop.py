@@ -103,7 +103,7 @@ MUTANTS = [
         find="        raise untied_head(hf_weights.where, head, embedding)\n",
         replace="        pass\n",
         why="a head that differs from the embedding is dropped, and the logits are another model's",
-        tests=("interop/test_duplicate_weights.py::test_a_head_beside_a_tied_config_must_equal_the_embedding",),
+        tests=("interop/test_conversion.py::test_a_head_beside_a_tied_config_must_equal_the_embedding",),
     ),
     Mutant(
         name="gate-and-up-of-nanotron-swapped",
