@@ -56,7 +56,10 @@ MUTANTS = [
         find="        labels[~loss_mask[:, 1:]] = NO_LOSS\n",
         replace="        labels[~loss_mask[:, :-1]] = NO_LOSS\n",
         why="prompts and answers: the mask belongs to the label, not to the token before it",
-        tests=("text/test_sft.py", "training/test_prompts_and_answers.py"),
+        tests=(
+            "text/test_sft.py",
+            "training/test_train_step.py::test_the_loss_is_that_of_the_answers_of_each_example_alone",
+        ),
     ),
     Mutant(
         name="data-order-depends-on-dp",

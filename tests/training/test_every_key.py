@@ -141,6 +141,8 @@ def test_every_key_of_the_schema_is_in_the_table() -> None:
     assert known - listed == set(), "keys without a row"
     assert listed - known == set(), "rows without a key"
     assert not (set(ROWS) & set(SAME)) | (set(ROWS) & set(REFUSED))
+    marked = {f"{every_key.owner(row)}.{row.name}" for row in rows() if mark_of(row) == EXPORT}
+    assert marked <= set(EXPORTED), "keys of the export without a value"
 
 
 def test_the_tests_that_the_table_names_are_there_and_know_the_key() -> None:
@@ -149,11 +151,6 @@ def test_the_tests_that_the_table_names_are_there_and_know_the_key() -> None:
         text, name = files[file].read_text(), key.split(".")[1]
         short = SHORT_NAMES.get(name, name)  # "cp=2" in tests of layouts
         assert re.search(rf"\b{name}\b|[\" ]{short}=", text), key
-
-
-def test_what_is_marked_for_the_export_is_in_its_list() -> None:
-    marked = {f"{every_key.owner(row)}.{row.name}" for row in rows() if mark_of(row) == EXPORT}
-    assert marked <= set(EXPORTED)
 
 
 # ---- keys whose effect is no number of a short run ---------------------------------------------------------

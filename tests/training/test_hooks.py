@@ -93,14 +93,6 @@ def test_hooks_may_change_between_the_parts_of_a_run(tmp_path: Path) -> None:
     train_quietly(tiny_config(tmp_path, "tokens.train_steps=5"))
 
 
-def test_a_hook_may_end_the_run_in_good_order(tmp_path: Path) -> None:
-    hooks = "general.hooks=[support.user_parts.Recorder, {path: support.user_parts.StopAt, kwargs: {step: 2}}]"
-    run, said = train_and_listen(tiny_config(tmp_path, hooks, "tokens.train_steps=100"))
-    assert (run.step, run.stop_reason, run.finished) == (2, "enough", False)
-    assert "Run stopped (enough) at step 2 of 100" in said
-    assert recorders(run)[0].moments[-3:] == ["on_train_end 2", "on_save 2", "on_close"]
-
-
 def test_hooks_are_called_by_priority_and_then_in_the_order_of_the_list(tmp_path: Path) -> None:
     config = tiny_config(tmp_path, RECORDERS, *VALIDATION)
     hooks = build_hooks(config, Mesh(), observers(config, Mesh()))

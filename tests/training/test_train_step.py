@@ -1,5 +1,6 @@
 """A training step is plain mathematics: the same as transformers and torch.optim in a dozen lines."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from kenotron.training.step import Numbers
 from support import user_parts
+from support.hub_cache import make_tokenizer_repository
 from support.tiny_run import (
     largest_difference,
     losses,
@@ -215,3 +217,40 @@ def test_the_update_waits_for_the_host_only_for_a_hook(tmp_path: Path, monkeypat
     host, device, hook = runs
     assert hook == pytest.approx(host, abs=1e-6)
     assert device == pytest.approx(host, abs=1e-6)
+
+
+# ---- prompts and answers: the answers' tokens are learnt and no others -------------------------------------
+
+ROWS = [{"prompt": f"word{a} word{b} ", "completion": f"word{a + b} word{b}"} for a in range(9) for b in range(9)]
+DATASET = "data_stages.0.data.dataset"
+
+
+def answers(folder: Path) -> list[str]:
+    file = folder / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    words = make_tokenizer_repository(folder / "hub", "robot/words")
+    return [
+        f"{DATASET}={{text_files: {file}, sft_dataloader: true}}",
+        f"tokenizer.tokenizer_name_or_path={words}",
+        *("model.model_config.vocab_size=200", "model.model_config.eos_token_id=2"),
+        *("checkpoints.save_initial_state=true", "tokens.train_steps=1"),
+    ]
+
+
+def test_the_loss_is_that_of_the_answers_of_each_example_alone(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, *answers(tmp_path))
+    run = train_quietly(config)
+    model = hf_model(config, saved_weights(tmp_path / "checkpoints" / "0"))
+    total, count = 0.0, 0
+    for batch in run.data.batch(1):
+        for row in batch.tokens.tolist():
+            # Two words, two words with a loss, the end; what follows the last example is padding: the end, too.
+            for first in range(0, len(row) - 3, 5):
+                example = torch.tensor([*row[first : first + 4], 2])
+                if example[0] == 2:
+                    continue
+                logits = model(example[None, :-1]).logits[0]
+                total += F.cross_entropy(logits[1:], example[2:], reduction="sum").item()
+                count += 3
+    assert count == metrics(config)[0]["real_tokens"]
+    assert losses(config)[0] == pytest.approx(total / count, rel=1e-6)
