@@ -73,9 +73,10 @@ def threads_and_files() -> tuple[int, int]:
 
 
 @both
-def test_a_disk_that_takes_no_more_is_one_line_and_nothing_stays_open(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [20 * BLOCK, BLOCK + 1], ids=["early", "in the last byte, at close"])
+def test_a_disk_that_takes_no_more_is_one_line_and_nothing_stays_open(name: str, size: int, tmp_path: Path) -> None:
     write_in_parts(name, tmp_path / "warm", b"x", 1, 1)  # whatever is made late is made
-    data = data_of(20 * BLOCK)
+    data = data_of(size)
     limits, before = resource.getrlimit(resource.RLIMIT_FSIZE), threads_and_files()
     resource.setrlimit(resource.RLIMIT_FSIZE, (BLOCK, limits[1]))
     try:

@@ -1,6 +1,7 @@
 """Runs that save in the background: what they save and resume is what the engine `torch` makes of them."""
 
 import errno
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from kenotron.checkpoint.engines.synchronous import SynchronousEngine
 from kenotron.checkpoint.folders import list_checkpoints, newest_complete, verify
 from kenotron.config import InputError
 from kenotron.config.errors import RunFailed
+from kenotron.observers import validation
 from support.tiny_run import losses, same_saved, slow_copies, tiny_config, train_and_listen, train_quietly
 
 EVERY_STEP = "checkpoints.checkpoint_interval=1"
@@ -39,6 +41,19 @@ def test_a_run_resumes_as_with_the_synchronous_engine(engine: str, tmp_path: Pat
     # and the engine `torch` goes on from what it saved
     other = train_quietly(tiny_config(tmp_path / "parts", EVERY_STEP, "tokens.train_steps=7"))
     assert other.step == 7
+
+
+def test_averages_that_validate_a_skipped_step_are_not_what_a_save_copies(tmp_path: Path, monkeypatch: Any) -> None:
+    """An update waits for copies of what it changes; the step without one has put other weights in their place, too."""
+    slow_copies(monkeypatch, 0.4)  # amid the second of two validations, of 0.2 s each
+    to_device = validation.to_device
+    monkeypatch.setattr(validation, "to_device", lambda *given: time.sleep(0.05) or to_device(*given))
+    skips = "general.hooks=[{path: support.user_parts.Poison, kwargs: {steps: [3]}}]"
+    keys = (skips, "optimizer.ema_decay=0.9", "tokens.val_check_interval=3", "tokens.limit_val_batches=4")
+    keys += ("checkpoints.checkpoint_interval=2",)
+    for engine in ("torch", "datastates"):
+        train_quietly(engine_config(tmp_path / engine, engine, *keys))
+    assert same_saved(*(tmp_path / engine / "checkpoints" / "2" for engine in ("torch", "datastates")))
 
 
 def full_disk(folder: Path, step: int) -> Any:

@@ -186,11 +186,13 @@ class StopsAtOnce(kn.Hook):
 
 
 @pytest.mark.slow
-def test_a_run_that_is_shortened_to_less_than_its_local_checkpoint_ends_where_it_should(tmp_path: Path) -> None:
+@pytest.mark.cases(slow=2)
+@pytest.mark.parametrize("steps", [6, 7])
+def test_a_run_that_is_shortened_to_its_local_checkpoint_or_less_ends_there(steps: int, tmp_path: Path) -> None:
     fail(tmp_path, 8)
-    _, said = train_and_listen(config(tmp_path, "tokens.train_steps=6"))
-    assert "7: the run ends at step 6" in said
-    assert durable_steps(tmp_path) == [4, 6]
+    _, said = train_and_listen(config(tmp_path, f"tokens.train_steps={steps}"))
+    assert f"7: the run ends at step {steps}" in said
+    assert durable_steps(tmp_path) == [4, steps]
 
 
 # ---- faults of the local folder ----------------------------------------------------------------------------
