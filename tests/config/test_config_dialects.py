@@ -35,19 +35,6 @@ def test_a_flat_adam_key_beside_the_same_in_the_factory_is_an_error(minimal: dic
         load(minimal)
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype", "kept"),
-    [("bf16-mixed", "bfloat16", True), ("bf16-true", "bfloat16", False), (32, "float32", True)],
-)
-def test_a_precision_of_gapetron_sets_two_keys(minimal: dict[str, Any], name: Any, dtype: str, kept: bool) -> None:
-    del minimal["optimizer"]["accumulate_grad_in_fp32"]
-    minimal["model"].pop("dtype", None)
-    config, lines = upgraded(minimal | {"precision": name})
-    assert (config.model.dtype, config.optimizer.accumulate_grad_in_fp32) == (dtype, kept)
-    keys = f"model.dtype: {dtype}, optimizer.accumulate_grad_in_fp32: {str(kept).lower()}"
-    assert f"precision {name} is {keys}" in lines[0]
-
-
 def test_a_precision_that_is_none_or_contradicts_is_one_line(minimal: dict[str, Any]) -> None:
     with pytest.raises(InputError, match=r"precision: expected one of 32, .* found bf16-mixd; did you mean"):
         load(minimal | {"precision": "bf16-mixd"})

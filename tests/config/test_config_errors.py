@@ -60,17 +60,6 @@ def test_a_misspelt_required_key_is_one_error_not_two(minimal: dict[str, Any]) -
 
 
 @pytest.mark.parametrize(
-    ("name", "ours"),
-    [
-        ("per_device_train_batch_size", "tokens.micro_batch_size"),  # Hugging Face's Trainer
-        ("model.model_config.n_kv_heads", "model.model_config.num_key_value_heads"),
-    ],
-)
-def test_a_key_of_another_library_is_reported_with_ours(minimal: dict[str, Any], name: str, ours: str) -> None:
-    assert message(minimal, (f"{name}=1",)) == f"override {name}=1: unknown key '{name}'; did you mean '{ours}'?"
-
-
-@pytest.mark.parametrize(
     ("override", "expected"),
     [
         ("epochs=3", "tokens.train_steps"),
@@ -171,18 +160,8 @@ def test_sections_are_checked_against_each_other(minimal: dict[str, Any], overri
     assert expected in message(minimal, (override,))
 
 
-def test_stochastic_rounding_of_another_optimizer_says_what_to_set(minimal: dict[str, Any]) -> None:
-    bf16 = ("model.dtype=bfloat16", "optimizer.accumulate_grad_in_fp32=false", "optimizer.stochastic_rounding=true")
-    said = message(minimal, (*bf16, "optimizer.optimizer_factory={name: lion}"))
-    assert "stochastic_rounding: is for adamW; expected false, and accumulate_grad_in_fp32 true, with lion" in said
-
-
-def test_kv_heads_that_neither_split_nor_repeat_over_tp_are_refused(minimal: dict[str, Any]) -> None:
-    heads = ("model.model_config={num_attention_heads: 12, num_key_value_heads: 4, hidden_size: 96, vocab_size: 64}",)
-    said = message(minimal, ("parallelism.tp=6", *heads, "model.model_config.intermediate_size=96"))
-    assert "parallelism.tp: expected a divisor or a multiple of num_key_value_heads 4, found 6" in said
-
-
+BF16 = ("model.dtype=bfloat16", "optimizer.accumulate_grad_in_fp32=false", "optimizer.stochastic_rounding=true")
+WIDTHS = "hidden_size: 96, intermediate_size: 96, vocab_size: 64"
 CP, RING = "parallelism.context_parallel_size", "ring splits a sequence into 8 parts; expected"
 DYNAMIC = "model.model_config={rope_scaling: {rope_type: dynamic, factor: 2.0}, max_position_embeddings: 32}"
 
@@ -210,6 +189,18 @@ DYNAMIC = "model.model_config={rope_scaling: {rope_type: dynamic, factor: 2.0}, 
         (
             (f"{CP}=4", "data_stages.0.sequence_length=20"),
             f"{RING} data_stages.0.sequence_length to be a multiple of 8, found 20",
+        ),
+        (
+            ("parallelism.tp=6", f"model.model_config={{num_attention_heads: 12, num_key_value_heads: 4, {WIDTHS}}}"),
+            "parallelism.tp: expected a divisor or a multiple of num_key_value_heads 4, found 6",
+        ),
+        (
+            (*BF16, "optimizer.optimizer_factory={name: lion}"),
+            "stochastic_rounding: is for adamW; expected false, and accumulate_grad_in_fp32 true, with lion",
+        ),
+        (
+            ("data_stages.0.data.dataset={text_files: t}", "tokenizer.train.vocab_size=300"),
+            "tokenizer.train.vocab_size: expected at most the model's vocab_size 256, found 300",
         ),
         (("parallelism.pp=64",), "parallelism.pp: expected at most num_hidden_layers"),
         (("parallelism.pp=2", "parallelism.pp_layers=[1]"), "parallelism.pp_layers: expected 2 numbers of at least 1"),
@@ -248,11 +239,6 @@ def test_a_ramp_that_does_not_come_out_is_reported_with_its_arithmetic(minimal: 
         *("tokens.micro_batch_size=2", "tokens.batch_accumulation_per_replica=8"),
     )
     assert expected in message(minimal, (*layout, f"data_stages.0.batch_size_ramp={{{ramp}}}"))
-
-
-def test_a_trained_vocabulary_must_fit_the_model(minimal: dict[str, Any]) -> None:
-    said = message(minimal, ("data_stages.0.data.dataset={text_files: t}", "tokenizer.train.vocab_size=300"))
-    assert "tokenizer.train.vocab_size: expected at most the model's vocab_size 256, found 300" in said
 
 
 @pytest.mark.parametrize(("key", "value"), [("name", "all"), ("start_training_step", 1)])
