@@ -90,17 +90,6 @@ def test_a_registered_name_is_the_same_dataset(beside: Path, monkeypatch: pytest
     assert tokens[0] == tokens[1]
 
 
-def test_the_complete_interface_reads_the_same(beside: Path) -> None:
-    write_module(beside, "my_source", blocks("python")[2] + "\n    fingerprint = 'bytes'\n")
-    found = []
-    for source in ("my_bytes.FileBytes", "my_source.Bytes"):
-        with opened({"source": source, "kwargs": {"folder": "texts"}}, model__document_masking=True) as data:
-            batches = [*data.batch(3), *(batch for batch, *_ in data.validation())]
-            found.append([(batch.labels.tolist(), batch.positions.tolist()) for batch in batches])
-            assert data.fingerprints() == ({"texts": "bytes"} if source == "my_source.Bytes" else {})
-    assert found[0] == found[1]
-
-
 FIRST = """
 class First(Bytes):
     fingerprint = "the first"

@@ -114,20 +114,6 @@ def test_a_source_that_repeats_is_reported_and_goes_on(files: dict[str, str]) ->
         assert line.endswith("a.npy reaches its 1 epoch at step 10: it is repeated")
 
 
-def test_epochs_of_earlier_stages_count_and_what_was_read_is_not_read_again(files: dict[str, str]) -> None:
-    """a gives 12 of its 19 samples in the first stage, so 7 are left for the second."""
-    first, second = mixture(files, a=1, b=1), mixture(files, a=(3, 1), b=1)
-    config = config_of(first, {"dataset": second, "start": 7}, train_steps=20, **VAL)
-    with opened(config) as data:
-        before, after = of(data, range(1, 7), "a"), of(data, range(7, 9), "a")
-        assert (len(before), len(after)) == (12, 6)
-        assert len(set(before + after)) == 18
-        assert data.exhausted(8) is None
-        assert data.exhausted(9) == "'a.npy' is exhausted after 1 epoch"
-        assert data.consumption(8)["a.npy"] == (18 * L, 18 / 19)
-        assert data.consumption(6)["a.npy"] == (12 * L, 12 / 19)
-
-
 def test_a_stage_that_restarts_begins_anew_and_later_ones_go_on_from_there(files: dict[str, str]) -> None:
     alone = {"tokens": files["b"]}
     stages = [{"dataset": alone, "start": start} for start in (1, 4, 7)]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kenotron.data.order import BLOCK, Mixing, Order, counts, huffman, interleave, left_count, permute, position_of
+from kenotron.data.order import BLOCK, Mixing, Order, counts, huffman, interleave, left_count, permute
 from kenotron.kernels.hashing import derive_key, mix64
 
 BOUND = Fraction(168, 100)
@@ -109,15 +109,6 @@ def test_an_epoch_contains_every_sample_of_a_source_once(lengths, key):
         assert len(drawn) >= 2 * length
         for epoch in range(len(drawn) // length):
             assert sorted(drawn[epoch * length : (epoch + 1) * length].tolist()) == list(range(length))
-
-
-@given(weight_lists, st.integers(0, 10**12))
-def test_the_place_of_a_draw_is_where_interleave_draws_it(weights, start):
-    tree = huffman(weights)
-    positions = np.arange(start, start + 50)
-    found = [position_of(tree, int(s), int(n)) for s, n in zip(*interleave(tree, positions))]
-    assert found == positions.tolist()
-    assert position_of(tree, len(weights), 0) is None
 
 
 def test_epochs_are_shuffled_anew():

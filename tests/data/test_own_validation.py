@@ -29,15 +29,6 @@ def labels_of(data: RunData) -> list[list[int]]:
     return found
 
 
-def test_all_of_a_text_is_validated_on_in_order(texts: Any, tmp_path: Path) -> None:
-    own = write_texts(tmp_path / "own", count=7, seed=1)
-    with opened(texts, val_datasets=[{"text_files": str(own)}]) as data:
-        assert data.tokenizer is not None
-        each = [data.tokenizer.backend.encode(file.read_text()).ids for file in sorted(own.iterdir())]
-        tokens = [token for ids in each for token in [*ids, data.settings.eos]]
-        assert labels_of(data) == [tokens[1:]]
-
-
 def test_token_files_and_answers(texts: Any, tmp_path: Path) -> None:
     tokens = np.arange(1000, dtype=np.uint16) % 400
     np.save(tmp_path / "own.npy", tokens)

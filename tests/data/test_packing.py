@@ -13,8 +13,8 @@ from kenotron.data import NO_LOSS, open_run
 from kenotron.data.formats import TokenFile
 from kenotron.data.provenance import step_origins
 from kenotron.data.sources import packed_rows as packing
-from kenotron.data.sources.packed_rows import PackedRows, best_fit_decreasing, open_plan, pack
-from support.data_runs import quiet, run_config, write_texts
+from kenotron.data.sources.packed_rows import best_fit_decreasing, open_plan, pack
+from support.data_runs import quiet, run_config
 from support.written_tokens import counting, write_ds
 
 L = 8
@@ -88,6 +88,9 @@ def test_documents_are_packed_some_at_a_time(monkeypatch: pytest.MonkeyPatch) ->
     assert np.array_equal(plan.lengths, np.concatenate([lengths for _, lengths, _ in alone]))
     assert np.array_equal(np.diff(plan.first), np.concatenate([rows for _, _, rows in alone]))
     assert (plan.documents, plan.cut, plan.tokens) == (13, 4, plan.lengths.sum())
+    rows = sum(len(rows) for _, _, rows in alone)
+    filled = plan.lengths.sum() / (rows * (L + 1))
+    assert plan.describe(L) == f"packed best-fit: {filled:.1%} filled, 4 of 13 documents cut"
 
 
 def split(sizes: Any, first: int = 0) -> TokenFile:
@@ -114,25 +117,6 @@ def test_ends_out_of_order_are_one_line() -> None:
     wrong = TokenFile(Path("wrong"), "numpy", np.arange(9, dtype=np.uint16), np.array([3, 9, 5], dtype=np.uint64))
     with pytest.raises(InputError, match="wrong: its index of documents is not sorted: entry 2 is 5"):
         open_plan("twisted", [wrong], L, quiet)
-
-
-def test_rows_hold_their_pieces_and_padding_without_loss() -> None:
-    source = PackedRows("rows", [split(LENGTHS[:6], 100), split(LENGTHS[6:], 1000)], L, 7, quiet)
-    indices = np.arange(len(source))[::-1]
-    origin = source.locate(indices)
-    row, file, start, length = origin.row, origin.file, origin.start, origin.length
-    read = source.read(indices)
-    tokens, documents, loss = read.tokens, read.document_ids, read.loss_mask
-    first = np.array([100, 1000])[file] + start
-    for at in range(len(indices)):
-        expected = [list(range(first[p], first[p] + length[p])) for p in np.flatnonzero(row == at)]
-        flat = [token for piece in expected for token in piece]
-        padding = L + 1 - len(flat)
-        assert tokens[at].tolist() == flat + [7] * padding
-        numbers = [number for number, piece in enumerate(expected) for _ in piece]
-        assert documents[at].tolist() == numbers + [len(expected)] * padding
-        carries = [place > 0 for piece in expected for place in range(len(piece))]
-        assert loss[at].tolist() == carries + [False] * padding
 
 
 # ---- in a run ----------------------------------------------------------------------------------------------
@@ -172,21 +156,6 @@ def test_token_files_train_on_packed_rows_and_hold_out_what_windows_do(folder: s
     firsts = {0, 1000, *np.cumsum(LENGTHS[:-1]), *(1000 + np.cumsum(LENGTHS[:0:-1]))}
     every = {*(t for t in range(size) if t % 5), *range(1000, border)}  # the .loss of 0.ds
     assert seen == every - firsts
-
-
-def test_texts_are_packed_and_validated_as_before(tmp_path: Path) -> None:
-    texts = {"text_files": str(write_texts(tmp_path / "texts", count=30, words=9))}
-    with open_run(config_of(texts, train_steps=30), 1, quiet) as windows:
-        held = [batch.labels.tolist() for batch, *_ in windows.validation()]
-    with open_run(config_of(texts | {"packing": "best_fit"}, train_steps=30), 1, quiet) as data:
-        assert [batch.labels.tolist() for batch, *_ in data.validation()] == held
-        (source,) = data.stage_of(1).sources
-        split = source.cache.train  # type: ignore[union-attr]
-        loss: Any = source.read(np.arange(len(source))).loss_mask
-        assert loss[:, 1:].sum() == len(split.tokens) - len(split.ends)
-        assert isinstance(source.whole, PackedRows)
-        assert source.whole.padding == 0  # the tokenizer's end of text
-        assert "packed best-fit" in source.describe()
 
 
 def test_what_packed_steps_read_is_reported(folder: str) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kenotron.checkpoint.start import Start
 from kenotron.config import dump
-from kenotron.data import NO_LOSS, open_run
+from kenotron.data import open_run
 from kenotron.data.provenance import document_ranges, step_origins
 from support.data_runs import quiet, run_config, write_texts
 from support.tiny_run import Shell
@@ -77,26 +77,6 @@ def test_ranges_of_documents_are_those_of_a_plain_count(lengths: list[int], draw
     assert [each.document for each in found for _ in range(each.first_token, each.end_token)] == of[start:stop]
     assert (found[0].first_token, found[-1].end_token) == (start, stop)
     assert len({each.document for each in found}) == len(found)
-
-
-def test_text_that_was_tokenized_here_is_named_by_its_place_in_the_cache(tmp_path: Path) -> None:
-    texts = write_texts(tmp_path / "texts", count=20)
-    with open_run(config_of({"text_files": str(texts)}), 1, quiet) as data:
-        tokens = data.stage_of(2).sources[0].cache.train.tokens  # type: ignore[union-attr]
-        rows = [row.tolist() for batch in data.batch(2) for row in batch.tokens]
-        origins = step_origins(data, 2)
-        assert [tokens[o.first_token : o.end_token - 1].tolist() for o in origins if o.end_token] == rows
-        assert all(origin.documents for origin in origins)
-
-
-def test_samples_without_a_file_are_reported_by_their_number() -> None:
-    with open_run(config_of(None), 1, quiet) as data:
-        (first, *_) = step_origins(data, 3)
-        batch = data.batch(3)[0]
-        source = data.stage_of(3).sources[0]
-        assert (first.file, first.documents, first.source) == (None, None, "random tokens")
-        assert source.read(np.array([first.index])).tokens[0, :-1].tolist() == batch.tokens[0].tolist()
-        assert NO_LOSS not in batch.labels
 
 
 def test_the_command_prints_lines_and_json(mixed: dict[str, Any], tmp_path: Path, shell: Shell) -> None:

@@ -3,7 +3,6 @@
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ from hypothesis import strategies as st
 
 from kenotron.config.data_stages import Data
 from kenotron.data import open_run
-from kenotron.data.provenance import step_origins
 from kenotron.data.ramps import levels
 from kenotron.data.stage_plan import StagePlan
 from support.data_runs import quiet, run_config
@@ -68,39 +66,6 @@ def test_a_ramp_of_a_thousand_billion_samples_is_a_short_table() -> None:
 
 
 # ---- a run -------------------------------------------------------------------------------------------------
-
-
-@given(
-    ramp=st.tuples(st.integers(1, 3), st.integers(1, 2), st.integers(1, 3), st.integers(1, 40)),
-    dp=st.integers(1, 3),
-    micro=st.integers(1, 2),
-)
-def test_a_ramped_run_reads_the_samples_of_a_run_without_in_their_order(ramp: Any, dp: int, micro: int) -> None:
-    at_once = micro * dp
-    start, increment, rises, samples = ramp
-    size = (start + increment * rises) * at_once
-    stage: dict[str, Any] = {"dataset": None}
-    stage["batch_size_ramp"] = {"start": start * at_once, "increment": increment * at_once, "samples": samples}
-    config = run_config(
-        stage, {"dataset": None, "start": 8}, micro_batch_size=micro, batch_accumulation_per_replica=size // micro
-    )
-    taken = 0
-    with open_run(config, 1, quiet) as data:
-        for step in range(1, 13):
-            assert data.samples_before(step) == taken
-            assert data.tokens_before(step) == taken * 32
-            batches = [batch for rank in range(dp) for batch in data.batch(step, rank, dp)]
-            assert {batch.tokens.size for batch in batches} == {micro * 32}
-            ids = np.concatenate([batch.sample_ids for batch in batches])
-            tokens = np.concatenate([batch.tokens for batch in batches])[ids.argsort()]
-            assert sorted(ids.tolist()) == list(range(taken, taken + len(ids)))
-            assert [origin.sample for origin in step_origins(data, step)] == sorted(ids.tolist())
-            stage_number = step >= 8
-            place = np.arange(taken, taken + len(ids)) - (data.samples_before(8) if stage_number else 0)
-            plain = data.stage_of(step).read(place, place, False)
-            assert (tokens == plain.tokens).all()
-            taken += len(ids)
-        assert data.samples_before(99) == taken
 
 
 @pytest.mark.parametrize("first", ["windows", "best_fit"])

@@ -12,7 +12,6 @@ import pytest
 from kenotron.config.errors import InputError
 from kenotron.data import NO_LOSS, open_run
 from kenotron.data.loader import Prefetcher
-from kenotron.data.stage_plan import check_paths
 from kenotron.text.byte_level_bpe import train_byte_level_bpe
 from kenotron.text.hash_split import is_held_out, text_hash, threshold_of_fraction
 from kenotron.text.tokenizer import TextTokenizer
@@ -298,16 +297,6 @@ def test_no_held_out_document_is_an_error_that_says_what_to_do(tmp_path):
         assert len(data.batch(1)) == 2
 
 
-def test_of_a_folder_of_few_files_one_is_held_out_and_the_console_says_so(tmp_path):
-    folder = write_texts(tmp_path / "few", count=3)
-    with opened({"text_files": str(folder)}, val_fraction=1e-9) as data:
-        (held,) = validation_texts(data)
-        assert held == min((file.read_text() for file in folder.iterdir()), key=text_hash)
-        assert sum(size for _, size, _ in data.validation()) > 0
-        assert "held out: 1 document, " in data.describe()[1]
-        assert "the one with the smallest hash" in data.describe()[1]
-
-
 def three_of_five(folder):
     """Two small texts of which none is below the fraction, one with the document that the other would hold out."""
     texts = sorted((f"document {number} of a small corpus\n" * 30 for number in range(5)), key=text_hash)
@@ -358,15 +347,6 @@ def test_fingerprints_tell_that_a_file_or_the_tokenizer_changed(tmp_path):
         assert data.fingerprints()[str(folder)] != first[str(folder)]
 
 
-def test_fingerprints_have_every_source_of_the_open_stages(texts, other_texts):
-    twice = mixture(texts, 1, texts, 1)
-    with opened(twice, {"text_files": str(other_texts)}, tokenizer__train={"vocab_size": 300}) as data:
-        data._opened[1].result()
-        assert set(data.fingerprints()) == {"tokenizer", str(texts), str(other_texts)}
-    with opened(None) as data:
-        assert data.fingerprints() == {}
-
-
 # ---- other sources -----------------------------------------------------------------------------------------
 
 
@@ -404,17 +384,3 @@ def test_a_token_beyond_the_models_vocabulary_is_named(texts, tmp_path):
     message = r"token 2\d\d is not below model\.model_config\.vocab_size = 100; the tokenizer .* needs 2\d\d"
     with pytest.raises(InputError, match=message):
         opened({"text_files": str(texts)}, arch__vocab_size=100, tokenizer__tokenizer_name_or_path=str(tmp_path))
-
-
-def test_a_path_that_is_not_there_is_named_before_anything_is_opened(texts):
-    config = run_config({"mixture": [{"weight": 1, "text_files": str(texts)}, {"weight": 1, "tokens": f"{texts}x"}]})
-    with pytest.raises(
-        InputError, match=r"^data_stages\.0\.data\.dataset\.mixture\.1\.tokens: .*did you mean 'texts'\?"
-    ):
-        check_paths(config, 1, 1)
-    later = run_config({"text_files": str(texts)}, {"text_files": "not yet there"})
-    check_paths(later, 6, 6)
-    with pytest.raises(
-        InputError, match=r"^data_stages\.1\.data\.dataset\.text_files: no such file or folder: not yet"
-    ):
-        check_paths(later, 7, 7)

@@ -61,22 +61,6 @@ def test_what_could_change_nothing_is_refused_by_its_whole_key(case: str) -> Non
     assert message in line
 
 
-TAKEN = {
-    "shares of a map": of({"text_files": {"a": 1, "b": 2}}, temperature=2),
-    "a mix file may hold any number": of({"tokens": "mix.json"}, temperature=2),
-    "shares of a mixture": of(TWO, temperature=2),
-    "repeat tells": of(TOKENS | EPOCHS, when_exhausted="repeat"),
-    "remote": of({"tokens": ["a", "s3://b/c"]}) | {"remote_data": {"tries": 2}},
-    "a mix file may name remote paths": of({"tokens": "mix.json"}) | {"remote_data": {"tries": 2}},
-    "nanotron's for one folder": of({"dataset_folder": ["a"], "dataset_weights": [1], "shuffle_files": True}),
-}
-
-
-@pytest.mark.parametrize("case", TAKEN)
-def test_what_may_change_something_is_taken(case: str) -> None:
-    load(TAKEN[case])
-
-
 # ---- found while opening and reading -----------------------------------------------------------------------
 
 

@@ -56,14 +56,6 @@ def test_it_holds_every_document_with_its_end_on_the_side_of_its_hash(folder, to
         assert len(split.tokens) == split.ends[-1]
 
 
-def test_documents_are_cut_and_ended_by_the_rules(folder, tokenizer):
-    cut = open_tokens(texts_in(folder), tokenizer, EncodeRules(7, 10), 0.0001, report=quiet)
-    assert np.diff(cut.train.ends.astype(int)).tolist() == [11] * 38  # of 40 documents one is held out
-    assert cut.train.tokens[10::11].tolist() == [7] * 39
-    endless = open_tokens(texts_in(folder), tokenizer, EncodeRules(None, 10), 0.0001, report=quiet)
-    assert np.diff(endless.train.ends.astype(int)).tolist() == [10] * 38
-
-
 def test_ids_take_two_bytes_up_to_65536_entries_and_four_beyond(folder, tokenizer):
     small = open_tokens(texts_in(folder), tokenizer, RULES, 0.3, report=quiet)
     assert small.train.tokens.dtype == np.dtype("<u2")
@@ -76,6 +68,9 @@ def test_ids_take_two_bytes_up_to_65536_entries_and_four_beyond(folder, tokenize
     opened = open_tokens(texts_in(folder), wide, RULES, 0.3, report=quiet)
     assert opened.train.tokens.dtype == np.dtype("<u4")
     assert opened.train.max_id > 70_000
+    ended = open_tokens(texts_in(folder), tokenizer, EncodeRules(70_000, None), 0.3, report=quiet)  # eos beyond uint16
+    assert ended.train.tokens.dtype == np.dtype("<u4")
+    assert set(ended.train.tokens[ended.train.ends.astype(int) - 1].tolist()) == {70_000}
 
 
 def test_it_is_made_once_and_again_when_anything_that_matters_changes(folder, tokenizer):
@@ -99,13 +94,6 @@ def long_ago(folder):
         os.utime(file, (1_000_000, 1_000_000))
 
 
-def test_content_is_hashed_once_per_state_of_the_files(folder, tokenizer, monkeypatch):
-    long_ago(folder)
-    open_tokens(texts_in(folder), tokenizer, RULES, 0.3, report=quiet)
-    monkeypatch.setattr(FileDocuments, "content_hash", lambda self: pytest.fail("read again"))
-    open_tokens(texts_in(folder), tokenizer, RULES, 0.3, report=quiet)
-
-
 def test_overwrite_makes_it_again_but_not_after_another_process_of_this_run_did(folder, tokenizer, monkeypatch):
     lines = []
     open_tokens(texts_in(folder), tokenizer, RULES, 0.3, report=quiet)
@@ -116,12 +104,6 @@ def test_overwrite_makes_it_again_but_not_after_another_process_of_this_run_did(
     monkeypatch.setattr("kenotron.data.cached_folder.PROCESS_START", time.time() - 100)
     open_tokens(texts_in(folder), tokenizer, RULES, 0.3, overwrite=True, report=lines.append)
     assert len(lines) == 1
-
-
-def test_an_end_of_document_token_beyond_two_bytes_is_kept_whole(folder, tokenizer):
-    opened = open_tokens(texts_in(folder), tokenizer, EncodeRules(70_000, None), 0.3, report=quiet)
-    assert opened.train.tokens.dtype == np.dtype("<u4")
-    assert set(opened.train.tokens[opened.train.ends.astype(int) - 1].tolist()) == {70_000}
 
 
 def test_inspect_finds_a_flipped_bit(folder, tokenizer, shell):
@@ -151,14 +133,6 @@ def test_a_truncated_file_is_found_out(folder, tokenizer):
     os.truncate(opened.path / "train.tokens", 20)
     with pytest.raises(InputError, match=r"train\.tokens: damaged token cache .* delete"):
         open_tokens(texts_in(folder), tokenizer, RULES, 0.3, report=quiet)
-
-
-def test_empty_files_are_no_documents_and_nothing_else_is_an_error(tmp_path, tokenizer, monkeypatch):
-    monkeypatch.setenv("KENOTRON_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "a.txt").write_text("")
-    with pytest.raises(InputError, match=r"a\.txt: no text in it"):
-        open_tokens(FileDocuments("a.txt", [tmp_path / "a.txt"]), tokenizer, RULES, 0.3, report=quiet)
-    assert list((tmp_path / "cache" / "tokens").glob("*.tmp-*")) == []
 
 
 def test_runs_that_hold_out_other_documents_share_no_entry(folder, tokenizer):

@@ -44,20 +44,16 @@ def folder(tmp_path: Path) -> Path:
 # ---- windows -----------------------------------------------------------------------------------------------
 
 
-def test_an_epoch_is_every_window_of_every_file_and_the_last_are_held_out(folder: Path) -> None:
+@pytest.mark.parametrize("size", [2, 4])
+def test_an_epoch_is_every_window_of_every_file_and_the_last_are_held_out(tmp_path: Path, size: int) -> None:
+    write_ds(tmp_path / "a.ds", counting(0, LENGTHS), size)
+    write_ds(tmp_path / "b" / "a.ds", counting(1000, LENGTHS), size)
     expected = cut(list(range(180)), L + 1) + cut(list(range(1000, 1180)), L + 1)
     assert len(expected) == 40
-    with opened({"dataset_folder": str(folder)}) as data:
+    with opened({"dataset_folder": str(tmp_path), "token_size_in_bytes": size}) as data:
         assert sorted(epoch(data)) == expected[:36]
         assert held_out(data) == expected[36:]
         assert epoch(data) != expected[:36]  # shuffled
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_files_of_both_widths_are_read(tmp_path: Path, size: int) -> None:
-    write_ds(tmp_path / "a.ds", counting(0, LENGTHS), size)
-    with opened({"dataset_folder": str(tmp_path), "token_size_in_bytes": size}) as data:
-        assert sorted(epoch(data) + held_out(data)) == cut(list(range(180)), L + 1)
 
 
 @pytest.mark.parametrize("kind", ["npy", "big-endian npy", "raw", "megatron"])
@@ -166,12 +162,6 @@ def test_folders_without_weights_share_by_their_samples(folder: Path, key: str) 
         assert len(found) >= 56
 
 
-def test_a_share_in_a_mixture_is_divided_among_the_folders(folder: Path) -> None:
-    inner = {"dataset_folder": [str(folder / "b"), str(folder / "a.ds")], "dataset_weights": [3, 1]}
-    with opened({"mixture": [{"weight": 2, **inner}, {"weight": 2, "tokens": str(folder / "b")}]}) as data:
-        shares_hold(data, [3, 1, 4])
-
-
 def test_a_mix_file_names_paths_beside_itself(folder: Path) -> None:
     mix = folder / "mix.json"
     mix.write_text(json.dumps({"b": 3, str(folder / "a.ds"): 1}))
@@ -196,14 +186,6 @@ def test_a_bad_mix_file_is_named(tmp_path: Path, text: str, message: str) -> Non
         read_mix(tmp_path / "mix.json")
     with pytest.raises(InputError, match="cannot read"):
         read_mix(tmp_path / "other.json")
-
-
-def test_a_folder_goes_on_in_the_next_stage_where_it_stopped(folder: Path) -> None:
-    dataset = {"dataset_folder": [str(folder / "b"), str(folder / "a.ds")], "dataset_weights": [1, 1]}
-    with opened(dataset, dataset | {"dataset_weights": [1, 3]}, train_steps=8) as data:
-        rows = [row for step in range(1, 9) for row in windows(data.batch(step))]
-    assert len(rows) == 32
-    assert max(Counter(row[0] for row in rows if row[0] >= 1000).values()) == 1  # 12 + 2 of 18 samples
 
 
 @pytest.mark.parametrize("masking", [False, True])
@@ -236,14 +218,6 @@ def test_a_batch_of_several_folders_is_what_each_gives_alone(tmp_path: Path, mas
 # ---- masks -------------------------------------------------------------------------------------------------
 
 
-def test_without_return_positions_a_window_is_one_document(folder: Path) -> None:
-    dataset = {"dataset_folder": str(folder), "return_positions": False}
-    with opened(dataset, model__document_masking=True) as data:
-        (first, _) = data.batch(1)
-        assert first.documents is None
-        assert (first.labels == first.tokens + 1).all()
-
-
 def test_files_without_document_ends_are_reported_where_documents_are_masked(folder: Path) -> None:
     os.remove(folder / "b" / "a.ds.index")
     for masking in (False, True):
@@ -251,23 +225,6 @@ def test_files_without_document_ends_are_reported_where_documents_are_masked(fol
         with opened({"dataset_folder": str(folder)}, said=said, model__document_masking=masking) as data:
             data.batch(1)
         assert [("ends of documents" in line and "b/a.ds" in line) for line in said] == [True] * masking
-
-
-def test_a_loss_mask_takes_labels_out_in_training_and_in_validation(tmp_path: Path) -> None:
-    write_ds(tmp_path / "a" / "a.ds", counting(0, LENGTHS), loss=[token % 5 > 1 for token in range(180)])
-    write_ds(tmp_path / "b" / "b.ds", counting(1000, LENGTHS))
-    with opened({"dataset_folder": [str(tmp_path / "a"), str(tmp_path / "b")]}) as data:
-        batches = [batch for step in range(1, 5) for batch in data.batch(step)]
-        held = [batch for batch, *_ in data.validation()]
-    for group in (batches, held):
-        seen = set()
-        for batch in group:
-            for token, label in zip(batch.tokens.reshape(-1).tolist(), batch.labels.reshape(-1).tolist()):
-                masked = token < 999 and (token + 1) % 5 <= 1
-                if token > 0 or label > 0:  # rows that fill up the last batch of validation are 0 throughout
-                    assert label == (NO_LOSS if masked else token + 1)
-                    seen.add((token > 999, masked))
-        assert seen == {(False, False), (False, True), (True, False)}
 
 
 # ---- nanotron's keys ---------------------------------------------------------------------------------------
@@ -281,20 +238,6 @@ def test_a_cap_takes_the_first_tokens_and_leaves_what_is_held_out(folder: Path) 
         assert held_out(data) == held
     with opened({"dataset_folder": [str(folder)], "dataset_max_tokens": [10**9]}) as data:
         assert len(epoch(data)) == 36
-
-
-def test_shuffled_files_are_other_first_files_and_the_same_in_every_stage(tmp_path: Path) -> None:
-    for number in range(6):
-        write_ds(tmp_path / f"{number}.ds", counting(200 * number, LENGTHS))
-    capped = {"dataset_folder": [str(tmp_path)], "dataset_max_tokens": [300]}
-    with opened(capped) as data:
-        assert {row[0] // 200 for row in epoch(data)} == {0, 1}
-    shuffled = capped | {"shuffle_files": True}
-    with opened(shuffled, {"dataset": shuffled, "start": 3}) as data:
-        first = {row[0] // 200 for row in epoch(data)}
-        assert first != {0, 1}
-        later = data.stage_of(3).sources[0]
-        assert {int(row[0]) // 200 for row in later.read(np.arange(len(later))).tokens} == first
 
 
 def test_local_copies_are_read_where_they_are(folder: Path, tmp_path: Path) -> None:

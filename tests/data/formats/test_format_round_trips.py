@@ -23,21 +23,6 @@ def flat(docs: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
     return np.array(list(chain(*docs)), dtype=np.int64), np.array([len(d) for d in docs], dtype=np.int64)
 
 
-@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
-@given(batches=st.lists(documents, max_size=3))
-def test_what_is_written_is_read(dtype: str, batches: list[list[list[int]]]) -> None:
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / "below" / "corpus.ds"
-        with TokenWriter(path, np.dtype(dtype), "a|b") as writer:
-            for batch in batches:
-                writer.write(*flat(batch))
-        ids, lengths = flat(list(chain(*batches)))
-        (file,) = open_token_files(folder, "PATH")
-        assert (file.format, file.tokens.dtype, file.tokenizer) == ("datatrove", np.dtype(dtype), "a|b")
-        assert np.array_equal(file.tokens, ids)
-        assert np.array_equal(file.ends, np.cumsum(lengths))  # type: ignore[arg-type]
-
-
 @given(batches=st.lists(st.tuples(documents, st.booleans()), max_size=4), seed=st.integers(0, 99))
 def test_a_loss_mask_may_begin_late_and_pause(batches: list[tuple[list[list[int]], bool]], seed: int) -> None:
     random = np.random.default_rng(seed)
