@@ -42,13 +42,14 @@ def test_a_column_shows_the_mean_of_its_steps(tmp_path: Path, shell: Shell) -> N
 
 
 def test_losses_that_are_not_finite_are_not_equal(tmp_path: Path, shell: Shell) -> None:
-    runs = [written(tmp_path / "a", [2.0, None, 1.0], {}), written(tmp_path / "b", [2.0, 3.0, 1.0], {})]
+    runs = [written(tmp_path / "a", [2.0, None, 1.0], {}), written(tmp_path / "b", [2.0, 3.0, 1.0, 0.5], {})]
     for run in runs:
         tiny_yaml(run).rename(run / "config.yaml")
     code, said, _ = shell("compare", *runs)
     assert code == 0
     assert "lm_loss: equal until step 2" in said
     assert "  step 2: nan  3  difference +nan" in said
+    assert said.endswith("  step 3: 1  1  difference +0\n")  # the last one that both have
 
 
 def test_what_is_no_run_is_named(tmp_path: Path, shell: Shell) -> None:

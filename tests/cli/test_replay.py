@@ -15,6 +15,7 @@ from kenotron.data import open_run
 from kenotron.data.provenance import step_origins
 from kenotron.launch.replaying import config_of_replay
 from kenotron.observers.consistency import SLICES, bits_sum, slice_of, state_hash
+from kenotron.text.hash_split import text_hash
 from support.nursery import Nursery
 from support.tiny_run import Shell, text_overrides, tiny_config, tiny_yaml, train_quietly
 
@@ -188,22 +189,30 @@ def test_a_file_of_yaml_is_not_taken_for_a_run(tmp_path: Path, shell: Shell) -> 
 
 
 def test_documents_of_small_texts_are_found_behind_a_checkpoint(tmp_path: Path, shell: Shell) -> None:
-    """Each text holds out one that no fraction chose: the checkpoint says which, and so names their tokens."""
+    """Each text holds out one that no fraction chose: the checkpoint says which, whatever came to the text since."""
     for name in ("a", "b"):
         lines = [json.dumps({"text": f"{name}{number} " * 60}) for number in range(6)]
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
     files = (tmp_path / f"{name}.jsonl" for name in ("a", "b"))
     mixture = ", ".join(f"{{weight: 1, text_files: {file}}}" for file in files)
     text = (*text_overrides(tmp_path)[1:], f"data_stages.0.data.dataset={{mixture: [{mixture}]}}")
     keys = ("tokens.train_steps=4", "tokens.val_fraction=1e-9", "checkpoints.checkpoint_interval=2")
     config = tiny_config(tmp_path, *text, *keys)
-    run = train_quietly(config)
-    assert len(run.data.held_out_hashes()) == 2
-    with open_run(config, 1, lambda line: None) as data:
-        named = [f"{each.file} window {each.window}, tokens" for each in step_origins(data, 4)]
+    held_out = train_quietly(config).data.held_out_hashes()
+    assert len(held_out) == 2
+    new = min((f"c{number} " * 60 for number in range(60)), key=text_hash)
+    assert text_hash(new) < min(int(each, 16) for each in held_out)
+    with (tmp_path / "a.jsonl").open("a") as file:
+        file.write(json.dumps({"text": new}) + "\n")
+
+    def named(held_out: list[str]) -> list[str]:
+        with open_run(config, 4, lambda line: None, held_out=held_out) as data:
+            return [f"{each.file} window {each.window}, tokens" for each in step_origins(data, 4)]
+
+    assert named(held_out) != named([])
     (tmp_path / "run.yaml").write_text(dump(config))
     code, said, _ = shell("data", "which", tmp_path / "run.yaml", "--step", "4")
-    assert (code, [line for line in named if line not in said]) == (0, [])
+    assert (code, [line for line in named(held_out) if line not in said]) == (0, [])
 
 
 @pytest.mark.slow

@@ -95,6 +95,7 @@ def test_a_large_file_arrives_in_parts(tmp_path: Path, store: Store, server: Any
     puts = [line for line in server.reads if line.startswith("PUT") and "partNumber" in line]
     assert {line.split("partNumber=")[1].split("&")[0].split()[0] for line in puts} == {"1", "2", "3"}
     assert len(puts) == 5  # the two that failed were sent again, and no other
+    assert not [line for line in server.reads if line.startswith("GET") and "weights" in line]  # its MD5 shows it
     size, version = store.version("10/weights") or (0, "")
     assert (size, version.strip('"')[-2:]) == (11 * MIB, "-3")
     assert sent[-1] == 11 * MIB

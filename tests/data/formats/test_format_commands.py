@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kenotron.cli.data import BAR
 from kenotron.data.formats.datatrove import TokenWriter
 from support.tiny_run import Shell
 
@@ -32,7 +33,15 @@ def test_inspect_counts(corpus: Path, shell: Shell) -> None:
     assert [(b["from"], b["below"], b["documents"]) for b in lengths["histogram"]] == [(2, 4, 3), (4, 8, 1)]
     code, out, _ = shell("data", "inspect", corpus)
     assert code == 0
-    assert "█" in out
+    *head, _, _ = lines = out.splitlines()
+    assert head == [
+        f"{corpus}: datatrove, 1 file, 26 bytes of uint16",
+        "tokens: 13   documents: 4   largest id: 9",
+        "tokenizer: gpt2   tokens without loss: 0",
+        "document lengths: 2 to 5 tokens, mean 3.2",
+    ]
+    assert [line.split()[-1] for line in lines[-2:]] == ["3", "1"]
+    assert [line.count("█") for line in lines[-2:]] == [BAR, -(-BAR // 3)]
 
 
 def test_inspect_reports_an_id_beyond_the_vocabulary(corpus: Path, shell: Shell) -> None:
