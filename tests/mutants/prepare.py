@@ -53,7 +53,7 @@ MUTANTS = [
         find="source.documents()), characters // len(texts))",
         replace="source.documents()), characters)",
         why="--max-characters is taken from each input: twice the memory, and a large file drowns the other languages",
-        tests=("prepare/test_prepare_inputs.py::test_a_tokenizer_is_trained_on_the_same_share_of_every_input",),
+        tests=("prepare/test_prepare_options.py::test_a_tokenizer_is_trained_on_the_same_share_of_every_input",),
     ),
     Mutant(
         name="a-share-makes-the-shards-of-its-neighbour",

@@ -104,22 +104,6 @@ def test_a_revision_that_moves_is_an_error(hub: Hub, file: str, monkeypatch: pyt
             open_token_files(url, "PATH")
 
 
-def test_failures_are_tried_again_then_named(hub: Hub, tokens: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetching, "BLOCK", 10_000)
-    url, ids = tokens
-    hub.breaks = failing(2, 503)
-    array = opened(url, tries=3)
-    np.testing.assert_array_equal(array[:4000], ids[:4000])
-    hub.reads.clear()
-    np.testing.assert_array_equal(array[6_000:7_000], ids[6_000:7_000])  # bytes 12128 to 14128
-    assert [read.split()[-1] for read in hub.reads] == ["bytes=10000-19999"] * 2  # the hub, and where it sends us
-    hub.breaks = failing(10**6, 503)
-    hub.reads.clear()
-    with pytest.raises(InputError, match=r"ids\.npy, bytes 30000-39999: cannot be read, tried 3 times \(HfHub.*503"):
-        array[15_000:15_010]
-    assert len(hub.reads) == 3
-
-
 def test_the_hub_may_ask_to_be_waited_for(hub: Hub, tokens: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     url, ids = tokens
     slept = waits_of(monkeypatch)

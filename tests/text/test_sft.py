@@ -221,25 +221,6 @@ def test_a_stage_without_answers_is_masked_as_the_model_says(tmp_path: Path) -> 
         assert data.batch(7)[0].documents is not None
 
 
-def test_long_examples_are_cut_and_rows_without_an_answer_left_out(tmp_path: Path) -> None:
-    rows = [*PAIRS[:9], {"prompt": "x", "completion": ""}, {"prompt": "y", "completion": "1 + 1 " * 40}]
-    dataset = {"text_files": write_rows(tmp_path / "rows.jsonl", rows), "sft_dataloader": True}
-    with open_run(config_of(tmp_path, dataset, val_fraction=0.01), 1, quiet) as data:
-        (source,) = data.stage_of(1).sources
-        assert "1 row left out without an answer" in source.describe()
-        assert f"1 of {len(rows) - 1 - len(source.cache.validation.ends)} documents cut" in source.describe()
-        lengths = source.read(np.arange(len(source))).loss_mask.sum(axis=1)
-        assert lengths.max() == 24  # all of a row but the prompt's token, and nothing of the rest elsewhere
-        assert lengths.sum() < 24 + 9 * 6
-
-
-def test_an_example_longer_than_a_chunk_is_one_example(tmp_path: Path) -> None:
-    """Texts are cut after 2^20 characters; half of an example is no JSON."""
-    file = write_rows(tmp_path / "long.jsonl", [{"prompt": "x " * 600_000, "completion": "y"}])
-    (only,) = sft_texts(Path(file)).documents()
-    assert Example.from_json(only.text).segments[1] == ("y", True)
-
-
 def test_a_null_is_no_answer_and_a_missing_column_is_named(tmp_path: Path) -> None:
     rows = [{"prompt": "a", "completion": "b"}, {"prompt": "c", "completion": None}]
     file = Path(write_rows(tmp_path / "rows.jsonl", rows))
