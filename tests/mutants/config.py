@@ -11,7 +11,7 @@ MUTANTS = [
         find='    path, equals, value = text.partition("=")\n',
         replace='    path, equals, value = text.rpartition("=")\n',
         why="a value with an equals sign in it, such as a prompt or the query of a URL, is taken for a part of the key",
-        tests=("config/test_config_overrides.py::test_values_are_yaml",),
+        tests=("config/test_config_errors.py::test_values_are_yaml",),
     ),
     Mutant(
         name="merged-keys-win-over-the-maps-own",
