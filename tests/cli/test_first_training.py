@@ -1,4 +1,4 @@
-"""docs/your-first-training.md: its commands, in their order, on its own text, with a smaller model."""
+"""docs/your-first-training.md: its commands, in their order, on its own text, with a smaller model; other pages."""
 
 import json
 import os
@@ -15,8 +15,8 @@ import yaml
 
 import kenotron as kn
 from support.nursery import Finished, Nursery
-from support.pages import blocks, read_page, sections
-from support.tiny_run import REPOSITORY
+from support.pages import blocks, in_a_users_folder, read_page, sections
+from support.tiny_run import REPOSITORY, Shell
 
 PAGE = read_page("your-first-training.md")
 STEPS, MORE_STEPS = 12, 14  # in place of the page's 400 and 600
@@ -110,13 +110,10 @@ def test_the_installation_is_the_makefile_s() -> None:
     assert "\nsetup:" in (REPOSITORY / "Makefile").read_text()
 
 
-def test_the_data_section_on_the_page_is_the_starter_s() -> None:
-    from kenotron.cli.init import starters
-
-    starter, (found,) = yaml.safe_load(starters()["text-folder"]), map(yaml.safe_load, blocks(PAGE, "yaml"))
-    assert found["tokenizer"] == starter["tokenizer"]
-    assert found["data_stages"][0]["data"]["dataset"] == starter["data_stages"][0]["data"]["dataset"]
-    assert starter["tokens"]["train_steps"] == 400
+def test_the_config_of_a_run_of_weeks_passes_the_check(tmp_path: Path, shell: Shell) -> None:
+    with in_a_users_folder(read_page("long-runs.md"), tmp_path):
+        code, said, _ = shell("config", "check", "long.yaml")
+    assert (code, "long.yaml: valid: 500000 steps of 1024 sequences of 2048 tokens" in said) == (0, True)
 
 
 @pytest.mark.slow

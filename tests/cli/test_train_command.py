@@ -7,6 +7,7 @@ import signal
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
@@ -18,8 +19,10 @@ from support.tiny_run import (
     Shell,
     command,
     environment,
+    tiny_config,
     tiny_dict,
     tiny_yaml,
+    train_quietly,
     wait_until,
     write_texts,
 )
@@ -129,34 +132,6 @@ def test_the_end_of_a_run_names_commands_that_work(text: bool, tmp_path: Path, n
     assert (tmp_path / "checkpoints" / "3-hf" / "model.safetensors").exists() == text
 
 
-@pytest.mark.slow
-@pytest.mark.cases(slow=0)
-def test_the_line_of_the_readme_resumes_a_run_on_four_ranks(tmp_path: Path, nursery: Nursery) -> None:
-    """On the starter config of README's walkthrough, at a size of seconds; without the micro-batches it is refused."""
-    line = next(line for line in (REPOSITORY / "README.md").read_text().splitlines() if "parallelism.dp=2" in line)
-    command = shlex.split(line.removeprefix("$ kenotron "), comments=True)
-    command.remove("tokens.train_steps=600")
-    content = yaml.safe_load(nursery.run("init", "text-folder", folder=tmp_path).stdout)
-    content["data_stages"][0]["data"]["dataset"]["text_files"] = write_texts(tmp_path)
-    content["tokenizer"]["train"]["vocab_size"] = 300
-    content["model"]["model_config"] |= {"hidden_size": 32, "intermediate_size": 32, "vocab_size": 300}
-    content["tokens"] |= {"sequence_length": 32, "train_steps": 3}
-    (tmp_path / "my.yaml").write_text(yaml.safe_dump(content))
-    assert nursery.run("train", "my.yaml", "tokens.train_steps=2", folder=tmp_path).code == 0
-
-    micro = command.pop()
-    refused = nursery.run(*command, folder=tmp_path)
-    overrides = f"{micro} tokens.batch_accumulation_per_replica=1"
-    assert refused.stderr.splitlines(keepends=True)[-1] == (
-        "error: checkpoints/text-folder/2 has a global batch of 8 sequences, this config has 16 (micro_batch_size 8 x "
-        f"batch_accumulation_per_replica 1 x dp 2); to keep it, add {overrides}; to change it, start over with "
-        "--fresh, or set another checkpoints.checkpoints_path\n"
-    )
-    resumed = nursery.run(*command, micro, folder=tmp_path)
-    assert (resumed.code, resumed.stderr) == (0, "")
-    assert "step 3/3 " in resumed.stdout
-
-
 # ---- what was wrong is said in one line, and exit code 2 ---------------------------------------------------
 
 
@@ -232,3 +207,51 @@ def test_ctrl_c_before_the_first_step_is_said(tmp_path: Path, nursery: Nursery) 
     os.kill(child.pid, signal.SIGINT)
     finished = child.wait()
     assert (finished.code, finished.stderr) == (130, "interrupted\n")
+
+
+# ---- what a run's own checkpoints decide: whose others are needed, and when --fresh sets them aside --------
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    tiny_yaml(tmp_path)
+    return tmp_path
+
+
+def test_a_run_with_checkpoints_of_its_own_needs_those_of_its_parent_no_more(here: Path, shell: Shell) -> None:
+    train_quietly(tiny_config(here / "parent", "tokens.train_steps=1"))
+    source = "checkpoints.resume_checkpoint_path=parent/checkpoints"
+    assert shell("train", "tiny.yaml", source, "tokens.train_steps=2")[0] == 0
+    (here / "parent").rename(here / "gone")
+    assert shell("config", "check", "tiny.yaml", source, "tokens.train_steps=3")[0] == 0
+    assert shell("train", "tiny.yaml", source, "tokens.train_steps=3")[0] == 0
+    code, _, said = shell("config", "check", "tiny.yaml", source, "checkpoints.checkpoints_path=others")
+    assert (code, "resume_checkpoint_path: no such file or folder: parent/checkpoints" in said) == (2, True)
+
+
+def test_fresh_sets_nothing_aside_for_a_run_that_cannot_begin(here: Path, shell: Shell) -> None:
+    assert shell("train", "tiny.yaml", "tokens.train_steps=2")[0] == 0
+    code, _, said = shell("train", "tiny.yaml", "--fresh", "data_stages.0.data.dataset={tokens: nowhere}")
+    assert (code, "no such file or folder: nowhere" in said) == (2, True)
+    assert (here / "checkpoints" / "2").is_dir()
+    assert shell("train", "tiny.yaml", "--fresh", "tokens.train_steps=1")[0] == 0
+    (aside,) = (here / "checkpoints").glob("replaced-*")
+    assert sorted(path.name for path in aside.iterdir()) == ["2", "latest.txt"]
+    assert (here / "checkpoints" / "1").is_dir()
+
+
+def test_data_of_a_stage_that_is_over_may_be_gone(here: Path, shell: Shell) -> None:
+    for name in ("one", "two"):
+        np.save(f"{name}.npy", np.arange(600, dtype=np.uint16) % 50)
+    stages = ", ".join(
+        f"{{name: {name}, start_training_step: {start}, data: {{dataset: {{tokens: {name}.npy}}}}}}"
+        for name, start in (("one", 1), ("two", 3))
+    )
+    for steps in ("2", "3"):
+        run = ("tiny.yaml", f"data_stages=[{stages}]", f"tokens.train_steps={steps}")
+        assert shell("config", "check", *run)[0] == 0
+        assert shell("train", *run)[0] == 0
+        Path("one.npy").unlink(missing_ok=True)
+    code, _, said = shell("config", "check", *run, "checkpoints.checkpoints_path=others")
+    assert (code, "no such file or folder: one.npy" in said) == (2, True)
