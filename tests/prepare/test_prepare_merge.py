@@ -1,6 +1,7 @@
 """Merging files of tokens: every document once, whole, with its loss; in the sources' order or the seed's."""
 
 import json
+import os
 from itertools import pairwise
 
 import numpy as np
@@ -52,8 +53,18 @@ def sources(tmp_path):
 ALL = made_documents(30, 1000) + made_documents(20, 2000) + made_documents(10, 3000)
 
 
-def test_end_to_end_is_the_order_of_the_sources(sources, tmp_path):
+def test_end_to_end_is_the_order_of_the_sources(sources, tmp_path, monkeypatch):
+    """The file of tokens comes after what is beside it: whoever finds it finds all."""
+    done, replace = [], os.replace
+
+    def recorded(source, target):
+        done.append(target)
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", recorded)
+    monkeypatch.setattr("kenotron.prepare.scratch.sync_folder", done.append)
     made = merge(sources, tmp_path / "all.ds", report=quiet)
+    assert done[-2:] == [tmp_path / "all.ds", tmp_path]
     assert read(tmp_path / "all.ds")[0] == ALL
     assert (made["documents"], made["tokens"]) == (60, sum(map(len, ALL)))
     assert json.loads((tmp_path / "all.ds.manifest.json").read_text()) == made

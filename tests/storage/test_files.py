@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kenotron.storage.arrays import map_local_array
-from kenotron.storage.files import locked, publish_folder, replace_file
+from kenotron.storage.files import locked, publish_folder, remove_folder, replace_file
 
 
 @pytest.fixture
@@ -48,6 +48,14 @@ def test_a_folder_is_published_with_all_of_it_synced(tmp_path: Path, events: lis
     synced = {path for _, path in events[:at]}
     assert synced == {str(temporary / name) for name in ("", "a", "inner", "inner/b")}
     assert events[at + 1 :] == [("sync", str(tmp_path))]
+
+
+def test_a_folder_has_another_name_for_good_before_its_files_go(tmp_path: Path, events: list[tuple[str, str]]) -> None:
+    (tmp_path / "1").mkdir()
+    remove_folder(tmp_path / "1")
+    (kind, names), last = events
+    assert (kind, names.split()[0], last) == ("rename", str(tmp_path / "1"), ("sync", str(tmp_path)))
+    assert not list(tmp_path.iterdir())
 
 
 def test_who_finds_a_lock_held_waits_for_it(tmp_path: Path) -> None:
