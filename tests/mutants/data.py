@@ -3,6 +3,7 @@
 from mutants.mutant import Mutant
 
 RUN_DATA = "data/test_run_data.py"
+BORDERS = "data/test_token_folders.py::test_batches_with_documents_restart_positions_and_mask_borders"
 PACKING = ("data/test_packing.py",)
 STREAMS = ("data/test_streams.py",)
 
@@ -38,7 +39,7 @@ MUTANTS = [
         replace="labels[begins[:, :-1]] = NO_LOSS",
         why="the last real token of a document is masked, and the first of the next one predicted from it",
         tests=(
-            "data/test_sources.py",
+            BORDERS,
             f"{RUN_DATA}::test_document_masking_gives_documents_positions_and_masked_borders",
         ),
     ),
@@ -48,7 +49,7 @@ MUTANTS = [
         find="starts = np.flatnonzero(begins[:, :-1])",
         replace="starts = np.flatnonzero(begins[:, :-1]); starts += starts % tokens.shape[1] > 0",
         why="the first token of a document has a position of the document before it",
-        tests=("data/test_sources.py",),
+        tests=(BORDERS,),
     ),
     Mutant(
         name="loss-mask-off-by-one",
@@ -163,7 +164,7 @@ MUTANTS = [
         find="np.array((starts, starts + size - 1)",
         replace="np.array((np.maximum(starts, 1) - 1, starts + size - 1)",
         why="a window that begins with a document counts its first token to the one before",
-        tests=("data/test_sources.py",),
+        tests=(BORDERS,),
     ),
     Mutant(
         name="batch-size-ramp-rounds-down",
