@@ -21,7 +21,6 @@ from kenotron.generation.load import load_for_generation
 from kenotron.interop import from_hf, open_source, resolve_architecture, to_hf
 from kenotron.kernels.attention import attention
 from kenotron.models import Context, named_parameters
-from kenotron.models.foreign import HUGGING_FACE
 from kenotron.parallel.mesh import Mesh
 from kenotron.training.model_parts import build_parts
 from kenotron.training.step import count_real_tokens, forward_backward
@@ -288,18 +287,6 @@ def test_files_that_do_not_fit_are_one_line(change, message, folders, tmp_path):
 def test_what_tensor_parallelism_is_not_for_is_refused(which, keys, mode, message, folders, tmp_path):
     with pytest.raises(InputError, match=message):
         config_of(tmp_path, folders[which], "parallelism.tp=2", f"parallelism.tp_mode={mode}", **keys)
-
-
-def test_a_family_that_has_a_file_here_can_be_trained_as_transformers_has_it(tmp_path: Path) -> None:
-    from support.tiny_llamas import hf_llama, save_hf
-
-    folder = save_hf(hf_llama(), tmp_path / "llama")
-    families = {"ours": {}, "theirs": {"family": HUGGING_FACE}}
-    both = [config_of(tmp_path / name, folder, "tokens.sequence_length=8", **keys) for name, keys in families.items()]
-    assert [config.model.decoder.family for config in both] == ["llama", HUGGING_FACE]
-    for config in both:
-        train_quietly(config)
-    assert losses(both[0]) == pytest.approx(losses(both[1]), rel=1e-5)
 
 
 class Block(nn.Module):

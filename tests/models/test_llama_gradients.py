@@ -1,4 +1,4 @@
-"""Llama's maths: logits, loss and every gradient are those of transformers' with the same weights, in fp32."""
+"""Llama's maths: logits, loss and every gradient are those of transformers' in fp32; angles those of float64."""
 
 from typing import Any
 
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kenotron.kernels.attention import attention
 from kenotron.models import Context, named_parameters
+from kenotron.models.blocks.rope import Rope
 from kenotron.models.decoder import Decoder
 from kenotron.models.families.llama import LlamaArchitecture
 from support.tiny_llamas import SHAPES, VARIANTS, hf_llama, random_tokens
@@ -17,6 +18,7 @@ SEQUENCES, LENGTH = 3, 40
 EXTRA: dict[str, dict[str, Any]] = {
     "yarn_with_attention_factor": {"rope_scaling": VARIANTS["yarn"]["rope_scaling"] | {"attention_factor": 1.3}},
     "default_rope_by_name": {"rope_scaling": {"rope_type": "default"}},
+    "dynamic_within_the_trained_context": VARIANTS["dynamic"] | {"max_position_embeddings": LENGTH},
     "gelu_exact": {"hidden_act": "gelu"},
     "relu": {"hidden_act": "relu"},
 }
@@ -78,13 +80,6 @@ def test_logits_loss_and_every_gradient_are_those_of_transformers(variant: str) 
     assert worst(gradients(ours), gradients(theirs)) < 2e-5
 
 
-def test_dynamic_scaling_within_the_trained_context_is_plain_rope() -> None:
-    _, scaled = pair(**VARIANTS["dynamic"] | {"max_position_embeddings": LENGTH})
-    _, plain = pair()
-    tokens, _ = batch()
-    assert torch.equal(scaled(tokens.flatten(), context()), plain(tokens.flatten(), context()))
-
-
 def test_z_loss_is_the_square_of_the_true_log_sum_exp_in_float64() -> None:
     weight = 0.3
     theirs, ours = pair()
@@ -135,3 +130,15 @@ def test_bf16_over_fp32_weights_is_as_close_to_fp32_as_transformers_in_bf16(vari
     assert sum(ours for ours, _ in off.values()) < 1.05 * sum(theirs for _, theirs in off.values())
     for name, (ours_off, theirs_off) in off.items():
         assert ours_off < 1.5 * theirs_off + 1e-3, f"{name}: {ours_off:.4f} against {theirs_off:.4f}"
+
+
+@pytest.mark.parametrize(("scaling", "stretch"), [(None, 1.0), ({"rope_type": "linear", "factor": 4.0}, 4.0)])
+def test_angles_at_4096_positions_are_those_of_float64(scaling: dict[str, object] | None, stretch: float) -> None:
+    """fp32 is off by 4096 * 2^-24 radians; positions in bf16 would be off by up to 8 whole positions."""
+    head_dim, theta = 64, 10_000.0
+    cos, sin = Rope(head_dim, theta, scaling, 4096)(torch.arange(4096))
+    pairs = torch.arange(0, head_dim, 2, dtype=torch.float64)
+    angles = torch.arange(4096, dtype=torch.float64)[:, None] * theta ** (-pairs / head_dim) / stretch
+    assert cos.dtype == sin.dtype == torch.float32
+    torch.testing.assert_close(cos.double(), angles.cos(), rtol=0, atol=5e-4)
+    torch.testing.assert_close(sin.double(), angles.sin(), rtol=0, atol=5e-4)

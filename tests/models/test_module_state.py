@@ -157,9 +157,11 @@ def test_every_call_begins_with_what_the_module_was_made_with(tmp_path: Path, ca
     model, tokens = made(of_user(tmp_path)), torch.arange(24).view(2, 12)
     model.train(False)
     with caplog.at_level(logging.WARNING, "kenotron"):
-        found = [called(model, tokens) for _ in range(3)]
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2])
+        found = [called(model, tokens) for _ in range(2)]
+        with torch.inference_mode():
+            found += [called(model, tokens) for _ in range(2)]
+        found.append(called(model, tokens))
+    assert all(torch.equal(found[0], each) for each in found)
     block = model.foreign_module.layers[0]
     assert (block.calls, block.names, block.numbers, block.kinds) == (0, ["a"], {"calls": 0}, {0})
     assert (block.nested, block.own.calls, list(block.last)) == ({"calls": [0]}, 0, [0])
@@ -173,25 +175,6 @@ def test_every_call_begins_with_what_the_module_was_made_with(tmp_path: Path, ca
     for name in (*(f"layers.1.{each}" for each in names), f"{__name__}.COUNTED", "Block.of_class"):
         assert name in told[0]
     assert "count" not in told[0]
-
-
-def test_training_changes_saved_buffers_and_nothing_else(tmp_path: Path) -> None:
-    model, tokens = made(of_user(tmp_path)), torch.arange(24).view(2, 12)
-    model.train()
-    for _ in range(3):
-        called(model, tokens)
-    block = model.foreign_module.layers[0]
-    assert (int(block.count), int(block.written), int(block.replaced), block.calls) == (3, 0, 0, 0)
-    assert float(block.mean.abs().sum()) > 0
-
-
-def test_with_torchs_inference_mode(tmp_path: Path) -> None:
-    model, tokens = made(of_user(tmp_path)), torch.arange(24).view(2, 12)
-    model.train(False)
-    with torch.inference_mode():
-        found = [called(model, tokens) for _ in range(3)]
-    assert torch.equal(found[0], found[2])
-    assert torch.equal(found[0], called(model, tokens))
 
 
 def test_a_tensor_that_is_no_buffer_is_refused(tmp_path: Path) -> None:

@@ -113,29 +113,6 @@ def test_losses_and_gradients_are_those_of_transformers_layers() -> None:
     close(named[f"model.layers.{LAYERS + 1}.self_attn.o_proj.weight"].grad, of_last)
 
 
-def test_documents_know_nothing_of_the_next_one() -> None:
-    """Two documents in a sequence have the losses, and gradients, of each alone."""
-    _, model = both()
-    model.train()
-    tokens = random_tokens(1, LENGTH)[0]
-    parts = [tokens[:4], tokens[4:]]
-
-    def loss_of(some: Tensor, positions: Tensor, labels: Tensor, borders: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        model.zero_grad()
-        model.further_loss = None
-        ctx = Context((1, len(some)), positions, attention, cu_seqlens=borders)
-        model(some, ctx, labels)[0].backward()
-        gradient = dict(named_parameters(model))["model.embed_tokens.weight"].grad
-        return model.further_loss.clone(), gradient.clone()
-
-    alone = [loss_of(p, torch.arange(len(p)), labels_of(p[None]), (0, len(p))) for p in parts]
-    positions = torch.cat([torch.arange(len(p)) for p in parts])
-    labels = torch.cat([labels_of(p[None]) for p in parts])
-    together = loss_of(tokens, positions, labels, (0, 4, LENGTH))
-    close(together[0], alone[0][0] + alone[1][0])
-    close(together[1], alone[0][1] + alone[1][1])
-
-
 def test_one_further_stops_at_the_end_of_a_document() -> None:
     x, positions = torch.tensor([5, 6, 7, 8, 9, 1]), torch.tensor([0, 1, 2, 0, 1, 0])
     assert one_further(x, positions, -100).tolist() == [6, 7, -100, 9, -100, -100]

@@ -1,6 +1,5 @@
 """Parametrizations: nanotron's published factors, the papers' tables, and the models that they are the tables of."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +9,12 @@ import yaml
 
 from kenotron.config import load
 from kenotron.config.errors import InputError
-from kenotron.interop import to_hf
 from kenotron.models import build, named_parameters
-from kenotron.models.parametrization import Factors, factors, spectral_factors, table
+from kenotron.models.parametrization import Factors, factors, table
 from kenotron.optim.build import build_optimizer
 from kenotron.parallel.mesh import Mesh
 from support.layout_runs import SPARSE, prepared
-from support.tiny_run import exported, saved_weights, tiny_dict, train_quietly
+from support.tiny_run import tiny_dict
 
 UNTIED = {"tie_word_embeddings": False}
 # examples/mup/configs/mup_350m_llama_config.yaml of nanotron
@@ -60,11 +58,6 @@ def test_spectral_factors_of_350m_are_those_published(way, matrix, std, rate, tm
         assert found[plain] == Factors()
 
 
-def test_a_narrow_output_gets_less() -> None:
-    assert spectral_factors(4, 16) == Factors(std=0.125, learning_rate=0.25)
-    assert spectral_factors(64, 16) == Factors(std=0.25, learning_rate=4.0)
-
-
 @pytest.mark.parametrize("optimizer", ["adamW", "muon"])
 @pytest.mark.parametrize("kind", ["mup", "completep"])
 def test_relative_factors_are_the_table_s(kind: str, optimizer: str, tmp_path: Path) -> None:
@@ -93,11 +86,6 @@ def test_biases_of_what_writes_into_the_residual_stream_are_divided_by_depth_wit
     out, plain = found[f"{LAYER}self_attn.o_proj.bias"], found[f"{LAYER}self_attn.q_proj.bias"]
     assert (plain.learning_rate, plain.epsilon) == (1.0, pytest.approx(1 / 12))
     assert (out.learning_rate, out.weight_decay, out.epsilon) == pytest.approx((1 / 3, 3.0, 1 / 4))
-
-
-def test_at_the_base_size_it_is_the_standard_parametrization(tmp_path: Path) -> None:
-    base = of(tmp_path, {}, "model.parametrization={kind: completep, base_width: 16, base_depth: 2}")
-    assert set(base.values()) == {Factors()}
 
 
 def test_a_weight_times_c_trains_as_the_same_weight_with_its_output_times_c() -> None:
@@ -145,17 +133,6 @@ def test_patterns_of_parameter_groups_multiply_them(tmp_path: Path) -> None:
     weight = dict(model.named_parameters())[f"{LAYER}mlp.down_proj.weight"]
     (group,) = (g for g in optimizer.param_groups if any(p is weight for p in g["params"]))
     assert (group["learning_rate_scale"], group["weight_decay"]) == (pytest.approx(3 / 8), 0.0)
-
-
-def test_what_is_exported_is_the_model_as_it_is(tmp_path: Path) -> None:
-    """No factor is left in the forward pass: the exported config has none, and its weights are the checkpoint's."""
-    config = load(config_of(tmp_path), MUP)
-    run = train_quietly(config)
-    saved = Path(config.checkpoints.checkpoints_path) / str(run.step)
-    to_hf(saved, tmp_path / "hf", dtype="float32")
-    name = f"{LAYER}self_attn.q_proj.weight"
-    assert exported(tmp_path / "hf")[name].equal(saved_weights(saved)[name])
-    assert "scale" not in json.loads((tmp_path / "hf" / "config.json").read_text())
 
 
 KEY = "model.parametrization"

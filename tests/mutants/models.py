@@ -187,7 +187,7 @@ MUTANTS = [
         find="positions.unsqueeze(-1).float()",
         replace="positions.unsqueeze(-1).bfloat16()",
         why="positions past 256 are rounded to even numbers and worse: (as in old versions of transformers)",
-        tests=("models/test_rope.py",),
+        tests=(f"{LLAMA}::test_angles_at_4096_positions_are_those_of_float64",),
     ),
     Mutant(
         name="rope-turns-the-wrong-way-back",
