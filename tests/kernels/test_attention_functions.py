@@ -54,15 +54,7 @@ def test_functions_equal_the_definition(flash, cu_seqlens, window):
     for function in (eager, sdpa_with_mask, flash.attention):
         assert error(function, Borders(cu_seqlens), window=window) < 2e-6, function
     assert flash.calls == [len({*(cu_seqlens or ()), 0, 24, 48}) - 1]  # one launch, whatever the documents
-
-
-@pytest.mark.parametrize("window", [None, 6])
-def test_a_softcap_bounds_the_scores(window):
-    assert error(eager, Borders(DOCUMENTS), window=window, softcap=0.5) < 2e-6
-    (q, k, v), _ = inputs()
-    uncapped = eager(q, k, v, Borders(DOCUMENTS), 0, 0.25)
-    assert (eager(q, k, v, Borders(DOCUMENTS), 0, 0.25, softcap=0.5) - uncapped).abs().max() > 0.1
-    torch.testing.assert_close(eager(q, k, v, Borders(DOCUMENTS), 0, 0.25, softcap=1e4), uncapped)
+    assert error(eager, Borders(cu_seqlens), window=window, softcap=0.5) < 2e-6
 
 
 def test_the_package_flash_attn_is_called_by_its_signature(flash, monkeypatch):

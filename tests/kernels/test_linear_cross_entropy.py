@@ -13,6 +13,7 @@ from kenotron.kernels import linear_cross_entropy as kernel
 from kenotron.kernels import products
 from kenotron.kernels.linear_cross_entropy import VocabularyRanks, linear_cross_entropy
 
+RISING = torch.linspace(0.0, 1.0, 57)  # a weight for each token of `problem`
 LIMITS = {torch.float32: (1e-6, 2e-6), torch.bfloat16: (2e-3, 8e-3)}  # relative: loss, gradients
 
 
@@ -59,19 +60,16 @@ def check(x, w, labels, valid, upstream=0.37, **options):
 @pytest.mark.parametrize(
     ("dtype", "emulated"), [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)]
 )
-@pytest.mark.parametrize("z_loss", [0.0, 1e-2])
+@pytest.mark.parametrize(
+    "options",
+    [{}, *({"z_loss": 1e-2} | more for more in ({}, {"softcap": 1.5}, {"softcap": 15.0}, {"token_weights": RISING}))],
+    ids=lambda options: " ".join(options) or "plain",
+)
 @pytest.mark.parametrize("chunk_tokens", [None, 1, 10, 19, 57, 1000])
-def test_loss_and_gradients_equal_float64(dtype, emulated, z_loss, chunk_tokens, monkeypatch):
+def test_loss_and_gradients_equal_float64(dtype, emulated, options, chunk_tokens, monkeypatch):
     monkeypatch.setattr(products, "EMULATED", emulated)  # bf16 by a CPU without a fast instruction for it
     chunk_bytes = None if chunk_tokens is None else chunk_tokens * 4 * 72
-    check(*problem(dtype=dtype), 65, scale=0.02, z_loss=z_loss, chunk_bytes=chunk_bytes)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("chunk_tokens", [19, 1000])
-@pytest.mark.parametrize("softcap", [1.5, 15.0])
-def test_logits_are_bounded_in_loss_and_gradients(dtype, chunk_tokens, softcap):
-    check(*problem(dtype=dtype), 65, scale=0.02, z_loss=1e-2, chunk_bytes=chunk_tokens * 4 * 72, softcap=softcap)
+    check(*problem(dtype=dtype), 65, scale=0.02, chunk_bytes=chunk_bytes, **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -157,13 +155,6 @@ def test_no_tensor_of_all_logits_in_fp32_is_ever_made(monkeypatch):
         linear_cross_entropy(x, w, labels, scale=1.0)[0].backward()
     largest = max(event.cpu_memory_usage for event in profile.events())
     assert largest <= tokens * rows * 2 + 4096
-
-
-@pytest.mark.parametrize("chunk_bytes", [None, 20 * 72 * 4])
-def test_every_token_has_a_weight_of_its_own(chunk_bytes):
-    x, w, labels = problem()
-    options = {"scale": 0.5, "z_loss": 0.01, "chunk_bytes": chunk_bytes, "token_weights": torch.rand(len(labels))}
-    check(x, w, labels, 65, **options)
 
 
 # Ranks that share the vocabulary: threads here, which meet where ranks would -----------------------

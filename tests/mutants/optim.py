@@ -156,7 +156,7 @@ MUTANTS = [
         find="        torch._foreach_lerp_(momenta, gradients, 1 - beta2)\n",
         replace="        torch._foreach_lerp_(momenta, gradients, 1 - beta1)\n",
         why="Lion's two decays are one",
-        tests=("optim/test_lion.py",),
+        tests=("optim/test_build_optimizer.py::test_a_step_of_lion_follows_its_formula_in_float64",),
     ),
     Mutant(
         name="soap-second-moment-in-the-old-order",

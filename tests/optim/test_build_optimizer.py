@@ -1,6 +1,7 @@
 """The optimizer that the config names, against float64 formulas and torch."""
 
 import math
+from functools import partial
 from unittest.mock import Mock
 
 import pytest
@@ -12,6 +13,7 @@ from kenotron.config.optimizer import LearningRateScheduler
 from kenotron.optim.build import build_optimizer
 from kenotron.optim.custom import ELEMENTWISE
 from kenotron.optim.groups import set_learning_rates
+from kenotron.optim.lion import Lion
 from kenotron.optim.muon import Muon, NorMuon
 from kenotron.optim.soap import Soap
 from kenotron.optim.stochastic_rounding import StochasticAdamW
@@ -56,29 +58,23 @@ def test_adamw_is_the_papers_with_decay_only_where_it_should_be(tiny, section, s
         torch.testing.assert_close(ours.double(), formula, rtol=2e-6, atol=2e-7)
 
 
-@pytest.mark.parametrize("nesterov", [False, True])
-def test_sgd_follows_its_formula(tiny, section, set_gradients, nesterov):
-    config = section({"name": "sgd", "momentum": 0.9, "nesterov": nesterov}, weight_decay=0.01)
-    model, other = tiny(), tiny()
-    ours = train(model, build_optimizer(model.named_parameters(), config), set_gradients)
-    weights = [p.detach().double() for p in other.parameters()]
-    velocity = [torch.zeros_like(w) for w in weights]
-    for step in range(5):
-        set_gradients(other.parameters(), step)
-        for i, p in enumerate(other.parameters()):
-            g = p.grad.double() + 0.01 * weights[i]
-            velocity[i] = 0.9 * velocity[i] + g
-            weights[i] = weights[i] - 1e-2 / (1 + step) * (g + 0.9 * velocity[i] if nesterov else velocity[i])
-    for a, b in zip(ours, weights, strict=True):
-        torch.testing.assert_close(a.double(), b, rtol=2e-6, atol=2e-7)
+SGD = partial(torch.optim.SGD, momentum=0.9)
 
 
-def test_any_optimizer_by_dotted_path_equals_itself(tiny, section, set_gradients):
-    config = section({"name": "torch.optim.Adagrad", "kwargs": {"eps": 1e-6}}, weight_decay=0.02)
+@pytest.mark.parametrize(
+    ("factory", "theirs"),
+    [
+        ({"name": "sgd", "momentum": 0.9, "nesterov": True}, partial(SGD, nesterov=True)),
+        ({"name": "sgd", "momentum": 0.9}, SGD),
+        ({"name": "torch.optim.Adagrad", "kwargs": {"eps": 1e-6}}, partial(torch.optim.Adagrad, eps=1e-6)),
+    ],
+)
+def test_an_optimizer_of_torch_equals_itself(tiny, section, set_gradients, factory, theirs):
+    config = section(factory, weight_decay=0.02)
     model, other = tiny(), tiny()
     ours = train(model, build_optimizer(model.named_parameters(), config), set_gradients)
-    theirs = train(other, torch.optim.Adagrad(other.parameters(), lr=1e-2, eps=1e-6, weight_decay=0.02), set_gradients)
-    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    expected = train(other, theirs(other.parameters(), lr=1e-2, weight_decay=0.02), set_gradients)
+    assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
 
 
 class CountsInItsGroups(torch.optim.Optimizer):
@@ -228,3 +224,36 @@ def test_the_config_keys_reach_an_optimizer_of_matrices_and_its_adamw(tiny, sect
     matrices, *others = sorted(optimizer.param_groups, key=lambda group: not own.keys() <= group.keys())
     assert {key: matrices[key] for key in own} == own
     assert {(group["betas"], group["eps"], group["fused"]) for group in others} == {((0.6, 0.9), 1e-7, False)}
+
+
+# ---- Lion ----
+
+
+def random(shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_a_step_of_lion_follows_its_formula_in_float64():
+    parameter = nn.Parameter(random((5, 7)))
+    weight, momentum = parameter.detach().double(), torch.zeros(5, 7, dtype=torch.float64)
+    optimizer = Lion([{"params": [parameter]}], lr=0.01, weight_decay=0.3, betas=(0.8, 0.95))
+    for step in range(4):
+        parameter.grad = random((5, 7), 10 + step)
+        g = parameter.grad.double()
+        weight = weight * (1 - 0.01 * 0.3) - 0.01 * torch.sign(0.8 * momentum + 0.2 * g)
+        momentum = 0.95 * momentum + 0.05 * g
+        optimizer.step()
+    torch.testing.assert_close(parameter.double(), weight, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(optimizer.state[parameter]["exp_avg"].double(), momentum, rtol=1e-6, atol=1e-7)
+
+
+def test_the_config_keys_reach_lion(tiny, section):
+    config = section({"name": "Lion", "lion_beta1": 0.7, "lion_beta2": 0.9})
+    optimizer = build_optimizer(tiny().named_parameters(), config)
+    assert isinstance(optimizer, Lion)
+    assert all(group["betas"] == (0.7, 0.9) for group in optimizer.param_groups)
+
+
+def test_a_setting_that_lion_has_not_is_refused() -> None:
+    with pytest.raises(TypeError, match="Lion has no setting 'momentum'"):
+        Lion([{"params": [nn.Parameter(torch.zeros(1))]}], lr=0.1, momentum=0.9)

@@ -58,10 +58,10 @@ def test_curves_without_some_of_warm_up_decay_and_floor(keys, expected):
 
 
 @st.composite
-def schedules(draw, styles):
+def schedules(draw):
     warmup = draw(st.integers(0, 50))
     peak = draw(st.floats(1e-6, 1.0))
-    style = draw(st.sampled_from(styles))
+    style = draw(st.sampled_from(["linear", "cosine", "1-sqrt", "sqrt", "step", "constant"]))
     schedule = LearningRateScheduler(
         learning_rate=peak,
         lr_warmup_steps=warmup,
@@ -76,39 +76,15 @@ def schedules(draw, styles):
     return schedule, draw(st.integers(1, 200))
 
 
-ALL = ["linear", "cosine", "1-sqrt", "sqrt", "step", "constant"]
-
-
-@given(schedules(ALL))
-def test_every_rate_lies_between_zero_and_the_peak_and_above_the_floor_after_warmup(case):
-    schedule, train_steps = case
-    for step in range(1, train_steps + 1):
-        rate = learning_rate(schedule, step, train_steps)
-        assert 0 <= rate <= schedule.learning_rate
-        if step >= schedule.lr_warmup_steps:
-            assert rate >= (schedule.min_decay_lr or 0.0) * (1 - 1e-12)
-
-
-@given(schedules(ALL))
-def test_the_rate_rises_through_warmup_and_never_again(case):
+@given(schedules())
+def test_every_rate_lies_within_its_bounds_and_rises_through_warmup_and_never_again(case):
     schedule, train_steps = case
     rates = [learning_rate(schedule, step, train_steps) for step in range(1, train_steps + 1)]
     top = max(schedule.lr_warmup_steps, 1)
     assert rates[:top] == sorted(rates[:top])
     assert all(after <= before * (1 + 1e-12) for before, after in zip(rates[top - 1 :], rates[top:], strict=False))
-
-
-@given(schedules(["linear", "cosine", "1-sqrt", "sqrt", "constant"]))
-def test_the_joints_are_continuous(case):
-    """Warm-up meets the plateau at the peak; the decay leaves it and meets its end without a jump."""
-    schedule, train_steps = case
-    start, length = schedule.decay_start, schedule.decay_steps(train_steps)
-    if start > 0:
-        assert learning_rate(schedule, start, train_steps) == schedule.learning_rate
-    end = learning_rate(schedule, start + length, train_steps) if start + length > 0 else schedule.learning_rate
-    assert learning_rate(schedule, start + length + 1, train_steps) == end
-    if length > 0 and schedule.lr_decay_style in ("linear", "cosine", "1-sqrt"):
-        assert end == pytest.approx(schedule.final_lr, rel=1e-12)
+    assert all(0 <= rate <= schedule.learning_rate for rate in rates)
+    assert all(rate >= (schedule.min_decay_lr or 0.0) * (1 - 1e-12) for rate in rates[top - 1 :])
 
 
 def test_a_decay_by_dotted_path_is_a_factor_on_the_peak_within_warm_up_end_and_floor():

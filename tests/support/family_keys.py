@@ -55,7 +55,7 @@ TESTS = {
         device ema srun""",
     ("test_headless.py", "Headless"): "name negatives block_size temperature",
     ("test_distillation.py", "Distillation"): "name teacher weight temperature top_k cache",
-    ("test_lion.py", "Lion"): "name lion_beta1 lion_beta2",
+    ("test_build_optimizer.py", "Lion"): "name lion_beta1 lion_beta2",
     ("test_build_optimizer.py", "Muon"): "muon_scale",
     ("test_build_optimizer.py", "NorMuon"): "name normuon_beta2 adam_eps adam_beta1 adam_beta2 torch_adam_is_fused "
     "muon_momentum muon_nesterov muon_ns_steps muon_learning_rate_scale muon_scale",
