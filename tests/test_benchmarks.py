@@ -1,15 +1,17 @@
-"""The scripts in benchmarks/ import what there is, and their README lists them."""
+"""The scripts in benchmarks/ import what there is, their README lists them, and the weights of peers are ours."""
 
 import sys
 import time
-from collections import Counter
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from kenotron.config.loading import load
-from support.tiny_run import REPOSITORY, tiny_config
+from kenotron.kernels.rope import apply_rope
+from support.tiny_run import REPOSITORY
 
 FOLDER = REPOSITORY / "benchmarks"
 SCRIPTS = sorted(FOLDER.glob("*.py"))
@@ -59,59 +61,6 @@ def test_the_picture_of_a_schedule_waits_as_long_as_the_docs_say(engine: str, mo
     assert waiting == pytest.approx(bubble(engine, diagrams.RANKS, diagrams.MICRO_BATCHES, parts))
 
 
-@pytest.mark.slow
-def test_the_picture_of_zero_has_the_shares_of_its_stages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """4 bytes a parameter of weights and 8 of moments with AdamW; the ranks of a group have equal shares."""
-    monkeypatch.syspath_prepend(str(FOLDER))
-    import diagrams
-
-    hidden, between, heads, layers, vocabulary, ranks = 64, 128, 4, 2, 96, 8
-    of_layer = 4 * hidden * hidden + 3 * hidden * between + 2 * hidden
-    count = layers * of_layer + 2 * vocabulary * hidden + hidden
-    sizes = f"hidden_size: {hidden}, intermediate_size: {between}, num_attention_heads: {heads}"
-    sizes += f", num_key_value_heads: {heads}, num_hidden_layers: {layers}, vocab_size: {vocabulary}"
-    overrides = [f"model.model_config={{{sizes}, tie_word_embeddings: false}}", "model.dtype=bfloat16"]
-    for stage, share in {"zero_stage 1": 1 / 8, "hybrid, dp_shard 4": 1 / 4}.items():
-        layout = [f"parallelism.dp={ranks}", *diagrams.STAGES[stage]]
-        held = diagrams.bytes_of_rank(tiny_config(tmp_path, *overrides, *layout))
-        expected = [4 * count * share, 8 * count * share]
-        assert [held["weights"], held["optimizer"]] == pytest.approx(expected, rel=0.01), stage
-
-
-@pytest.mark.budget(10, reason="imports torch's process groups")
-def test_the_picture_of_the_mesh_has_the_groups_of_arithmetic(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """rank = 8 pp + 4 dp + 2 cp + tp: a group has the ranks that differ in the bits of its axes alone."""
-    monkeypatch.syspath_prepend(str(FOLDER))
-    import diagrams
-
-    places, groups = diagrams.ranks_and_groups(tiny_config(tmp_path, *diagrams.LAYOUT, "optimizer.zero_stage=1"), 8)
-    assert [8 * at["pp"] + 4 * at["dp_shard"] + 2 * at["cp"] + at["tp"] for at in places] == list(range(16))
-    bits = {"pp": 8, "dp_shard": 4, "cp": 2, "tp": 1, "batch": 4, "loss": 14, "gradient": 6, "shard": 6, "model": 9}
-    assert groups.keys() == {*bits, "world"}
-    for name, mask in {**bits, "world": 15}.items():
-        alike = ({other for other in range(16) if other & ~mask == rank & ~mask} for rank in range(16))
-        assert groups[name] == {tuple(sorted(group)) for group in alike}, name
-
-
-def test_the_picture_of_a_mixture_has_the_shares_of_the_weights(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """After every step of a stage to within two samples, as docs/data.md says."""
-    monkeypatch.syspath_prepend(str(FOLDER))
-    import diagrams
-
-    found = iter(diagrams.samples_of_steps(tmp_path))
-    for steps, weights in diagrams.MIXTURES.values():
-        so_far = Counter[str]()
-        for step in range(1, steps + 1):
-            so_far += next(found)
-            total = step * diagrams.BATCH
-            assert so_far.total() == total
-            for name, weight in weights.items():
-                assert abs(so_far[name] - total * weight / sum(weights.values())) <= 2, (name, step)
-    assert next(found, None) is None
-
-
 @pytest.mark.budget(10, reason="trains, and starts the process that writes checkpoints")
 def test_the_picture_of_a_lazy_checkpoint_has_the_times_of_its_files(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -157,3 +106,48 @@ def test_a_run_that_validates_on_other_text_cannot_enter(tmp_path: Path, monkeyp
     file.write_text(text.replace("val_fraction: 0.05", "val_fraction: 0.01"), encoding="utf-8")
     with pytest.raises(SystemExit, match=r"entry.yaml: tokens.val_fraction: expected 0.05, found 0.01"):
         leaderboard.check(file)
+
+
+# ---- peers that are imported from a checkout ----
+
+PEERS = ("checkout", "work", "worker", "picotron_step", "lingua_step")
+
+
+@pytest.fixture
+def peers(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The modules of the folder, by name."""
+    monkeypatch.syspath_prepend(str(REPOSITORY / "benchmarks" / "peers"))
+    before = set(sys.modules)
+    yield {name: __import__(name) for name in PEERS}
+    for name in set(PEERS) - before:
+        sys.modules.pop(name, None)
+
+
+def test_every_weight_has_a_name_of_its_own_there(peers: Any) -> None:
+    names = peers["work"].SIZES["17M"].shapes()
+    for module in ("picotron_step", "lingua_step"):
+        theirs = {peers[module].renamed(name) for name in names}
+        assert len(theirs) == len(names)
+        assert not any("self_attn" in name or "model." in name for name in theirs)
+    assert peers["lingua_step"].renamed("model.layers.3.self_attn.q_proj.weight") == "layers.3.attention.wq.weight"
+    assert peers["picotron_step"].renamed("model.layers.3.self_attn.o_proj.weight") == (
+        "decoder_layers.3.attention.out_proj.weight"
+    )
+
+
+def test_queries_of_pairs_side_by_side_are_those_of_halves_in_another_order(peers: Any) -> None:
+    """The scores of queries and keys, rotated as each library rotates them, are the same."""
+    heads, head_dim, tokens = 2, 8, 5
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(tokens, 12, generator=draw)
+    q, k = (torch.randn(heads * head_dim, 12, generator=draw) for _ in range(2))
+    angles = torch.rand(1, tokens, head_dim // 2, generator=draw)
+
+    def scores(q: torch.Tensor, k: torch.Tensor, interleaved: bool) -> torch.Tensor:
+        rows = ((x @ weight.T).view(1, tokens, heads, head_dim) for weight in (q, k))
+        turned = [apply_rope(each, angles.cos(), angles.sin(), interleaved)[0].transpose(0, 1) for each in rows]
+        return turned[0] @ turned[1].transpose(1, 2)
+
+    q_there, k_there = (peers["lingua_step"].pairs_side_by_side("q_proj", weight, heads) for weight in (q, k))
+    assert torch.allclose(scores(q, k, False), scores(q_there, k_there, True), atol=1e-5)
+    assert torch.equal(peers["lingua_step"].pairs_side_by_side("v_proj", q, heads), q)

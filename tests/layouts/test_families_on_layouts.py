@@ -10,9 +10,16 @@ Value embeddings look tokens up in layers that lie on later pipeline stages, and
 A parametrization multiplies initial weights and rates by what a weight's whole shape says, not a rank's.
 """
 
-import pytest
+from collections import defaultdict
 
-from support.layout_runs import FAMILIES, Problem, on
+import pytest
+import test_elastic_resume
+import test_experts_on_layouts
+import test_mamba_on_layouts
+import test_matrix
+
+from kenotron.config.architecture import built_in_sections
+from support.layout_runs import FAMILIES, HYBRIDS, SPARSE, STATE_SPACES, Problem, on
 
 PROBLEMS = {
     family: Problem(family, steps=3, model=keys, compared=2 if "nano" in family else 1)
@@ -60,3 +67,17 @@ FACTORS = [(name, *layout) for layout in SPLIT for name in PARAMETRIZED]
 )
 def test_a_layout_means_what_one_process_means(family, world_size, layout, like_one_process):
     like_one_process(world_size, (PROBLEMS | PARAMETRIZED)[family], layout, ROUNDING)
+
+
+def test_every_family_has_twelve_layouts_and_resumes_on_another() -> None:
+    tested = defaultdict(set, llama={layout for _, _, layout in test_matrix.LAYOUTS})
+    for family, _, layout in (*CASES, *test_mamba_on_layouts.SLOW):
+        tested[family].add(layout)
+    for family in SPARSE:
+        tested[family] = {layout for _, layout in test_experts_on_layouts.LAYOUTS}
+    assert {*FAMILIES, *SPARSE, *STATE_SPACES, *HYBRIDS} <= tested.keys()
+    assert set(built_in_sections()) - {"llamoe"} <= tested.keys()  # nanotron's alone
+    assert {family: len(layouts) for family, layouts in tested.items() if len(layouts) < 12} == {}
+    assert sum(map(len, tested.values())) > 400
+    resumed = {problem for problem, _, _ in (*test_elastic_resume.PAIRS, *test_elastic_resume.MORE_PAIRS)}
+    assert tested.keys() - {"llama"} <= resumed  # whose problems are called tied, muon, …

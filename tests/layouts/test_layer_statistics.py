@@ -223,3 +223,13 @@ def test_the_noise_scale_of_float16_is_that_of_float32(tmp_path: Path) -> None:
 def test_what_cannot_be_measured_is_refused(override: str, expected: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=expected):
         tiny_config(tmp_path, override)
+
+
+def test_what_a_hook_records_is_reduced_over_the_ranks(tmp_path: Path) -> None:
+    overrides = ("parallelism.dp=2", "tokens.micro_batch_size=2", "general.hooks=[support.user_parts.Measures]")
+    run_ranks(2, trained, tmp_path, overrides)
+    steps = metrics(tiny_config(tmp_path))
+    assert len(steps) == 3
+    for step in steps:
+        assert (step["mean_rank"], step["highest_rank"]) == (0.5, 1)
+        assert step["twice_the_loss"] == 2 * step["lm_loss"]

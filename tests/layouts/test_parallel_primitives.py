@@ -1,5 +1,6 @@
-"""The primitives of parallelism: nothing is wrapped on one rank, and sums over ranks are right."""
+"""The primitives of parallelism: nothing is wrapped on one rank, sums over ranks are right, docs/primitives.md runs."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from kenotron.models.decoder import Decoder
 from kenotron.parallel.collectives import any_rank, copy_to, sum_over_ranks
 from kenotron.parallel.mesh import Mesh, build_mesh
 from support.layout_runs import Problem, prepared
+from support.pages import read_page
 from support.ranks import run_ranks
 
 
@@ -54,3 +56,15 @@ def test_hosts_sum_their_numbers_over_the_ranks_of_a_group() -> None:
     for rank, (sums, votes) in enumerate(run_ranks(4, host_numbers)):
         assert sums == [4 * 2**40 + 6, 2 * 2**40 + sum(range(rank % 2, 4, 2))]
         assert votes == [True, False]
+
+
+def run_page(rank: int, text: str) -> int:
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    names: dict[str, object] = {"__name__": "primitives"}
+    for block in blocks:
+        exec(block, names)
+    return len(blocks)
+
+
+def test_every_example_of_the_page_runs_and_proves_its_point() -> None:
+    assert run_ranks(2, run_page, read_page("primitives.md")) == [6, 6]

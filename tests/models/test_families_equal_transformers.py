@@ -8,10 +8,13 @@ in attention's place are what tells them from a Llama.
 """
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -30,7 +33,7 @@ from kenotron.models.families.qwen2 import Qwen2Architecture
 from kenotron.models.families.smollm3 import SmolLM3Architecture
 from support.families import FAMILIES, filled, hf_model, in_our_names_of, ours_of, save
 from support.plain_attention import numbers_of, plain_attention
-from support.tiny_llamas import our_config, our_logits, random_tokens
+from support.tiny_llamas import VARIANTS, our_config, our_logits, random_tokens
 
 
 def close(found: torch.Tensor, expected: torch.Tensor, least: float = 1e-6) -> None:
@@ -217,3 +220,59 @@ def test_a_sliding_window_is_refused_by_what_sends_keys_around(tmp_path: Path) -
     assert load(config).model.decoder.attention_window == 8
     config["model"]["model_config"]["sliding_window"] = None
     assert load(config).model.decoder.attention_window is None
+
+
+# ---- any shape: few heads or many, windows, scalings, experts ----
+
+OWN_HEAD_DIM = ("llama", "mistral", "qwen3", "olmo2", "nano", "mixtral", "qwen3_moe")
+HEADS_TOGETHER = ("qwen2", "smollm3", "starcoder2", "gpt_neox", "olmoe", "qwen2_moe")  # as wide as the model
+
+WINDOWED = ("mistral", "mixtral", "starcoder2")
+# The names of their number.
+EXPERTS = {"mixtral": "num_local_experts"} | dict.fromkeys(("olmoe", "qwen2_moe", "qwen3_moe"), "num_experts")
+SCALINGS = [{"rope_type": "default"}, *(VARIANTS[each]["rope_scaling"] for each in ("linear", "yarn", "llama3"))]
+
+
+@st.composite
+def models(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
+    """A family, and shapes for it in the words of config.json."""
+    which = draw(st.sampled_from([*OWN_HEAD_DIM, *HEADS_TOGETHER, "deepseek_v3"]))
+    heads = draw(st.integers(1, 6))
+    groups = [heads // each for each in range(1, heads + 1) if heads % each == 0]
+    shapes: dict[str, Any] = {
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads if which in ("gpt_neox", "deepseek_v3") else draw(st.sampled_from(groups)),
+        "num_hidden_layers": draw(st.integers(2 if which == "deepseek_v3" else 1, 3)),  # whose first is dense
+        "intermediate_size": draw(st.integers(1, 40)),
+        "vocab_size": draw(st.integers(3, 90)),
+        "tie_word_embeddings": draw(st.booleans()),
+        "rope_parameters": {"rope_theta": draw(st.sampled_from([50.0, 10_000.0])), **draw(st.sampled_from(SCALINGS))},
+    }
+    shapes["hidden_size"] = heads * draw(st.sampled_from([2, 4, 10]))
+    if which in (*EXPERTS, "deepseek_v3"):  # transformers' grouped products take multiples of 16 bytes
+        shapes["hidden_size"] *= 2
+        shapes["intermediate_size"] = 4 * draw(st.integers(1, 10))
+    if which in WINDOWED:
+        shapes["sliding_window"] = draw(st.none() | st.integers(1, 24))
+    if which in EXPERTS:
+        shapes[EXPERTS[which]] = draw(st.integers(1, 9))
+        shapes["num_experts_per_tok"] = draw(st.integers(1, shapes[EXPERTS[which]]))
+    if which in OWN_HEAD_DIM:
+        shapes["head_dim"] = draw(st.sampled_from([2, 4, 10]))
+    if which == "gpt_neox":
+        shapes["rope_parameters"]["partial_rotary_factor"] = 0.5
+        shapes["hidden_size"] = 4 * heads * draw(st.integers(1, 3))  # half of a head is rotated, in pairs
+    return which, shapes
+
+
+@given(models(), st.integers(1, 2), st.integers(1, 20))
+def test_any_shape_has_the_logits_of_transformers(
+    model: tuple[str, dict[str, Any]], sequences: int, length: int
+) -> None:
+    which, shapes = model
+    theirs = hf_model(which, **shapes)
+    tokens = random_tokens(sequences, length) % shapes["vocab_size"]
+    with torch.no_grad():
+        expected = theirs(tokens).logits
+    found = our_logits(ours_of(theirs), tokens)
+    assert float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-6)) < 1e-4

@@ -168,13 +168,6 @@ def test_what_the_rules_do_not_know_is_one_line(shapes, overrides, said, tmp_pat
         of(tmp_path, shapes, "model.parametrization={kind: mup, base_width: 8, base_depth: 2}", *overrides)
 
 
-def test_a_table_has_no_standard_deviation_for_weights_of_a_checkpoint(tmp_path: Path) -> None:
-    rows = table(load(config_of(tmp_path), ["model.init_method={path: checkpoints/100}"]))
-    assert [row.split()[-4] for row in rows[1:]] == ["-"] * (len(rows) - 1)
-    drawn = [row.split()[-4] for row in table(config_of(tmp_path))]
-    assert "0.025" in drawn  # 0.05 / sqrt(4)
-
-
 def test_use_mup_false_asks_for_nothing(tmp_path: Path) -> None:
     assert of(tmp_path, {}, "model.init_method={std: 0.05, use_mup: false}") == {}
 
