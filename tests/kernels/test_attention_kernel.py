@@ -50,7 +50,7 @@ def test_attention_equals_its_definition_in_float64(shape, dtype, tolerance):
 def test_head_dim_need_not_be_side_by_side_in_memory(dtype):
     tensors, grad = inputs(2, 4, 2, 24, 8, dtype)
     apart = [t.detach().mT.contiguous().mT.requires_grad_() for t in tensors]
-    errors = errors_of(apart, grad.mT.contiguous().mT, WHOLE, 8**-0.5)
+    errors = errors_of(apart, grad.mT.contiguous().mT, WHOLE, 0.3)
     assert max(errors) < 1e-2, errors
 
 
@@ -85,7 +85,7 @@ def test_without_one_the_scale_is_that_of_a_heads_width():
 def test_no_token_sees_another_document(cu_seqlens, dtype, tolerance):
     tensors, grad = inputs(2, 4, 2, 24, 16, dtype)
     ctx = SimpleNamespace(cu_seqlens=cu_seqlens)
-    errors = errors_of(tensors, grad, ctx, 0.25, numbers_of(cu_seqlens, 2))
+    errors = errors_of(tensors, grad, ctx, 0.3, numbers_of(cu_seqlens, 2))
     assert max(errors) < tolerance, errors
 
 
