@@ -2,6 +2,8 @@
 
 from mutants.mutant import Mutant
 
+FAMILIES = "models/test_families_equal_transformers.py"
+
 MUTANTS = [
     Mutant(
         name="a-penalty-that-rewards-unlikely-tokens",
@@ -100,5 +102,13 @@ MUTANTS = [
         tests=(
             "models/test_families_equal_transformers.py::test_an_export_in_bf16_and_in_several_files_keeps_the_biases_of_experts",
         ),
+    ),
+    Mutant(
+        name="decoding-forgets-the-scale-of-a-stretched-context",
+        file="generation/kv_cache.py",
+        find="attn_mask=mask, scale=scale)",
+        replace="attn_mask=mask)",
+        why="a DeepSeek with YaRN decodes with other scores than it was trained with; quick tests sampled no such case",
+        tests=(f"{FAMILIES}::test_greedy_decoding_continues_as_transformers_does[deepseek_v3_stretched]",),
     ),
 ]

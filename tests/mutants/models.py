@@ -146,6 +146,14 @@ MUTANTS = [
         tests=("kernels/test_experts.py::test_dropped_slots_add_nothing_and_get_no_gradient",),
     ),
     Mutant(
+        name="a-window-without-its-scale",
+        file="kernels/attention.py",
+        find="attn_mask=mask, scale=scale, enable_gqa",
+        replace="attn_mask=mask, enable_gqa",
+        why="a layer with a window and a scale of its own has scores of torch's scale; tests gave the same one",
+        tests=("kernels/test_attention_functions.py::test_functions_equal_the_definition",),
+    ),
+    Mutant(
         name="flash-attentions-window-one-token-too-wide",
         file="kernels/attentions/packed.py",
         find="else window - 1",
