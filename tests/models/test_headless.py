@@ -52,7 +52,7 @@ def by_hand(hidden: Tensor, weight: Tensor, labels: Tensor, size: int, temperatu
     ("keys", "size"),
     [
         *(({}, 8), ({"negatives": "block", "block_size": 4}, 4)),
-        *(({"negatives": "micro_batch", "temperature": 0.7}, 16), ({"negatives": "batch"}, 16)),
+        *(({"negatives": "micro_batch", "temperature": 0.7}, 16), ({"negatives": "batch", "temperature": 0.7}, 16)),
     ],
     ids=str,
 )
