@@ -15,9 +15,8 @@ import pytest
 import yaml
 
 import kenotron as kn
-from kenotron.cli import main
 from kenotron.config import dump
-from support.tiny_run import REPOSITORY, environment, metrics, tiny_config, tiny_yaml
+from support.tiny_run import REPOSITORY, Shell, environment, metrics, tiny_config, tiny_yaml
 
 EXAMPLES = REPOSITORY / "examples"
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
@@ -61,19 +60,15 @@ RUN = str(EXAMPLES / "quickstart.yaml"), "parallelism.dp=16", "tokens.micro_batc
 RUN += ("tokens.batch_accumulation_per_replica=1", "--gpus-per-node", "8", "--dry-run")
 
 
-def submitted(
-    capsys: pytest.CaptureFixture[str], *arguments: str, run: tuple[str, ...] = RUN
-) -> tuple[list[dict[str, Any]], str]:
-    with pytest.raises(SystemExit) as ended:
-        main(["submit", *run, *arguments])
-    assert not ended.value.code
-    said = capsys.readouterr()
-    return list(yaml.safe_load_all(said.out)), said.err
+def submitted(shell: Shell, *arguments: str, run: tuple[str, ...] = RUN) -> tuple[list[dict[str, Any]], str]:
+    code, printed, said = shell("submit", *run, *arguments)
+    assert code == 0, said
+    return list(yaml.safe_load_all(printed)), said
 
 
-def test_a_trainjob_is_printed_for_the_layout_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_trainjob_is_printed_for_the_layout_of_a_run(shell: Shell) -> None:
     """As the example has it, with the config inside."""
-    (texts, *job), said = submitted(capsys, "--to", "trainjob", "--container", "mine:1")
+    (texts, *job), said = submitted(shell, "--to", "trainjob", "--container", "mine:1")
     assert "checkpoints_path: expected a volume that all pods see, found checkpoints/quickstart" in said
     assert dump(kn.load(yaml.safe_load(texts["data"]["config.yaml"]))) == dump(kn.load(RUN[0], RUN[1:4]))
     expected = (EXAMPLES / "kubernetes" / "trainjob.yaml").read_text().replace("/config/my.yaml", "/config/config.yaml")
@@ -91,11 +86,9 @@ def test_a_trainjob_is_printed_for_the_layout_of_a_run(capsys: pytest.CaptureFix
     ],
 )
 @pytest.mark.parametrize("to", ["trainjob", "skypilot"])
-def test_a_job_has_a_name_that_its_launcher_allows(
-    run: str, expected: str, to: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_job_has_a_name_that_its_launcher_allows(run: str, expected: str, to: str, shell: Shell) -> None:
     """Kubeflow's and SkyPilot's rules. JobSet refuses names of pods of more than 63 characters."""
-    job = submitted(capsys, "--to", to, f"general.run={run}")[0][-1]
+    job = submitted(shell, "--to", to, f"general.run={run}")[0][-1]
     name = job["metadata"]["name"] if to == "trainjob" else job["name"]
     assert re.fullmatch(expected, name)
     assert re.fullmatch("[a-z]([-a-z0-9]*[a-z0-9])?", name)
@@ -103,24 +96,23 @@ def test_a_job_has_a_name_that_its_launcher_allows(
     assert len(f"{name}-node-0-1023-abcde") <= 63
 
 
-def test_without_their_number_nodes_have_at_most_eight_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_their_number_nodes_have_at_most_eight_gpus(shell: Shell) -> None:
     run = tuple(each for each in RUN if each not in ("--gpus-per-node", "8"))
-    *_, job = submitted(capsys, "--to", "trainjob", run=run)[0]
+    *_, job = submitted(shell, "--to", "trainjob", run=run)[0]
     trainer = job["spec"]["trainer"]
     assert (trainer["numNodes"], trainer["resourcesPerNode"]["limits"]["nvidia.com/gpu"]) == (2, 8)
 
 
 def test_skypilot_gets_files_of_the_folder_that_it_copies(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, shell: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     more = tmp_path / "more.yaml"
     more.write_text("general: {run: other}\n")
-    with pytest.raises(SystemExit) as ended:
-        main(["submit", *RUN, "--to", "skypilot", str(more)])
-    assert ended.value.code == 2
-    assert f"expected a file in {Path.cwd()}, the folder that is copied; found {more}" in capsys.readouterr().err
+    code, _, said = shell("submit", *RUN, "--to", "skypilot", more)
+    assert code == 2
+    assert f"expected a file in {Path.cwd()}, the folder that is copied; found {more}" in said
     monkeypatch.chdir(REPOSITORY)
-    (task,) = submitted(capsys, "--to", "skypilot")[0]
+    (task,) = submitted(shell, "--to", "skypilot")[0]
     assert task["envs"] == {"CONFIG": "examples/quickstart.yaml"}
 
 
@@ -131,25 +123,22 @@ def test_skypilot_gets_files_of_the_folder_that_it_copies(
         (("--nodes", "3"), "needs 16 ranks, but 3 nodes of 8 have 24; parallelism.dp=24 would fit"),
     ],
 )
-def test_what_only_slurm_has_is_refused_elsewhere(
-    arguments: tuple[str, ...], line: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["submit", *RUN, "--to", "skypilot", *arguments])
-    assert ended.value.code == 2
-    assert line in capsys.readouterr().err
+def test_what_only_slurm_has_is_refused_elsewhere(arguments: tuple[str, ...], line: str, shell: Shell) -> None:
+    code, _, said = shell("submit", *RUN, "--to", "skypilot", *arguments)
+    assert code == 2
+    assert line in said
 
 
 @pytest.mark.parametrize("printed", [False, True])
 def test_skypilots_variables_become_torchruns_options(
-    printed: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    printed: bool, tmp_path: Path, shell: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its script on each of two nodes, with a torchrun that prints its arguments."""
     monkeypatch.chdir(REPOSITORY)
     torchrun = tmp_path / "torchrun"
     torchrun.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     torchrun.chmod(torchrun.stat().st_mode | stat.S_IXUSR)
-    (task,) = submitted(capsys, "--to", "skypilot")[0] if printed else documents("skypilot/train.yaml")
+    (task,) = submitted(shell, "--to", "skypilot")[0] if printed else documents("skypilot/train.yaml")
     assert task["num_nodes"] == 2
     for rank in range(2):
         variables = {
