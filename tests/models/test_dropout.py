@@ -64,12 +64,13 @@ def test_a_sample_is_dropped_alike_in_any_batch_and_dtype() -> None:
 
 
 @pytest.mark.parametrize(
-    ("causal", "mask", "gqa"), [(True, None, False), (False, "bool", True), (False, "added", False)]
+    ("causal", "mask", "gqa", "scale"),
+    [(True, None, False, None), (False, "bool", True, 0.3), (False, "added", False, 0.3)],
 )
-def test_attention_is_torchs_on_average(causal: bool, mask: str | None, gqa: bool) -> None:
+def test_attention_is_torchs_on_average(causal: bool, mask: str | None, gqa: bool, scale: float | None) -> None:
     random = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(1, heads, 5, 8, generator=random) for heads in (4, 2 if gqa else 4, 2 if gqa else 4))
-    options = {"is_causal": causal, "enable_gqa": gqa, "scale": 0.3}
+    options = {"is_causal": causal, "enable_gqa": gqa, "scale": scale}
     if mask:
         allowed = torch.rand(1, 1, 5, 5, generator=random) > 0.3
         allowed |= torch.eye(5, dtype=torch.bool)

@@ -6,6 +6,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from kenotron.optim import stochastic_rounding
 from kenotron.optim.state import init_state
 from kenotron.optim.stochastic_rounding import StochasticAdamW, rounded
 from support.ranks import run_ranks
@@ -66,12 +67,15 @@ def trained(those: dict[str, nn.Parameter]) -> dict[str, torch.Tensor]:
 
 
 def on_shards(rank: int, where: str) -> dict[str, torch.Tensor]:
+    """In parts of a few elements, each with its own random numbers."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     those = {}
     for name, parameter in parameters().items():
         placements = [p if p.is_replicate() or p.dim < parameter.dim() else Replicate() for p in PLACEMENTS[where]]
         those[name] = nn.Parameter(distribute_tensor(parameter.detach(), mesh, placements))
-    return trained(those)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stochastic_rounding, "AT_ONCE", 7)
+        return trained(those)
 
 
 @pytest.mark.parametrize("where", PLACEMENTS)
