@@ -1,11 +1,10 @@
-"""Bugs of the models' maths and of the kernels under it."""
+"""Bugs of the models' maths."""
 
 from mutants.mutant import Mutant
 
 LLAMA = "models/test_llama_gradients.py"
 FAMILIES = "models/test_families_equal_transformers.py"
 EXPERTS = "models/test_mixture_of_experts.py"
-LOSS = ("kernels/test_linear_cross_entropy.py",)
 
 MUTANTS = [
     Mutant(
@@ -138,30 +137,6 @@ MUTANTS = [
         tests=(f"{EXPERTS}::test_output_losses_and_gradients_are_the_formula",),
     ),
     Mutant(
-        name="rows-after-the-last-group",
-        file="kernels/experts.py",
-        find="            sizes[-1] += dropped\n",
-        replace="            pass\n",
-        why="dropped rows are in no group: grouped_mm leaves uninitialized memory there, which reaches the tokens",
-        tests=("kernels/test_experts.py::test_dropped_slots_add_nothing_and_get_no_gradient",),
-    ),
-    Mutant(
-        name="a-window-without-its-scale",
-        file="kernels/attention.py",
-        find="attn_mask=mask, scale=scale, enable_gqa",
-        replace="attn_mask=mask, enable_gqa",
-        why="a layer with a window and a scale of its own has scores of torch's scale; tests gave the same one",
-        tests=("kernels/test_attention_functions.py::test_functions_equal_the_definition",),
-    ),
-    Mutant(
-        name="flash-attentions-window-one-token-too-wide",
-        file="kernels/attentions/packed.py",
-        find="else window - 1",
-        replace="else window",
-        why="its windows count the keys on the left of the query, a model's counts the query: GPUs see a token more",
-        tests=("kernels/test_attention_functions.py::test_functions_equal_the_definition",),
-    ),
-    Mutant(
         name="loads-of-the-batch-before-are-not-saved",
         file="observers/expert_load.py",
         find="mixture.previous_load.copy_(self.previous_load[layer])",
@@ -198,68 +173,12 @@ MUTANTS = [
         tests=(f"{LLAMA}::test_angles_at_4096_positions_are_those_of_float64",),
     ),
     Mutant(
-        name="rope-turns-the-wrong-way-back",
-        file="kernels/rope.py",
-        find="ctx.turned(upstream[0], *ctx.saved_tensors, -1.0, ctx.interleaved)",
-        replace="ctx.turned(upstream[0], *ctx.saved_tensors, 1.0, ctx.interleaved)",
-        why="the hand-written backward of RoPE has the sign of its forward",
-        tests=("kernels/test_elementwise_kernels.py",),
-    ),
-    Mutant(
-        name="rope-interleaved-by-halves",
-        file="kernels/rope.py",
-        find="        return x[..., 0::2], x[..., 1::2]\n",
-        replace="        return x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]\n",
-        why="the two layouts of RoPE are taken for one another (every converter of Llama weights met it)",
-        tests=("kernels/test_elementwise_kernels.py",),
-    ),
-    Mutant(
         name="llama3-rope-blend-backwards",
         file="models/blocks/rope.py",
         find='    return keep * frequency + (1 - keep) * frequency / scaling["factor"]\n',
         replace='    return (1 - keep) * frequency + keep * frequency / scaling["factor"]\n',
         why="rope_scaling stretches the fast channels instead of the slow ones: fine below the old context, lost above",
         tests=(LLAMA,),
-    ),
-    Mutant(
-        name="softmax-scale-of-the-hidden-size",
-        file="kernels/attention.py",
-        find="    scale = q.shape[-1] ** -0.5 if scale is None else scale\n",
-        replace="    scale = (q.shape[1] * q.shape[-1]) ** -0.5 if scale is None else scale\n",
-        why="scores are scaled by the hidden size where it should be that of a head",
-        tests=("kernels/test_attention_kernel.py",),
-    ),
-    Mutant(
-        name="causal-mask-off-by-one",
-        file="kernels/attention.py",
-        find=".tril_()\n",
-        replace=".tril_(1)\n",
-        why="the explicit backward lets every query see the token that it has to predict",
-        tests=("kernels/test_attention_kernel.py",),
-    ),
-    Mutant(
-        name="blockwise-mask-off-by-one",
-        file="kernels/blockwise_attention.py",
-        find=".triu(1)\n",
-        replace=".triu(2)\n",
-        why="a block of context parallelism shows a query the next key",
-        tests=("kernels/test_blockwise_attention.py",),
-    ),
-    Mutant(
-        name="documents-see-each-other",
-        file="kernels/attention.py",
-        find="    if all(len(row) == 1 for row in lengths):\n",
-        replace="    if True:\n",
-        why="document masking is accepted and ignored by the attention kernel",
-        tests=("kernels/test_attention_kernel.py",),
-    ),
-    Mutant(
-        name="sliding-window-a-token-too-wide",
-        file="kernels/attention.py",
-        find="(keys > queries - window)",
-        replace="(keys >= queries - window)",
-        why="Mistral's window counts the query itself: another model than the one that was published",
-        tests=(f"{FAMILIES}::test_a_window_in_blocks_is_the_masked_softmax_in_float64",),
     ),
     Mutant(
         name="rotary-pct-ignored",
@@ -318,68 +237,12 @@ MUTANTS = [
         tests=(f"{FAMILIES}::test_logits_loss_and_every_gradient_are_those_of_transformers[smollm3]",),
     ),
     Mutant(
-        name="a-document-runs-on-into-the-next-sequence",
-        file="kernels/attention.py",
-        find="    borders = sorted({*cu_seqlens, *range(0, tokens, length)})\n",
-        replace="    borders = sorted({*cu_seqlens, *range(0, tokens, length)} - {length})\n",
-        why="the border between two sequences of a batch is lost where a document ends there",
-        tests=("kernels/test_attention_kernel.py",),
-    ),
-    Mutant(
-        name="rms-norm-epsilon-outside-of-the-root",
-        file="kernels/rms_norm.py",
-        find="torch.rsqrt(norm.mul_(norm).mul_(1 / hidden).add_(eps), out=r[part])",
-        replace="torch.reciprocal(norm.mul_(norm).mul_(1 / hidden).sqrt_().add_(eps), out=r[part])",
-        why="epsilon is added after the square root: another model for activations near zero",
-        tests=("kernels/test_elementwise_kernels.py",),
-    ),
-    Mutant(
-        name="rms-norm-statistics-in-bf16",
-        file="kernels/rms_norm.py",
-        find="        block = x[part].float()  # in fp32, a view\n",
-        replace="        block = x[part].clone()\n",
-        why="the mean square of a bf16 row is summed up in bf16",
-        tests=("kernels/test_elementwise_kernels.py",),
-    ),
-    Mutant(
         name="norm-epsilon-of-the-class",
         file="models/blocks/norm.py",
         find="rms_norm(x, self.weight.to(x.dtype), self.eps)",
         replace="rms_norm(x, self.weight.to(x.dtype), 1e-6)",
         why="the config's rms_norm_eps is accepted and ignored",
         tests=(LLAMA,),
-    ),
-    Mutant(
-        name="z-loss-without-its-factor-of-two",
-        file="kernels/linear_cross_entropy.py",
-        find="(1.0 + 2.0 * options.z_loss * lse)",
-        replace="(1.0 + options.z_loss * lse)",
-        why="the gradient of the z-loss is half of its loss's",
-        tests=LOSS,
-    ),
-    Mutant(
-        name="z-loss-counted-once-a-rank",
-        file="kernels/linear_cross_entropy.py",
-        find="torch.cat((lse - picked, options.z_loss * lse * lse), 1)",
-        replace="torch.cat((lse - picked, options.z_loss * lse * lse * (1 if ranks is None else 2)), 1)",
-        why="under tp every rank has the complete z-loss, and it is summed over them",
-        tests=LOSS,
-    ),
-    Mutant(
-        name="padding-rows-take-part-in-the-softmax",
-        file="kernels/linear_cross_entropy.py",
-        find="    valid = weight[: max(options.rows, 1)]",
-        replace="    valid = weight",
-        why="rows that pad the vocabulary get probability, and a gradient",
-        tests=LOSS,
-    ),
-    Mutant(
-        name="ignored-labels-still-push",
-        file="kernels/linear_cross_entropy.py",
-        find="    factors = torch.where(real[:, None], options.scale * slope / total, 0.0)\n",
-        replace="    factors = options.scale * slope / total\n",
-        why="masked tokens carry no loss but a gradient",
-        tests=LOSS,
     ),
     Mutant(
         name="initial-std-of-the-wrong-depth",
@@ -406,14 +269,6 @@ MUTANTS = [
         tests=("models/test_initial_weights.py",),
     ),
     Mutant(
-        name="a-state-runs-on-into-the-next-document",
-        file="kernels/selective_scan.py",
-        find="    return None if starts is None else 1 - ",
-        replace="    return None if length else 1 - ",
-        why="document masking is accepted, and Mamba's state goes on from one document to the next",
-        tests=("kernels/test_state_space_kernels.py",),
-    ),
-    Mutant(
         name="a-hybrids-state-runs-on-into-the-next-document",
         file="models/blocks/mamba2.py",
         find="        starts = document_starts(ctx)\n",
@@ -431,14 +286,6 @@ MUTANTS = [
         '        inputs = {"positions": positions, "ctx": ctx}\n',
         why="states are reset where a document begins, and attention beside them still sees the one before",
         tests=("models/test_hybrids.py::test_documents_of_a_sequence_do_not_see_each_other",),
-    ),
-    Mutant(
-        name="a-convolution-looks-over-a-border",
-        file="kernels/causal_conv.py",
-        find="            earlier = earlier * seen[..., None]\n",
-        replace="            earlier = earlier * here[..., None]\n",
-        why="only the first token of a document is kept from the one before it; the second sees over its head",
-        tests=("kernels/test_state_space_kernels.py",),
     ),
     Mutant(
         name="tied-weights-come-apart",

@@ -9,6 +9,7 @@ from mutants import (
     evaluation,
     generation,
     interop,
+    kernels,
     launch,
     models,
     observers,
@@ -23,6 +24,7 @@ from mutants import (
 from mutants.mutant import Mutant, NotCounted
 
 TABLES = (
+    kernels,
     models,
     optim,
     parallel,
