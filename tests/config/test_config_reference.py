@@ -33,6 +33,20 @@ def test_every_key_says_what_it_does() -> None:
         assert f"| `{row.name}` |" in written or f"## `{row.name}`" in written, row.path
 
 
+def marked(mark: str) -> set[str]:
+    return {row.name for row in rows() if mark_of(row) == mark}
+
+
+def test_the_keys_without_effect_in_training_are_exactly_these() -> None:
+    exported = {"initializer_range", "pretraining_tp", "use_cache", "pad_token_id", "max_position_embeddings"}
+    assert marked(EXPORT) == exported | {"chunk_size", "rescale_prenorm_residual", "expand"}  # of Mamba and hybrids
+    nanoset = {"skip_in_stream", "pad_samples_to_global_batch_size", "use_old_brrr_dataloader"}
+    qwen2 = {"_fused_rotary_emb", "_fused_rms_norm", "_use_qkv_packed", "log_attn_probs", "pretraining_tp"}
+    starcoder2 = {"grouped_query", "multi_query"}
+    experts = {"token_dispatcher_type", "moe_capacity_factor", "hidden_act"}
+    assert marked(NO_EFFECT) == {"s5cmd_path", *nanoset, *qwen2, *starcoder2, *experts}
+
+
 def properties(schema: dict[str, Any], node: dict[str, Any], depth: int = 0) -> Iterator[set[str]]:
     """Names of the properties of a node and of its alternatives, references followed."""
     if "$ref" in node:
@@ -54,6 +68,15 @@ def test_the_json_schema_names_the_same_keys_as_the_models() -> None:
     architectures = list(properties(schema, schema["$defs"]["Model"]["properties"]["model_config"]))
     for variant in ("(llama)", "(hf)"):
         assert siblings(("model", "model_config", variant)) in architectures
+
+
+def test_the_json_schema_admits_null_and_any_case_where_the_reader_does() -> None:
+    schema = json_schema()
+    parallelism = schema["$defs"]["Parallelism"]["properties"]
+    tp_mode, null = parallelism["tp_mode"]["anyOf"]
+    assert tp_mode["enum"] == ["ALL_REDUCE", "REDUCE_SCATTER", "all_reduce", "reduce_scatter"]
+    assert null == {"type": "null"}
+    assert {"type": "null"} in schema["$defs"]["General"]["properties"]["seed"]["anyOf"]
 
 
 NOT_READ = {
