@@ -1,5 +1,6 @@
 """A model that others wrote computes what they compute: one training step, decoding, what its wrapper could lose."""
 
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -98,7 +99,7 @@ def test_bfloat16_computes_as_autocast_does(folders: dict[str, Path], tmp_path: 
 @pytest.mark.parametrize("which", MODELS)
 def test_a_run_from_random_weights_goes_to_transformers_and_back(which, folders, tmp_path):
     init = {"std": 0.1, "scaling_method": "NONE"}
-    plain = plain_config(tmp_path, {"hf": str(folders[which])}, init)
+    plain = plain_config(tmp_path, {"hf": str(folders[which]), "eos_token_id": 7}, init)
     plain["checkpoints"]["export_hf"] = True
     config = load(plain)
     _, printed = train_and_listen(config)
@@ -117,6 +118,9 @@ def test_a_run_from_random_weights_goes_to_transformers_and_back(which, folders,
     assert [prompt + one.tokens for prompt, one in zip(PROMPTS, completions)] == wanted
     from_hf(saved / "hf", tmp_path / "back")
     assert equal_bits(saved_weights(tmp_path / "back" / "0"), saved_weights(saved))
+    to_hf(saved, tmp_path / "half", dtype="bfloat16")
+    written = json.loads((tmp_path / "half" / "config.json").read_text())
+    assert (written["dtype"], written["eos_token_id"]) == ("bfloat16", 7)
 
 
 def test_random_weights_are_the_models_own_and_follow_the_seed(folders: dict[str, Path], tmp_path: Path) -> None:
