@@ -24,8 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kenotron.kernels.blockwise_attention import unit_stride
 from kenotron.kernels.products import in_fp32
+from kenotron.kernels.shortcuts import unit_stride
 
 QUERY_BLOCK = 256  # queries of one call with a sliding window
 GROUP = 1 << 19  # scores that the explicit backward holds at a time: 2 MiB in fp32, a core's L2 cache

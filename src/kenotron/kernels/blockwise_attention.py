@@ -36,11 +36,6 @@ def block_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float)
     return plain_block_attention(q, k, v, causal, scale)
 
 
-def unit_stride(x: Tensor) -> Tensor:
-    """Return x with a contiguous last dimension."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
 def block_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Tell when a kernel may take a shortcut: for small tensors, and if reading a value is free; cut rows into blocks."""
+"""Tell when a kernel may take a shortcut: for small tensors, and if reading a value is free; cut and lay out rows."""
 
 from collections.abc import Iterator
 
@@ -22,3 +22,8 @@ def row_blocks(rows: int, step: int) -> Iterator[slice]:
     """Yield the rows in blocks of `step`, at least 1."""
     for begin in range(0, rows, step := max(1, step)):
         yield slice(begin, min(begin + step, rows))
+
+
+def unit_stride(x: Tensor) -> Tensor:
+    """Return x with a contiguous last dimension."""
+    return x if x.stride(-1) == 1 else x.contiguous()

@@ -25,7 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kenotron.kernels.attention import Borders, attention
-from kenotron.kernels.blockwise_attention import block_attention, block_backward, merge_, unit_stride
+from kenotron.kernels.blockwise_attention import block_attention, block_backward, merge_
+from kenotron.kernels.shortcuts import unit_stride
 from kenotron.parallel.collectives import Group, finish, start_gather, start_reduce_scatter
 from kenotron.parallel.cp_schedule import Chunks, ScoreBlock, earlier_blocks, local_blocks, zigzag
 

@@ -19,7 +19,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from kenotron.kernels.attention import Documents
 from kenotron.kernels.attentions.documents import document_starts
-from kenotron.kernels.blockwise_attention import unit_stride
+from kenotron.kernels.shortcuts import unit_stride
 
 # torch 2.11 also supports fewer heads of keys than of queries, but has no flag for it.
 ASKS_FOR_GROUPS = "enable_gqa" in signature(varlen_attn).parameters
