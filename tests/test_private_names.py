@@ -64,6 +64,7 @@ ATTRIBUTES = {
     "_concatenate": "parallel/torch_internals.py",
     "_fingerprint": "text/hub_datasets.py",
     "_flatten": "parallel/torch_internals.py",
+    "_forward_hooks": "models/blocks/linear.py",
     "_local_scalar_dense": "planner/ledger.py",
     "_parameters": "planner/stand_in.py",
     "_info": "storage/drivers.py",

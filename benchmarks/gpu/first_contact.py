@@ -313,6 +313,30 @@ def loss(device: torch.device) -> Iterator[str]:
         yield f"dw of 2048 tokens: bf16 product added in fp32 {added:.2f} ms, addmm with an fp32 result {fused:.2f} ms"
 
 
+def linears(device: torch.device) -> Iterator[str]:
+    """q, k and v of 1B forward and backward, by autograd's sums and casts and with sums inside products."""
+    from kenotron.kernels.products import ALONE, Linears
+
+    tokens, widths = (8192, (2048, 512, 512, 2048)) if device.type == "cuda" else (64, (32, 8, 8, 32))
+    x = torch.randn(tokens, widths[-1], device=device, dtype=torch.bfloat16).requires_grad_()
+    weights = [torch.randn(width, widths[-1], device=device).mul_(0.02).requires_grad_() for width in widths[:3]]
+    upstream = [torch.randn(tokens, width, device=device, dtype=torch.bfloat16) for width in widths[:3]]
+    ways = {
+        "by autograd": lambda: [F.linear(x, weight.to(x.dtype)) for weight in weights],
+        "inside products": lambda: Linears.apply(x, ALONE, *weights, *[None] * 3),
+    }
+    exact = [dy.double().t() @ x.detach().double() for dy in upstream]
+
+    def step(forward: Callable[[], Any]) -> tuple[Any, ...]:
+        return torch.autograd.grad(forward(), (*weights, x), upstream)
+
+    for name, forward in ways.items():
+        found = step(forward)
+        off = max(float((one - other).norm() / other.norm()) for one, other in zip(found, exact))
+        taken = milliseconds(partial(step, forward), device)
+        yield judged(off < 5e-3, f"{name}: {taken:.2f} ms, gradients of weights off by {off:.1e}")
+
+
 def grouped(device: torch.device) -> Iterator[str]:
     """Products of experts, some without tokens: against each expert's own product in fp32."""
     sizes = [0, 5, 300, 0, 1, 206]
@@ -397,7 +421,7 @@ def optimizer(device: torch.device) -> Iterator[str]:
 CHECKS: dict[str, Callable[[torch.device], Iterator[str]]] = {
     check.__name__: check
     for check in (
-        *(facts, upload, initial_bits, products, attention, decoding, loss, grouped),
+        *(facts, upload, initial_bits, products, linears, attention, decoding, loss, grouped),
         *(host_waits, compiled, engines, optimizer),
     )
 }

@@ -5,9 +5,8 @@ python benchmarks/gpu/roofline.py "llama-3.2-1b 4096" "llama-3.1-8b 4096 selecti
     case                                         launches      GB   TFLOP  waits     A100     H100     H200 …   tokens/s
     llama-3.2-1b 4096                               1,624     270    68.4      1   16,874   41,702   48,267 …
 
-The trainer's own step runs on the planner's stand-in, whose tensors have no memory. Every operator on the device is a
-launch; `kenotron.planner.rates` says how long it takes. Blocks are not compiled and torch's operators compute: with
-`model.compile` or our kernels in Triton a step has fewer launches and bytes.
+The trainer's own step runs on the planner's stand-in, whose tensors have no memory, with the kernels of an NVIDIA GPU.
+Every operator on the device is a launch; `kenotron.planner.rates` says how long it takes. Blocks are not compiled.
 
 Rates are the data sheets', times what one H200 reached of its own (docs/benchmarks.md): other GPUs may do otherwise.
 """
@@ -15,41 +14,29 @@ Rates are the data sheets', times what one H200 reached of its own (docs/benchma
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
-from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
 import torch
-import torch.nn.functional as F
 from cases import Case, find
 
-from kenotron.kernels import rms_norm
-from kenotron.kernels.attentions.packed import torch_flash
+from kenotron.kernels.attentions.choice import DeviceFacts, attention_of_run
+from kenotron.kernels.fused import use_kernels
 from kenotron.parallel.mesh import Mesh
 from kenotron.planner.hardware import GPUS
 from kenotron.planner.rates import seconds_of
 from kenotron.planner.rehearsal import build_on
+from kenotron.planner.stand_in import kernels_of_a_gpu
 from kenotron.planner.trace import Operator, Ran, Trace
 from kenotron.training.step import train_step
 from support import stand_in
 
+HOPPER = DeviceFacts("nvidia", (9, 0))
 MACHINES = [GPUS[name] for name in ("a100", "h100", "h200", "b200", "mi300x")]
-
-
-@contextmanager
-def _fused_norms() -> Iterator[None]:
-    """RMSNorm as one launch each way, which it is on a GPU: LayerNorm is, on the stand-in too."""
-    functions = SimpleNamespace(**{name: getattr(F, name) for name in dir(F)})
-    functions.rms_norm = lambda x, shape, weight, eps: F.layer_norm(x, shape, weight, None, eps)
-    with patch.object(rms_norm, "F", functions):
-        yield
 
 
 @cache
@@ -61,8 +48,8 @@ def device() -> torch.device:
 def second_step(case: Case) -> tuple[list[Operator], dict[str, int]]:
     """The operators of the second step of `case`, and where the host waited for the device in it."""
     there, config = device(), case.config(Path("/nowhere"))
-    with stand_in.memoryless(), _fused_norms():
-        run = build_on(config, Mesh(), there, torch_flash)  # a launch for whole sequences, too, as SDPA's is on a GPU
+    with stand_in.memoryless(), kernels_of_a_gpu(HOPPER), use_kernels("triton"):
+        run = build_on(config, Mesh(), there, attention_of_run(config, there)[0])
         batches = [case.batch(config.model.decoder.vocab_size)] * case.accumulation
         with stand_in.HostWaits():
             train_step(run, batches)

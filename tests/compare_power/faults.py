@@ -84,9 +84,9 @@ FAULTS = [
     _known("rope-turns-the-wrong-way-back", "dp=2", r"layers\.3\.self_attn\.[qk]_proj"),
     _new(
         "gradient-of-a-columns-input-not-summed",
-        "parallel/tensor.py",
-        "dx = reduce(_sum_of_products(grads, weights), ctx.group) if needs_x else None",
-        "dx = (lambda: _sum_of_products(grads, weights)) if needs_x else None",
+        "kernels/products.py",
+        "dx = exchange.reduce(sum_of_products(grads, weights)) if needs[0] else None",
+        "dx = itself(sum_of_products(grads, weights)) if needs[0] else None",
         "every rank goes on with the gradient of its own columns",
         "tp=2",
         r"layers\.3\.post_attention_layernorm",

@@ -13,6 +13,7 @@ from kenotron.kernels import mamba_packages
 from kenotron.kernels.attention import Borders
 from kenotron.kernels.attentions import choice
 from kenotron.kernels.attentions.masked import eager
+from kenotron.kernels.products import ALONE, Linears
 from support import mamba_cases
 
 SEQUENCES, LENGTH, HEADS, KV_HEADS, HEAD_DIM = 2, 320, 4, 2, 64
@@ -57,6 +58,19 @@ def test_attention_equals_the_eager_one(name: str, cu_seqlens, window, dtype: st
     assert len(found) == len(exact) == 4
     errors = [float((a.double() - b).norm() / b.norm()) for a, b in zip(found, exact)]
     assert max(errors) < ATTENTION[dtype], errors
+
+
+def test_gradients_of_weights_are_rounded_once(device: torch.device) -> None:
+    """Products of bf16 add up in fp32, and on CUDA the sum is not rounded to bf16, whose error is 2e-3."""
+    if device.type == "cpu" or torch.version.hip is not None:
+        pytest.skip("products of bf16 with a result in fp32 are cuBLAS's")
+    x, dy = (torch.randn(4096, width, device=device, dtype=torch.bfloat16) for width in (256, 384))
+    weight = torch.randn(384, 256, device=device, requires_grad=True)
+    (y,) = Linears.apply(x, ALONE, weight, None)
+    (found,) = torch.autograd.grad(y, weight, dy)
+    exact = dy.double().t() @ x.double()
+    assert found.dtype == torch.float32
+    assert float((found.double() - exact).norm() / exact.norm()) < 1e-5
 
 
 @pytest.mark.parametrize("dtype", TRITON)

@@ -9,7 +9,7 @@ from kenotron.kernels import products
 from kenotron.kernels.attention import Borders, attention
 from kenotron.kernels.bfloat16 import bfloat16_is_fast
 from kenotron.kernels.fused import use_kernels
-from kenotron.kernels.products import in_fp32, linear, wide_rows_by_rows
+from kenotron.kernels.products import in_fp32, linear, write_gradient
 from kenotron.optim.muon import matmul_dtype
 
 AMX = {"amx_bf16": True, "avx512_bf16": True, "cpu_name": "Intel Xeon"}
@@ -57,7 +57,7 @@ def test_where_it_is_emulated_products_are_rounded_once(bias: bool, emulated: No
         assert_rounded_once(found, expected)
     x, dx = draw(20, 48), draw(20, 31)
     onto = torch.ones(31, 48)
-    wide_rows_by_rows(dx, x, onto, add=True)
+    write_gradient(dx, x, onto, add=True)
     assert (onto - 1 - dx.double().t() @ x.double()).abs().max() < 0.05
 
 

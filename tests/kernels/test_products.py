@@ -5,13 +5,24 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from kenotron.kernels import products
 from kenotron.kernels.experts import expert_mlp
 from kenotron.kernels.fused import use_kernels
 from kenotron.kernels.linear_cross_entropy import linear_cross_entropy
-from kenotron.kernels.products import backward_in_halves, is_zen_5, linear, on_onednn, rows_by_matrix, rows_by_rows
+from kenotron.kernels.products import (
+    ALONE,
+    Linears,
+    adds_inside,
+    backward_in_halves,
+    is_zen_5,
+    linear,
+    on_onednn,
+    rows_by_matrix,
+    rows_by_rows,
+)
+from kenotron.models.blocks.linear import Linear
 
 TOLERANCE = 2e-6  # of the largest element
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
@@ -126,6 +137,45 @@ def test_where_backward_is_split_torch_has_its_own_linear(monkeypatch: pytest.Mo
     with backward_in_halves(True):
         assert "kenotron" not in str(linear(x, weight).grad_fn)
     assert "kenotron" in str(linear(x, weight).grad_fn)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_linears_of_one_input_add_their_gradients_inside_products(dtype: torch.dtype) -> None:
+    """Of whole numbers that bf16 holds, so that nothing is rounded."""
+    shapes = (2, 5, 6), (7, 6), (3, 6), (2, 6), (3,)
+    x, *parameters = (draw(*shape, seed=seed).sign().requires_grad_() for seed, shape in enumerate(shapes))
+    weights, bias = parameters[:3], parameters[3]
+    found = Linears.apply(x.to(dtype), ALONE, *weights, None, bias, None)
+    expected = [F.linear(x, weight, bias if weight is weights[1] else None) for weight in weights]
+    upstream = [torch.ones_like(y).cumsum(-1) for y in expected]
+    assert {y.dtype for y in found} == {dtype}
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one.float(), other)
+    gradients = torch.autograd.grad(found, (x, *parameters), [each.to(dtype) for each in upstream])
+    for one, other in zip(gradients, torch.autograd.grad(expected, (x, *parameters), upstream), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_linears_add_inside_products_in_training_on_a_gpu() -> None:
+    x = torch.empty(4, 6, device="meta")
+    assert adds_inside(x)
+    assert not adds_inside(x.new_empty(4, 6, device="cpu"))
+    for within in (torch.no_grad(), use_kernels("torch"), backward_in_halves(True)):
+        with within:
+            assert not adds_inside(x)
+
+
+def test_linears_with_hooks_are_called_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kenotron.models.blocks.linear.adds_inside", lambda x: True)
+    layers = [Linear(6, width) for width in (7, 3)]
+    for layer in layers:
+        nn.init.ones_(layer.weight)
+    plain, seen = Linear.grouped(draw(4, 6), *layers), []
+    for layer in layers:
+        layer.register_forward_hook(lambda layer, inputs, y: seen.append(y))
+    assert all(map(torch.equal, Linear.grouped(draw(4, 6), *layers), plain))
+    assert all(map(torch.equal, seen, plain))
+    assert len(seen) == 2
 
 
 def test_what_onednn_is_not_for(monkeypatch: pytest.MonkeyPatch) -> None:

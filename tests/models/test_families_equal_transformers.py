@@ -47,7 +47,11 @@ def test_every_built_in_family_is_compared() -> None:
 
 
 @pytest.mark.parametrize("which", FAMILIES)
-def test_logits_loss_and_every_gradient_are_those_of_transformers(which: str) -> None:
+@pytest.mark.parametrize("as_on_a_gpu", [False, True])
+def test_logits_loss_and_every_gradient_are_those_of_transformers(
+    which: str, as_on_a_gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kenotron.models.blocks.linear.adds_inside", lambda x: as_on_a_gpu and x.requires_grad)
     theirs = hf_model(which)
     ours = ours_of(theirs)
     tokens = random_tokens(2, 17)

@@ -111,6 +111,22 @@ MUTANTS = [
         tests=("kernels/test_elementwise_kernels.py",),
     ),
     Mutant(
+        name="linears-of-one-input-forget-a-gradient",
+        file="kernels/products.py",
+        find="    for grad, weight in zip(rest, weights[1:]):\n",
+        replace="    for grad, weight in zip(rest[1:], weights[2:]):\n",
+        why="the input of q, k and v learns from q and v alone",
+        tests=("kernels/test_products.py", "models/test_families_equal_transformers.py"),
+    ),
+    Mutant(
+        name="linears-miss-hooks-of-modules",
+        file="models/blocks/linear.py",
+        find=" or any(each._forward_hooks for each in linears)",
+        replace="",
+        why="the search for the first non-finite output on a GPU passes over q, k, v, gate and up",
+        tests=("kernels/test_products.py",),
+    ),
+    Mutant(
         name="z-loss-without-its-factor-of-two",
         file="kernels/linear_cross_entropy.py",
         find="(1.0 + 2.0 * options.z_loss * lse)",

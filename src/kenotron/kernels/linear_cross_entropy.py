@@ -29,14 +29,7 @@ import torch
 from torch import Tensor
 
 from kenotron.kernels.fused import fused
-from kenotron.kernels.products import (
-    in_fp32,
-    replaces_torch,
-    rows_by_matrix,
-    rows_by_rows,
-    wide_rows_by_rows,
-    write_rows_by_rows,
-)
+from kenotron.kernels.products import in_fp32, replaces_torch, rounds_once, rows_by_matrix, write_gradient
 from kenotron.kernels.shortcuts import reads_are_free, row_blocks
 
 IGNORED = -100  # the label of a token without loss
@@ -73,8 +66,9 @@ def linear_cross_entropy(
 
     Both are fp32. With `token_weights` ``[tokens]`` fp32, each token's term is multiplied by its weight.
 
-    hidden ``[tokens, H]`` and weight ``[V, H]`` have the dtype of the matrix products; labels ``[tokens]`` int64 are
-    -100 for tokens without a loss. Rows of `weight` from `valid_rows` on pad the vocabulary and are never predicted.
+    The matrix products have the dtype of hidden ``[tokens, H]``, to which weight ``[V, H]`` is rounded; its gradient is
+    in its own. labels ``[tokens]`` int64 are -100 for tokens without a loss. Rows of `weight` from `valid_rows` on pad
+    the vocabulary and are never predicted.
     `chunk_bytes` is the budget for one chunk's logits, counted in fp32; None is the measured choice. `softcap`: bound
     of the logits' absolute values; None: no bound.
 
@@ -142,14 +136,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _loss_and_gradients(
-    hidden: Tensor, weight: Tensor, labels: Tensor, options: _Options
+    hidden: Tensor, master: Tensor, labels: Tensor, options: _Options
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    tokens = hidden.shape[0]
+    tokens, weight = hidden.shape[0], master.to(hidden.dtype)
     valid = weight[: max(options.rows, 1)]  # a rank with only padding keeps one row, which does not count
     chunk = min(tokens, options.chunk)
     buffer = None if replaces_torch(hidden, valid) else hidden.new_empty(chunk, len(valid))
     grad_hidden = torch.empty_like(hidden) if options.for_hidden else None
-    grad_weight = _WeightGradient(weight, len(valid), several=chunk < tokens) if options.for_weight else None
+    wide = chunk < tokens or (master.dtype != hidden.dtype and rounds_once(hidden))
+    grad_weight = torch.empty_like(weight, dtype=torch.float32 if wide else None) if options.for_weight else None
+    if grad_weight is not None:
+        grad_weight[len(valid) :] = 0
     sums = torch.zeros(2, dtype=torch.float32, device=hidden.device)
     for piece in row_blocks(tokens, chunk):
         x = hidden[piece]
@@ -166,10 +163,10 @@ def _loss_and_gradients(
         if grad_hidden is not None:
             torch.mul(rows_by_matrix(logits, valid.t(), out=grad_hidden[piece]), factors, out=grad_hidden[piece])
         if grad_weight is not None:
-            grad_weight.add(logits, (x * factors).to(x.dtype))
+            write_gradient(logits, (x * factors).to(x.dtype), grad_weight[: len(valid)], add=piece.start > 0)
         del logits  # the next chunk reuses its memory
     sums *= options.scale
-    return sums[0] + sums[1], sums[1], grad_hidden, None if grad_weight is None else grad_weight.result()
+    return sums[0] + sums[1], sums[1], grad_hidden, None if grad_weight is None else grad_weight.to(master.dtype)
 
 
 def _bound_(logits: Tensor, softcap: float) -> Tensor:
@@ -226,25 +223,3 @@ def _exp_rows_(logits: Tensor) -> tuple[Tensor, Tensor]:
         if narrow:
             logits[part] = block
     return largest, total
-
-
-class _WeightGradient:
-    """Accumulates ``sum over chunks of E^T x`` for the valid rows, 0 for padding; several chunks are added in fp32."""
-
-    def __init__(self, weight: Tensor, rows: int, several: bool) -> None:
-        self.dtype, self.empty = weight.dtype, True
-        self.whole = torch.empty_like(weight, dtype=torch.float32 if several else weight.dtype)
-        self.whole[rows:] = 0
-        self.valid = self.whole[:rows]
-
-    def add(self, e: Tensor, x: Tensor) -> None:
-        if x.dtype != torch.float32 and x.device.type == "cpu" and torch.get_num_threads() == 1:
-            write_rows_by_rows(e, x, self.valid, add=not self.empty)
-        elif x.dtype == self.valid.dtype:
-            rows_by_rows(e, x, out=self.valid) if self.empty else rows_by_rows(e, x, onto=self.valid)
-        else:
-            wide_rows_by_rows(e, x, self.valid, add=not self.empty)
-        self.empty = False
-
-    def result(self) -> Tensor:
-        return self.whole.to(self.dtype)

@@ -14,10 +14,10 @@ row-major order: for ``dy^T x`` one of the two is transposed first. All other pr
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -110,16 +110,95 @@ def rows_by_rows(y: Tensor, x: Tensor, out: Tensor | None = None, onto: Tensor |
     return torch.ops.kenotron.rows_by_rows(y, x) if out is None else write_rows_by_rows(y, x, out)
 
 
-def wide_rows_by_rows(y: Tensor, x: Tensor, result: Tensor, add: bool) -> None:
-    """Write ``y^T x`` of half-precision factors to `result` in fp32, or add it; on CUDA inside the product."""
-    if y.device.type == "cpu":
+def write_gradient(y: Tensor, x: Tensor, result: Tensor, add: bool) -> None:
+    """Write ``y^T x`` to `result` of x's dtype or in fp32, or add it; on CUDA in fp32 inside the product."""
+    narrow_on_cpu = x.device.type == "cpu" and x.dtype != torch.float32
+    if narrow_on_cpu and (result.dtype != x.dtype or torch.get_num_threads() == 1):
         write_rows_by_rows(y, x, result, add)
-    elif y.device.type != "cuda" or torch.version.hip is not None:  # cuBLAS has such products
+    elif result.dtype == x.dtype:
+        rows_by_rows(y, x, onto=result) if add else rows_by_rows(y, x, out=result)
+    elif not rounds_once(y):
         result.add_(rows_by_rows(y, x)) if add else result.copy_(rows_by_rows(y, x))
     elif add:
         torch.addmm(result, y.t(), x, out_dtype=torch.float32, out=result)
     else:
         torch.mm(y.t(), x, out_dtype=torch.float32, out=result)
+
+
+def rounds_once(y: Tensor) -> bool:
+    """Return whether a product of y in half precision can be in fp32: those of cuBLAS can, not yet when compiled."""
+    return y.device.type == "cuda" and torch.version.hip is None and not torch.compiler.is_compiling()
+
+
+def sum_of_products(grads: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+    """Return ``dy_1 W_1 + dy_2 W_2 + …``, accumulated inside the products."""
+    first, *rest = (grad.flatten(0, -2) for grad in grads)
+    total = rows_by_matrix(first, weights[0].t())
+    for grad, weight in zip(rest, weights[1:]):
+        total = rows_by_matrix(grad, weight.t(), onto=total)
+    return total.view(*grads[0].shape[:-1], -1)
+
+
+def _of_weight(dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+    if dtype != x.dtype and rounds_once(x):
+        return torch.mm(dy.t(), x, out_dtype=dtype)
+    return rows_by_rows(dy, x).to(dtype)
+
+
+def adds_inside(x: Tensor) -> bool:
+    """Return whether `Linears` computes products of one x: in training on a GPU, where each sum and cast is a launch.
+
+    Not those of a single linear: of the last one of a block, recomputation would repeat the product, since a function
+    tells what it saves only after its forward pass.
+    """
+    eager = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    return x.device.type != "cpu" and eager and _whole and chosen() != "torch"
+
+
+class Exchange(NamedTuple):
+    """What ranks that share linears do with x before the products and with dx after them: each returns what waits."""
+
+    gather: Callable[[Tensor], Callable[[], Tensor]]
+    reduce: Callable[[Tensor], Callable[[], Tensor]]
+    keep: bool = True  # keeps the gathered x for backward, else it is gathered again
+
+
+def itself(x: Tensor) -> Callable[[], Tensor]:
+    """Return x, from which nothing has to be exchanged."""
+    return lambda: x
+
+
+ALONE = Exchange(itself, itself)
+
+
+class Linears(torch.autograd.Function):
+    """Computes ``x W^T + b`` for each W ``[out, in]``, then each b ``[out]`` or None, rounded to x's dtype.
+
+    In backward, sums are made inside products, those of several ``dy W`` and over the rows of ``dy^T x``:
+
+        start gathering x, if it is not kept     │  dx = dy_1 W_1 + dy_2 W_2 + …
+        start summing dx over ranks              │  dW_i = dy_i^T x
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, exchange: Exchange, *parameters: Any) -> Any:
+        masters, biases = parameters[: len(parameters) // 2], parameters[len(parameters) // 2 :]
+        weights, whole = [master.to(x.dtype) for master in masters], exchange.gather(x)()
+        ctx.save_for_backward(whole if exchange.keep else x, *weights)
+        ctx.exchange, ctx.dtypes = exchange, [master.dtype for master in masters]
+        low = (None if bias is None else bias.to(x.dtype) for bias in biases)
+        return tuple(linear(whole, weight, bias) for weight, bias in zip(weights, low))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (x, *weights), needs, exchange = ctx.saved_tensors, ctx.needs_input_grad, ctx.exchange
+        whole = itself(x) if exchange.keep else exchange.gather(x)
+        dx = exchange.reduce(sum_of_products(grads, weights)) if needs[0] else None
+        rows, x = [dy.flatten(0, -2) for dy in grads], whole().flatten(0, -2)
+        each = zip(rows, ctx.dtypes, needs[2:])
+        of_weights = [_of_weight(dy, x, dtype) if need else None for dy, dtype, need in each]
+        of_biases = [dy.sum(0) if need else None for dy, need in zip(rows, needs[2 + len(rows) :])]
+        return None if dx is None else dx(), None, *of_weights, *of_biases
 
 
 def _rows_by_matrix(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:

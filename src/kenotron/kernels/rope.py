@@ -80,9 +80,7 @@ class Rotation(torch.autograd.Function):
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor, sign: float, interleaved: bool) -> Tensor:
     """Rotate x; the result is laid out as attention reads it, in backward as the projection that x came from."""
-    sequences, length, heads, head_dim = x.shape
-    shape = (sequences, heads, length, head_dim)
-    out = x.new_empty(shape).transpose(1, 2) if sign > 0 else x.new_empty(x.shape)
+    out = x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) if sign > 0 else x.new_empty(x.shape)
     return _rotate(x, cos, sin, sign, interleaved, out)
 
 

@@ -44,7 +44,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from kenotron.config.errors import InputError
 from kenotron.kernels.linear_cross_entropy import VocabularyRanks
-from kenotron.kernels.products import linear, rows_by_matrix, rows_by_rows
+from kenotron.kernels.products import Exchange, Linears, itself, linear, rows_by_rows
 from kenotron.models import Plan
 from kenotron.models.blocks.head import LMHead, bounded
 from kenotron.models.blocks.linear import Embedding, Linear
@@ -204,11 +204,9 @@ class ColumnParallelLinear(Linear):
         """Return the outputs of several column-parallel linears for one x, with one collective in each direction."""
         settings, sequence = linears[0].settings, linears[0].settings.sequence and linears[0].training
         x = _under_autocast(x)
-        weights = [rows_here(linear.weight, linear.rows).to(x.dtype) for linear in linears]
-        biases = [None if each.bias is None else rows_here(each.bias, each.rows).to(x.dtype) for each in linears]
-        keep_whole = not (sequence and settings.recompute_allgather)
-        how = (sequence, settings.asynchronous, keep_whole)
-        return _ColumnProducts.apply(x, settings.group, *how, *weights, *biases)
+        weights = [rows_here(each.weight, each.rows) for each in linears]
+        biases = [None if each.bias is None else rows_here(each.bias, each.rows) for each in linears]
+        return Linears.apply(x, _exchange(settings, sequence), *weights, *biases)
 
 
 class ColumnParallelRMSNorm(nn.Module):
@@ -251,64 +249,25 @@ class ColumnParallelEmbedding(nn.Module):
         return F.embedding(tokens, local_part(self.weight, partial=True))[:, self.columns]
 
 
-class _ColumnProducts(torch.autograd.Function):
-    """Computes x W_1^T + b_1, x W_2^T + b_2, … for linears that share x, including the collectives.
-
-    The order of backward is (asynchronous; otherwise every collective is waited for at once):
-
-        start gathering x again (REDUCE_SCATTER)     │  dx = dy_1 W_1 + dy_2 W_2 + …
-        start summing dx                             │  dW_i = dy_i^T x
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, group: dist.ProcessGroup, sequence: bool, asynchronous: bool, keep: bool, *parameters: Any
-    ) -> Any:
-        weights, biases = parameters[: len(parameters) // 2], parameters[len(parameters) // 2 :]
-        whole = finish(start_gather(x, group)) if sequence else x
-        outputs = [linear(whole, weight, bias) for weight, bias in zip(weights, biases)]
-        ctx.save_for_backward(whole if keep else x, *weights)
-        ctx.group, ctx.sequence, ctx.asynchronous, ctx.keep = group, sequence, asynchronous, keep
-        return tuple(outputs)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        x, *weights = ctx.saved_tensors
-        needs_x, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[5:]
-        gather, reduce = start_gather, start_reduce_scatter if ctx.sequence else start_sum
-        if not ctx.asynchronous:
-            gather, reduce = _at_once(gather), _at_once(reduce)
-        whole = (lambda: x) if ctx.keep else gather(x, ctx.group)
-        dx = reduce(_sum_of_products(grads, weights), ctx.group) if needs_x else None
-        flat_x, flat = finish(whole).flatten(0, -2), [grad.flatten(0, -2) for grad in grads]
-        d_weights = [rows_by_rows(dy, flat_x) if need else None for dy, need in zip(flat, needs)]
-        d_biases = [dy.sum(0) if need else None for dy, need in zip(flat, needs[len(weights) :])]
-        return None if dx is None else finish(dx), None, None, None, None, *d_weights, *d_biases
-
-
 def _under_autocast(x: Tensor) -> Tensor:
     """Return x in autocast's dtype: transformers' models run under autocast, but their backward pass does not."""
     kind = x.device.type
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
 
-def _at_once(start: Callable[..., Started]) -> Callable[..., Started]:
-    """Return the same collective, but wait for it at its start."""
-
-    def started(x: Tensor, group: dist.ProcessGroup) -> Started:
-        result = finish(start(x, group))
-        return lambda: result
-
-    return started
+def _exchange(settings: TensorParallelSettings, sequence: bool) -> Exchange:
+    start = _started if settings.asynchronous else _at_once
+    gather = partial(start, start_gather, settings.group) if sequence else itself
+    reduce = partial(start, start_reduce_scatter if sequence else start_sum, settings.group)
+    return Exchange(gather, reduce, keep=not (sequence and settings.recompute_allgather))
 
 
-def _sum_of_products(grads: tuple[Tensor, ...], weights: list[Tensor]) -> Tensor:
-    """Return dy_1 W_1 + dy_2 W_2 + …, accumulated inside the products."""
-    first, *rest = (grad.flatten(0, -2) for grad in grads)
-    total = rows_by_matrix(first, weights[0].t())
-    for grad, weight in zip(rest, weights[1:]):
-        total = rows_by_matrix(grad, weight.t(), onto=total)
-    return total.view(*grads[0].shape[:-1], -1)
+def _started(collective: Callable[..., Started], group: dist.ProcessGroup, x: Tensor) -> Started:
+    return collective(x, group)
+
+
+def _at_once(collective: Callable[..., Started], group: dist.ProcessGroup, x: Tensor) -> Started:
+    return itself(finish(collective(x, group)))
 
 
 class RowParallelLinear(Linear):
@@ -409,9 +368,9 @@ class VocabParallelHead(_VocabParallel, LMHead):
 
     def operands(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """As in `LMHead`, for all tokens."""
-        return self.settings.enter(hidden, self.training), local_part(self.weight).to(hidden.dtype)
+        return self.settings.enter(hidden, self.training), local_part(self.weight)
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
         """Return logits ``[tokens, vocab]`` on every rank."""
-        logits = unshard_columns(linear(hidden, weight), self.settings.group)
+        logits = unshard_columns(linear(hidden, weight.to(hidden.dtype)), self.settings.group)
         return bounded(logits[:, : self.vocab_size], self.softcap)

@@ -147,9 +147,7 @@ def follow_rank(config: Config, gpu: Gpu | None, rank: int) -> RankPlan:
     """Build and step one rank, once in a process. Blocks are not compiled: compiled ones hold somewhat less."""
     config = config.model_copy(update={"model": config.model.model_copy(update={"compile": False})})
     device = torch.device("cpu") if gpu is None else stand_in.install()
-    kernels = config.model.kernels
-    if gpu is not None and gpu.vendor == "nvidia":
-        kernels = kernels or "triton"
+    kernels = config.model.kernels or ("triton" if gpu is not None and gpu.vendor == "nvidia" else None)
     torch.set_num_threads(1)
     world = config.parallelism.world_size
     ranks_on_machine = world if gpu is None else min(world, gpu.in_machine)

@@ -29,6 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import backend_registration
 
+from kenotron.kernels import products
 from kenotron.kernels.attentions import choice, packed
 from kenotron.kernels.attentions.choice import DeviceFacts
 from kenotron.optim import matrices, matrix_owners
@@ -209,6 +210,7 @@ def kernels_of_a_gpu(facts: DeviceFacts) -> Iterator[None]:
         patch.object(F, "scaled_dot_product_attention", _flash),
         patch.object(shapes, "_meta_grouped_mm_common", _grouped_of_any_dtype),
         patch.dict(choice.IMPLEMENTATIONS, flex_attention=FLEX),
+        patch.object(products, "rounds_once", lambda y: facts.vendor == "nvidia"),
         patch.object(packed, "activate", lambda version: None),  # the stand-in's flash attention is that of any version
     ):
         yield

@@ -45,7 +45,7 @@ class LMHead(nn.Module):
             return self.logits(hidden if ctx.logits_to_keep is None else hidden[ctx.logits_to_keep], weight)
         of_hidden = getattr(ctx.loss, "of_hidden", None)
         if of_hidden is not None and self.ranks is None:
-            return of_hidden(hidden, weight, labels, ctx)
+            return of_hidden(hidden, weight.to(hidden.dtype), labels, ctx)
         if ctx.loss is not None:
             return ctx.loss.of_logits(self.logits(hidden, weight), labels, ctx)
         return linear_cross_entropy(
@@ -61,12 +61,12 @@ class LMHead(nn.Module):
         )
 
     def operands(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the two factors of the logits in one dtype: hidden states, and this rank's rows of the matrix."""
-        return hidden, self.weight.to(hidden.dtype)
+        """Return the two factors of the logits: hidden states, and this rank's rows of the matrix, in its dtype."""
+        return hidden, self.weight
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
         """Return logits ``[tokens, vocab]`` from `operands`."""
-        logits = linear(hidden, weight)
+        logits = linear(hidden, weight.to(hidden.dtype))
         return bounded(logits if logits.shape[1] == self.vocab_size else logits[:, : self.vocab_size], self.softcap)
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:

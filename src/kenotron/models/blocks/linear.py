@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kenotron.kernels.products import linear
+from kenotron.kernels.products import ALONE, Linears, adds_inside, linear
 
 
 class Linear(nn.Module):
@@ -37,7 +37,9 @@ class Linear(nn.Module):
     @staticmethod
     def grouped(x: Tensor, *linears: Linear) -> tuple[Tensor, ...]:
         """Return the outputs of several linears for one input; tensor-parallel linears share one collective for it."""
-        return tuple(each(x) for each in linears)
+        if not adds_inside(x) or any(each._forward_hooks for each in linears):
+            return tuple(each(x) for each in linears)
+        return Linears.apply(x, ALONE, *(each.weight for each in linears), *(each.bias for each in linears))
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
         """Return the FLOPs of one token's forward pass."""
