@@ -121,6 +121,10 @@ def _sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return finish(start_sum(x.clone(), group))
 
 
+def _sum_into(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return finish(start_sum(x, group))
+
+
 def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return finish(start_gather(x, group))
 
@@ -159,9 +163,9 @@ def copy_to(x: Tensor, group: Group) -> Tensor:
     return x if group is None else _Collective.apply(x, group, _same, _sum)
 
 
-def reduce_from(x: Tensor, group: Group) -> Tensor:
-    """Return the sum of x over the ranks of `group`; the gradient passes unchanged."""
-    return x if group is None else _Collective.apply(x, group, _sum, _same)
+def reduce_from(x: Tensor, group: Group, overwrite: bool = False) -> Tensor:
+    """Return the sum of x over the ranks of `group`, in x's memory if `overwrite`; the gradient passes unchanged."""
+    return x if group is None else _Collective.apply(x, group, _sum_into if overwrite else _sum, _same)
 
 
 def gather_tokens(x: Tensor, group: Group) -> Tensor:

@@ -44,7 +44,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from kenotron.config.errors import InputError
 from kenotron.kernels.linear_cross_entropy import VocabularyRanks
-from kenotron.kernels.products import Exchange, Linears, itself, linear, rows_by_rows
+from kenotron.kernels.products import Exchange, Linears, itself, linear
 from kenotron.models import Plan
 from kenotron.models.blocks.head import LMHead, bounded
 from kenotron.models.blocks.linear import Embedding, Linear
@@ -57,6 +57,7 @@ from kenotron.parallel.collectives import (
     copy_to,
     finish,
     reduce_from,
+    scatter_tokens,
     start_gather,
     start_reduce_scatter,
     start_sum,
@@ -284,9 +285,10 @@ class RowParallelLinear(Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the product summed over ranks, all of it or this rank's tokens."""
-        x = _under_autocast(x)
+        x, group = _under_autocast(x), self.settings.group
         sequence = self.settings.sequence and self.training
-        y = _RowProduct.apply(x, local_part(self.weight).to(x.dtype), self.settings.group, sequence)
+        y = linear(x, local_part(self.weight).to(x.dtype))
+        y = scatter_tokens(y, group) if sequence else reduce_from(y, group, overwrite=True)
         if self.bias is None:
             return y
         return y + local_part(self.bias, partial=sequence).to(x.dtype)  # once, after the sum
@@ -304,23 +306,6 @@ class InnerRowParallelLinear(RowParallelLinear):
         group = self.settings.group
         y = copy_to(reduce_from(linear(x, local_part(self.weight).to(x.dtype)), group), group)
         return y if self.bias is None else y + local_part(self.bias, partial=True).to(x.dtype)
-
-
-class _RowProduct(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, group: dist.ProcessGroup, sequence: bool) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.group, ctx.sequence = group, sequence
-        start_reduce = start_reduce_scatter if sequence else start_sum
-        return finish(start_reduce(linear(x, weight), group))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        grad = finish(start_gather(grads[0], ctx.group)) if ctx.sequence else grads[0]
-        dx = linear(grad, weight.t()) if ctx.needs_input_grad[0] else None
-        d_weight = rows_by_rows(grad.flatten(0, -2), x.flatten(0, -2)) if ctx.needs_input_grad[1] else None
-        return dx, d_weight, None, None
 
 
 # Vocabulary ---------------------------------------------------------------------------------------
