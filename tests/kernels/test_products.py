@@ -165,17 +165,26 @@ def test_linears_add_inside_products_in_training_on_a_gpu() -> None:
             assert not adds_inside(x)
 
 
-def test_linears_with_hooks_are_called_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+class Doubled(Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+@pytest.mark.parametrize("when", ["forward_pre", "forward", "full_backward_pre", "full_backward"])
+def test_linears_that_are_more_than_a_product_are_called_one_by_one(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kenotron.models.blocks.linear.adds_inside", lambda x: True)
-    layers = [Linear(6, width) for width in (7, 3)]
+    layers, seen = [kind(6, 3) for kind in (Linear, Linear, Doubled)], []
     for layer in layers:
         nn.init.ones_(layer.weight)
-    plain, seen = Linear.grouped(draw(4, 6), *layers), []
-    for layer in layers:
-        layer.register_forward_hook(lambda layer, inputs, y: seen.append(y))
-    assert all(map(torch.equal, Linear.grouped(draw(4, 6), *layers), plain))
-    assert all(map(torch.equal, seen, plain))
-    assert len(seen) == 2
+    x = draw(4, 6).requires_grad_()
+    plain, _ = Linear.grouped(x, *layers[:2])
+    assert "Linears" in str(plain.grad_fn)
+    getattr(layers[0], f"register_{when}_hook")(lambda *given: seen.append(when))
+    hooked, other, doubled = Linear.grouped(x, *layers)
+    assert torch.equal(hooked, plain)
+    assert torch.equal(doubled, 2 * plain)
+    sum((hooked, other, doubled)).sum().backward()
+    assert seen == [when]
 
 
 def test_what_onednn_is_not_for(monkeypatch: pytest.MonkeyPatch) -> None:

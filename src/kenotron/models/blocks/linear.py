@@ -37,9 +37,9 @@ class Linear(nn.Module):
     @staticmethod
     def grouped(x: Tensor, *linears: Linear) -> tuple[Tensor, ...]:
         """Return the outputs of several linears for one input; tensor-parallel linears share one collective for it."""
-        if not adds_inside(x) or any(each._forward_hooks for each in linears):
-            return tuple(each(x) for each in linears)
-        return Linears.apply(x, ALONE, *(each.weight for each in linears), *(each.bias for each in linears))
+        if adds_inside(x) and all(map(_is_plain, linears)):
+            return Linears.apply(x, ALONE, *(each.weight for each in linears), *(each.bias for each in linears))
+        return tuple(each(x) for each in linears)
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
         """Return the FLOPs of one token's forward pass."""
@@ -48,6 +48,12 @@ class Linear(nn.Module):
     def extra_repr(self) -> str:
         """Return the shapes, for ``print(model)``."""
         return f"{self.weight.shape[1]} → {self.weight.shape[0]}{'' if self.bias is None else ', bias'}"
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Return whether a call of `module` computes what `Linear.forward` does, and nothing more."""
+    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    return type(module).forward is Linear.forward and not any(hooks)
 
 
 class Embedding(nn.Module):
