@@ -25,7 +25,7 @@ from support.plans import config_of
 from support.tiny_run import REPOSITORY
 
 # A GPU of which a byte of memory, and a byte to others, takes a second.
-SLOW = Gpu("slow", "slow", 1.0, "nvidia", flops=1e30, fp32=1e30, bandwidth=1 / 0.71, link=1 / LINK, network=1 / NETWORK)
+SLOW = Gpu("slow", "slow", 1.0, "nvidia", flops=1e30, fp32=1e30, bandwidth=1 / 0.64, link=1 / LINK, network=1 / NETWORK)
 PAIR = Group("dp", 2, 2)
 MICRO, UPDATE = Began("micro-batch"), Began("update")
 

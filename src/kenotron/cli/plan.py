@@ -217,7 +217,7 @@ def _print(plan: RunPlan) -> None:
     rows = []
     for rank in plan.ranks:
         sizes = rank.peak.bytes, *by_column(rank.peak.of)
-        rows.append((str(rank.rank), str(rank.stage), *(f"{size / GIB:.3g}" for size in sizes)))
+        rows.append((str(rank.rank), str(rank.stage), *(f"{round(size / GIB, 3):.3g}" for size in sizes)))
     print_table(("rank", "stage", "sum", *COLUMNS), rows)
     largest = max(plan.ranks, key=lambda rank: rank.peak.bytes)
     print(f"Largest of rank {largest.rank}:")

@@ -41,7 +41,7 @@ class Gpu(NamedTuple):
     in_machine: Annotated[int, Field(gt=0)] = 8
     products: Share = 0.75
     attention: Annotated[Mapping[int, Share], Field(min_length=1)] = {64: 0.31, 128: 0.44}
-    memory: Share = 0.71
+    memory: Share = 0.64
 
 
 GPUS = {
