@@ -147,6 +147,17 @@ def test_gradients_are_handed_over_without_a_copy(made):
     assert [[x.grad.data_ptr(), w.grad.data_ptr()]] == made
 
 
+@pytest.mark.parametrize("chunk_bytes", [None, 4 * 72 * 10])
+def test_the_gradient_of_fp32_weights_sums_chunks_without_a_rounding_to_bf16(chunk_bytes):
+    x, low, labels = problem(dtype=torch.bfloat16)
+    master = low.detach().float().requires_grad_()
+    for w in (low, master):
+        linear_cross_entropy(x, w, labels, scale=0.5, chunk_bytes=chunk_bytes)[0].backward()
+    assert master.grad.dtype == torch.float32
+    assert torch.equal(master.grad.bfloat16(), low.grad)
+    assert torch.equal(master.grad, low.grad.float()) == (chunk_bytes is None)  # a CPU rounds each product
+
+
 def test_no_tensor_of_all_logits_in_fp32_is_ever_made(monkeypatch):
     monkeypatch.setattr(products, "EMULATED", False)
     tokens, rows = 512, 4096
