@@ -119,10 +119,13 @@ def write_gradient(y: Tensor, x: Tensor, result: Tensor, add: bool) -> None:
         rows_by_rows(y, x, onto=result) if add else rows_by_rows(y, x, out=result)
     elif not rounds_once(y):
         result.add_(rows_by_rows(y, x)) if add else result.copy_(rows_by_rows(y, x))
-    elif add:
-        torch.addmm(result, y.t(), x, out_dtype=torch.float32, out=result)
     else:
-        torch.mm(y.t(), x, out_dtype=torch.float32, out=result)
+        add_product(y, x, result) if add else torch.mm(y.t(), x, out_dtype=torch.float32, out=result)
+
+
+def add_product(y: Tensor, x: Tensor, result: Tensor) -> None:
+    """Add ``y^T x`` of half-precision factors to `result` in fp32, inside the product, on CUDA."""
+    torch.addmm(result, y.t(), x, out_dtype=torch.float32, out=result)
 
 
 def rounds_once(y: Tensor) -> bool:

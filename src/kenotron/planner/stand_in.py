@@ -211,9 +211,15 @@ def kernels_of_a_gpu(facts: DeviceFacts) -> Iterator[None]:
         patch.object(shapes, "_meta_grouped_mm_common", _grouped_of_any_dtype),
         patch.dict(choice.IMPLEMENTATIONS, flex_attention=FLEX),
         patch.object(products, "rounds_once", lambda y: facts.vendor == "nvidia"),
+        patch.object(products, "add_product", _product),  # which torch 2.11 has no shapes for
         patch.object(packed, "activate", lambda version: None),  # the stand-in's flash attention is that of any version
     ):
         yield
+
+
+def _product(y: Tensor, x: Tensor, result: Tensor) -> None:
+    """Take the place of `add_product`; that it reads `result` is not counted."""
+    torch.mm(y.t(), x, out_dtype=result.dtype, out=result)
 
 
 @contextlib.contextmanager
