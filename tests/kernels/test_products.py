@@ -1,6 +1,7 @@
 """Products through oneDNN are those of float64, with their gradients; torch computes the others, bit for bit."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from kenotron.kernels.fused import use_kernels
 from kenotron.kernels.linear_cross_entropy import linear_cross_entropy
 from kenotron.kernels.products import (
     ALONE,
+    Exchange,
     Linears,
     adds_inside,
     backward_in_halves,
@@ -154,6 +156,26 @@ def test_linears_of_one_input_add_their_gradients_inside_products(dtype: torch.d
     gradients = torch.autograd.grad(found, (x, *parameters), [each.to(dtype) for each in upstream])
     for one, other in zip(gradients, torch.autograd.grad(expected, (x, *parameters), upstream), strict=True):
         assert torch.equal(one, other)
+
+
+def times(factor: float, x: Tensor) -> Callable[[], Tensor]:
+    return lambda: factor * x
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_linears_exchange_x_and_its_gradient_compiled_or_not(keep: bool) -> None:
+    inputs = [draw(4, 6).bfloat16(), draw(3, 6).sign(), draw(3).sign()]
+
+    def loss(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        (y,) = Linears.apply(x, Exchange(partial(times, 2.0), partial(times, 4.0), keep), weight, bias)
+        return y.float().sum()
+
+    for function in (loss, torch.compile(loss, backend="aot_eager", fullgraph=True)):
+        x, weight, bias = (each.clone().requires_grad_() for each in inputs)
+        function(x, weight, bias).backward()
+        assert torch.equal(x.grad, 4 * weight.bfloat16().sum(0).expand(4, 6))
+        assert torch.equal(weight.grad, (2 * x.float()).sum(0).bfloat16().float().expand(3, 6))
+        assert torch.equal(bias.grad, torch.full((3,), 4.0))
 
 
 def test_linears_add_inside_products_in_training_on_a_gpu() -> None:

@@ -200,7 +200,8 @@ class Linears(torch.autograd.Function):
         rows, x = [dy.flatten(0, -2) for dy in grads], whole().flatten(0, -2)
         each = zip(rows, ctx.dtypes, needs[2:])
         of_weights = [_of_weight(dy, x, dtype) if need else None for dy, dtype, need in each]
-        of_biases = [dy.sum(0) if need else None for dy, need in zip(rows, needs[2 + len(rows) :])]
+        each = zip(rows, ctx.dtypes, needs[2 + len(rows) :])
+        of_biases = [dy.sum(0, dtype=dtype) if need else None for dy, dtype, need in each]
         return None if dx is None else dx(), None, *of_weights, *of_biases
 
 
