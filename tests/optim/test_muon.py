@@ -109,3 +109,17 @@ def test_the_weights_of_experts_are_a_matrix_each(make):
 def test_only_matrices_are_accepted():
     with pytest.raises(ValueError, match="expected matrices"):
         Muon([{"params": [nn.Parameter(torch.zeros(4))]}])
+
+
+@pytest.mark.parametrize(("device", "together"), [("cpu", [1] * 20), ("meta", [16, 4])])
+def test_matrices_of_one_shape_are_products_of_one_launch_on_a_gpu(device, together):
+    class Counted(Muon):
+        def update_batch(self, batch, group):
+            found.append(len(batch.parameters))
+
+    found = []
+    parameters = [nn.Parameter(torch.empty(2048, 2048, device=device)) for _ in range(20)]
+    for parameter in parameters:
+        parameter.grad = parameter.detach()
+    Counted([{"params": parameters}]).step()
+    assert found == together

@@ -26,6 +26,7 @@ from kenotron.parallel.ranks import balance
 from kenotron.parallel.shards import block_of, local_tensor
 
 BATCH_ELEMENTS = 2**22  # limit of elements that are updated together: 8 MB in bfloat16
+ON_A_GPU = 16  # times as many there, where a product of a few matrices of 2,048 x 2,048 is one launch
 
 
 class Batch:
@@ -97,15 +98,20 @@ class MatrixOptimizer(OwnOptimizer):
         return self._planned[key]
 
     def _rounds(self, parameters: list[Tensor]) -> Iterator[Batch]:
-        """Yield rounds in which all ranks own about equal work, at most `BATCH_ELEMENTS` elements or one matrix."""
+        """Yield rounds in which all ranks own about equal work, at most `elements_together` or one matrix."""
         if not parameters:
             return
         mesh: Any = parameters[0].device_mesh  # type: ignore[attr-defined]
         if mesh not in self._groups:
             self._groups[mesh] = mesh_group(mesh)
         owner = balance([p.numel() * min(p.shape[-2:]) for p in parameters], mesh.size())
-        for indices in in_rounds([p.numel() for p in parameters], owner, BATCH_ELEMENTS):
+        for indices in in_rounds([p.numel() for p in parameters], owner, elements_together(parameters[0])):
             yield Batch([parameters[i] for i in indices], [owner[i] for i in indices], self._groups[mesh])
+
+
+def elements_together(parameter: Tensor) -> int:
+    """Return the limit of elements that are updated together with `parameter`, on its device."""
+    return BATCH_ELEMENTS if parameter.device.type == "cpu" else ON_A_GPU * BATCH_ELEMENTS
 
 
 def whole_here(parameter: Tensor) -> bool:
@@ -142,12 +148,12 @@ def zeros_beside(parameter: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def _same_shape(parameters: list[Tensor]) -> Iterator[Batch]:
-    """Yield batches of one local shape, of at most `BATCH_ELEMENTS` elements or one parameter."""
+    """Yield batches of one local shape, of at most `elements_together` or one parameter."""
     by_shape: dict[torch.Size, list[Tensor]] = defaultdict(list)
     for parameter in parameters:
         if local_tensor(parameter).numel():
             by_shape[local_tensor(parameter).shape].append(parameter)
     for shape, same in by_shape.items():
-        size = max(1, BATCH_ELEMENTS // shape.numel())
+        size = max(1, elements_together(same[0]) // shape.numel())
         for start in range(0, len(same), size):
             yield Batch(same[start : start + size])
