@@ -57,7 +57,6 @@ from kenotron.parallel.collectives import (
     copy_to,
     finish,
     reduce_from,
-    scatter_tokens,
     start_gather,
     start_reduce_scatter,
     start_sum,
@@ -285,12 +284,11 @@ class RowParallelLinear(Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the product summed over ranks, all of it or this rank's tokens."""
-        x, group = _under_autocast(x), self.settings.group
-        sequence = self.settings.sequence and self.training
-        y = linear(x, local_part(self.weight).to(x.dtype))
-        y = scatter_tokens(y, group) if sequence else reduce_from(y, group, overwrite=True)
+        x = _under_autocast(x)
+        y = self.settings.leave(linear(x, local_part(self.weight).to(x.dtype)), self.training)
         if self.bias is None:
             return y
+        sequence = self.settings.sequence and self.training
         return y + local_part(self.bias, partial=sequence).to(x.dtype)  # once, after the sum
 
 

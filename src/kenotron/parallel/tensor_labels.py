@@ -46,8 +46,13 @@ class TensorParallelSettings:
         return gather_tokens(x, self.group) if self.sequence and training else copy_to(x, self.group)
 
     def leave(self, y: Tensor, training: bool) -> Tensor:
-        """Return the sum of all ranks' y over all tokens, as the rank's residual stream (whole or sharded)."""
-        return scatter_tokens(y, self.group) if self.sequence and training else reduce_from(y, self.group)
+        """Return the sum of all ranks' y over all tokens, as the rank's residual stream (whole or sharded).
+
+        y must not be used afterwards: its memory may be overwritten.
+        """
+        if self.sequence and training:
+            return scatter_tokens(y, self.group)
+        return reduce_from(y, self.group, overwrite=True)
 
     def parameter(self, whole: Tensor, placement: Placement, together: int = 1, name: str = "") -> nn.Parameter:
         """Return this rank's shard of `whole` as a DTensor. `together` adjacent rows or columns stay on one rank.
