@@ -92,10 +92,12 @@ class _ExpertMLP(torch.autograd.Function):
         dhidden = groups.rows_by_matrix(dy, down.transpose(1, 2))
         dg, du, hidden, dw = _gate_and_weigh_backward(dhidden, g, u, w, ctx.act)
         ddown = groups.rows_by_rows(dy, hidden)
-        drows = groups.rows_by_matrix(dg, (up if gate is None else gate).transpose(1, 2))
-        dgate, dup = None, groups.rows_by_rows(dg, rows)
-        if gate is not None:
-            dgate, dup = dup, groups.rows_by_rows(du, rows)
+        if gate is None:
+            dgate, dup = None, groups.rows_by_rows(dg, rows)
+            drows = groups.rows_by_matrix(dg, up.transpose(1, 2))
+        else:
+            dgate, dup = groups.rows_by_rows(dg, rows), groups.rows_by_rows(du, rows)
+            drows = groups.rows_by_matrix(dg, gate.transpose(1, 2))
             groups.rows_by_matrix(du, up.transpose(1, 2), onto=drows)
         dx = sum_of_slots(drows, order, tokens, ctx.slots, at)
         dweights = sum_of_slots(dw[:, None], order, weights.numel(), 1, at).view_as(weights)

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kenotron.kernels.rope import Rotation
+from kenotron.kernels.shortcuts import unit_stride
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
@@ -20,8 +21,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -
 def _turned(x: Tensor, cos: Tensor, sin: Tensor, sign: float, interleaved: bool) -> Tensor:
     sequences, length, heads, head_dim = x.shape
     half = cos.shape[-1]
-    flat = x.reshape(-1, heads, head_dim)
-    flat = flat if flat.stride(-1) == 1 else flat.contiguous()
+    flat = unit_stride(x.reshape(-1, heads, head_dim))
     cos, sin = (table.expand(sequences, length, half).reshape(-1, half).contiguous() for table in (cos, sin))
     out = torch.empty(flat.shape, dtype=x.dtype, device=x.device)
     if 2 * half < head_dim:
