@@ -3,7 +3,7 @@
 python benchmarks/gpu/roofline.py "llama-3.2-1b 4096" "llama-3.1-8b 4096 selective"
 
     case                                         launches      GB   TFLOP  waits     A100     H100     H200 …   tokens/s
-    llama-3.2-1b 4096                               1,624     270    68.4      1   16,874   41,702   48,267 …
+    llama-3.2-1b 4096                               1,071     160    68.4      1   19,754   53,271   58,632 …
 
 The trainer's own step runs on the planner's stand-in, whose tensors have no memory, with the kernels of an NVIDIA GPU.
 Every operator on the device is a launch; `kenotron.planner.rates` says how long it takes. Blocks are not compiled.
